@@ -1,0 +1,47 @@
+# `make demo` shows what memgraph does; `make test` is what every change must pass.
+
+PYTHON ?= python3
+BENCHMARKS = demo models limit overhead planning
+GPU_BENCHMARKS = models overhead planning
+READY = .venv/ready
+
+.PHONY: demo test slow check bench gpu clean
+.NOTPARALLEL: # a benchmark wants the machine for itself
+
+demo: bench-demo
+
+test: $(READY)
+	.venv/bin/python -m pytest
+
+slow: $(READY)
+	.venv/bin/python -m pytest -m slow
+
+check: $(READY)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	@.venv/bin/pyright --version >/dev/null || \
+		{ echo "pyright is a Node program that is fetched once: it wants node on PATH and the npm registry"; exit 1; }
+	.venv/bin/pyright
+
+bench: $(BENCHMARKS:%=bench-%)
+
+bench-%: $(READY)
+	.venv/bin/python -m benchmarks.$*
+
+# Uses PYTHON as it is, for the torch that was built for this machine's GPU.
+gpu:
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
+		{ echo "make gpu wants a CUDA device and a torch that sees it; $(PYTHON) has none here (PYTHON= names another)"; exit 1; }
+	$(PYTHON) -m pytest -m gpu
+	set -e; for name in $(GPU_BENCHMARKS); do $(PYTHON) -m benchmarks.$$name; done
+
+# The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,11 @@
+"""Train any module under a byte budget."""
+
+from passes import BudgetError
+
+from .compiler import compile, plan
+from .errors import CaptureError, MemgraphError
+from .module import CompiledModule
+from .report import Report
+from .spill import SpillError
+
+__all__ = ["BudgetError", "CaptureError", "CompiledModule", "MemgraphError", "Report", "SpillError", "compile", "plan"]

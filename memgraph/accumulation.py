@@ -1,0 +1,45 @@
+"""Let backward add each gradient to the one that is there as soon as it is made.
+
+    g = mm(x, d)                        g = mm(x, d)
+    ...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes go here
+    return g                            ...
+                                        return w_grad
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .capture import Captured
+from .ops import accumulate
+
+
+def accumulating(captured: Captured) -> fx.Graph:
+    """A copy of the joint graph that takes the parameters' gradients as inputs and adds to them."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    returned = graph.graph_copy(captured.graph.graph, copies)
+    output = graph.output(returned)
+    output.meta = dict(captured.graph.graph.output_node().meta)
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    parameters = {role.name: node for role, node in zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True)}
+    handed = list(output.args[0])  # type: ignore[arg-type]
+    for place, role in enumerate(captured.outputs):
+        if role.kind == "gradient":
+            with graph.inserting_after(last_input):
+                last_input = _gradient_input(graph, parameters[role.name])
+            with graph.inserting_after(handed[place]):
+                handed[place] = _accumulate(graph, last_input, handed[place])
+    output.args = (tuple(handed),)
+    return graph
+
+
+def _gradient_input(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
+    node = graph.placeholder(f"{parameter.name}_grad")
+    node.meta = {"kind": "gradient", "val": parameter.meta["val"].detach().clone(), "where": parameter.meta.get("where", "")}
+    return node
+
+
+def _accumulate(graph: fx.Graph, gradient: fx.Node, new: fx.Node) -> fx.Node:
+    node = graph.call_function(accumulate, (gradient, new))
+    node.meta = {"phase": "backward", "val": gradient.meta["val"], "where": new.meta.get("where", "")}
+    return node

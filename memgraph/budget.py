@@ -1,0 +1,49 @@
+"""A budget as people write it -> bytes.
+
+    "8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> what is free there
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from .device import memory_nbytes, unused_nbytes
+
+UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+FORMS = 'write e.g. "8GB", "8GiB", "500MB", an int of bytes, a float in (0, 1] of the device\'s memory, or None for what is free'
+
+
+def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
+    """The bytes that `budget` means on `device`; `resident` bytes of it are the model's already.
+
+    Raises:
+        TypeError: it is no str, int, float or None.
+        ValueError: it can't be read, is not positive, or is more than the device has.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, str | int | float | None):
+        raise TypeError(f"budget is a {type(budget).__name__}, {budget!r}; {FORMS}")
+    if budget is None:
+        return unused_nbytes(device) + resident
+    nbytes = _fraction(budget, device) if isinstance(budget, float) else _parse(budget) if isinstance(budget, str) else budget
+    if nbytes <= 0:
+        raise ValueError(f"budget={budget!r} is {nbytes} bytes, which is not positive; {FORMS}")
+    if nbytes > (there := memory_nbytes(device)):
+        raise ValueError(f"budget={budget!r} is {nbytes} bytes, but {device} has {there}; give at most that, or None")
+    return nbytes
+
+
+def _fraction(budget: float, device: torch.device) -> int:
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget={budget!r} is a float, which means a share of the device's memory in (0, 1]; {FORMS}")
+    return int(budget * memory_nbytes(device))
+
+
+def _parse(budget: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+    if not found or found[2].upper() not in UNITS:
+        raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
+    return int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]

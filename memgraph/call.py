@@ -1,0 +1,102 @@
+"""A module's call taken apart: the tensors that it reads, each with its role, and all that is left when they are gone.
+
+    model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form in which `run` puts other tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from .trees import Spec, flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder stands for: a parameter or buffer by its name, an input by its place among the tensor leaves
+    of the call, a tangent by the place of its output."""
+
+    kind: Literal["parameter", "buffer", "input", "tangent"]
+    name: str = ""
+    index: int = -1
+
+    @property
+    def label(self) -> str:
+        """As an error names it."""
+        return f"{self.kind} {self.name or self.index}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the graph returns at a place: an output, or the gradient of the parameter `name` or of the input `index`."""
+
+    kind: Literal["output", "gradient", "input_gradient"]
+    name: str = ""
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor in the module's result: an output of the graph, or an input that was handed through."""
+
+    kind: Literal["output", "input"]
+    index: int
+
+
+# Of the outputs that can be differentiated, by place, the places of those that a loss may be made of.
+Wanted = Callable[[Mapping[int, Tensor]], Sequence[int]]
+
+
+def everything(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+    """All of them."""
+    return list(outputs)
+
+
+def losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+    """The scalars, or all if there are none: beside its loss a model returns what is only looked at."""
+    return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What runs, and the real tensors that it reads, in the order of the placeholders."""
+
+    module: nn.Module
+    loss: Callable[[Any], Any] | None
+    leaves: list[Any]
+    spec: Spec
+    inputs: tuple[Input, ...]
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], Any] | None = None,
+    ) -> Call:
+        leaves, spec = flatten((args, kwargs))
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = (
+            *(Input("parameter", name) for name in parameters),
+            *(Input("buffer", name) for name in buffers),
+            *(Input("input", index=i) for i in range(len(given))),
+        )
+        return cls(module, loss, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
+
+    def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Of one tensor per input, those in the place of parameters and buffers, by name."""
+        return {role.name: value for role, value in zip(self.inputs, values, strict=True) if role.kind != "input"}
+
+    def run(self, values: Sequence[Tensor]) -> Any:
+        """The result with other tensors in the place of the inputs; parameters and buffers are the module's own."""
+        given = iter([value for role, value in zip(self.inputs, values, strict=True) if role.kind == "input"])
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        result = self.module(*args, **kwargs)
+        return result if self.loss is None else self.loss(result)

@@ -1,0 +1,92 @@
+"""A module and the arguments of one call -> the graph of a whole step.
+
+    model(x, labels=y)   ->   parameters, buffers, x, y, tangents -> forward ops, backward ops -> outputs, gradients
+
+The call is traced on fake tensors, forward and backward at once, then made functional, then put in order.  Everything
+that is not a tensor is written into the graph as it was in this call: a caller that reuses a graph must compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from .errors import CaptureError
+from .functional import make_functional
+from .call import Call, Input, Output, Ref, Wanted, everything, losses
+from .fakes import surroundings
+from .joint import trace_joint
+from .refusal import explained
+from .settle import settle
+from .trees import Spec, unflatten
+
+__all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands"]
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A step.  The graph's nodes bear `val`, `phase` and `where`; its placeholders are `inputs`, it returns `outputs`.
+
+    `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the outputs
+    that require a gradient in eager, and `tangents` those of them that backward starts from, in the order of the inputs.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    leaves: tuple[Any, ...]
+    spec: Spec
+    differentiable: tuple[int, ...]
+    tangents: tuple[int, ...]
+
+    def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """What the module returns, of what the graph returned and of the real tensors that it read."""
+        tensors = {"output": outputs, "input": inputs}
+        return unflatten(
+            [tensors[leaf.kind][leaf.index] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec
+        )
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    grad: bool = True,
+    wanted: Wanted = everything,
+) -> Captured:
+    """The step of `loss(module(*args, **kwargs))`; no real tensor is read or written.
+
+    With `grad` it includes the backward from those differentiable outputs that are `wanted`.
+    """
+    call = Call.of(module, args, kwargs, loss)
+    grad = grad and any(tensor.requires_grad for tensor in call.tensors)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without a ShapeEnv what depends on data is an error at once
+    with surroundings(module, mode), torch.set_grad_enabled(grad), explained():
+        joint = trace_joint(call, mode, wanted)
+        functional = make_functional(joint, module)
+        _refuse_shared(call, functional.changed)
+        graph = settle(functional, joint)
+    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
+    return Captured(graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents)
+
+
+def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The real tensors for the placeholders of a captured call, without the tangents."""
+    return Call.of(module, args, kwargs, None).tensors
+
+
+def _refuse_shared(call: Call, changed: dict[int, fx.Node]) -> None:
+    """What forward changes must have no second name: the graph would not see the change under it."""
+    storages = [tensor.untyped_storage()._cdata for tensor in call.tensors]
+    for i in changed:
+        for j, role in enumerate(call.inputs):
+            if i != j and storages[i] == storages[j]:
+                names = f"{call.inputs[i].label} in place, which shares its memory with {role.label}"
+                raise CaptureError(f"forward changes {names}: clone one of them")

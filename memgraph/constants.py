@@ -1,0 +1,71 @@
+"""Tensors that a step reads though they are neither parameters, buffers nor arguments.
+
+They stand in a captured graph as `get_attr` nodes and hold real tensors: `torch.tensor([1., 2.])` in forward, a tensor in a plain attribute.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from .errors import CaptureError
+
+
+def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Give each constant of a graph its fake tensor."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        held = getattr(graph, str(node.target))
+        if isinstance(held, FakeTensor):
+            raise CaptureError(f"a tensor {tuple(held.shape)} was kept from an earlier trace: make it anew in forward")
+        if isinstance(held, Tensor):
+            node.meta["val"] = mode.from_tensor(held)
+
+
+def refuse_trained_constants(graph: fx.GraphModule, module: nn.Module) -> None:
+    """A tensor that requires a gradient would silently get none."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        held = getattr(graph, str(node.target))
+        if isinstance(held, Tensor) and held.requires_grad:
+            raise CaptureError(
+                f"{_name(held, module)} requires a gradient but is no parameter of the module: register it as one"
+            )
+
+
+def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
+    """A graph that only makes new values can't write to a constant."""
+    constants = {
+        node.meta["val"].untyped_storage()._cdata: getattr(graph, str(node.target))
+        for node in graph.graph.find_nodes(op="get_attr")
+        if "val" in node.meta
+    }
+    for node in graph.graph.nodes:
+        for written in written_by(node):
+            held = constants.get(written.meta["val"].untyped_storage()._cdata)
+            if held is not None:
+                raise CaptureError(
+                    f"forward changes {_name(held, module)} in place, which is no buffer: register it as one"
+                )
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The values that an op writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | dict(
+        node.kwargs
+    )
+    named = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [value for name in named if isinstance(value := given.get(name), fx.Node)]
+
+
+def _name(tensor: Tensor, module: nn.Module) -> str:
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if value is tensor:
+                return f"the tensor {'.'.join(filter(None, (path, name)))}"
+    return f"a tensor of shape {tuple(tensor.shape)}"

@@ -1,0 +1,59 @@
+"""What the machine has: the memory of a device, and how a process is made to show its real peak.
+
+On a CPU the device is RAM: the machine's, or what a control group leaves of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
+RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """All bytes of the device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_control_group()])
+
+
+def unused_nbytes(device: torch.device) -> int:
+    """The bytes of the device's memory that can be had now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, memory_nbytes(device))
+    return memory_nbytes(device)
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The one device on which all of `tensors` lie; the CPU, if there are none.
+
+    Raises:
+        ValueError: they lie on several.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}; move it to one with model.to(...)")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def return_freed_memory() -> None:
+    """Make glibc hand freed tensors back to the system, so that the process's memory follows the bytes that live."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, RETURNED)
+        mallopt(TRIM_THRESHOLD, RETURNED)
+
+
+def _control_group() -> list[int]:
+    found = [path.read_text().strip() for path in CGROUP if path.is_file()]
+    return [int(text) for text in found if text.isdigit()]

@@ -1,0 +1,220 @@
+"""Let activations lie on disk between forward and backward, so that the RAM they took is free in between.
+
+Before:                   After:
+    a = relu(x)               a = relu(x)
+    ...                       lease.offload(0, a)      # two threads copy, while the next ops run
+    ...                       lease.free(0); del a     # the bytes have left
+    ...                       a = empty(...)
+    ...                       lease.reload(0, a)       # the threads copy back
+    ...                       lease.wait(0)            # the bytes are there
+    g = relu_bwd(a)           g = relu_bwd(a)
+
+Every copy goes through the workers' page-aligned buffers, the `staging` bytes: O_DIRECT takes no other memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from itertools import accumulate
+
+import torch
+
+from memgraph.spill import CHUNK, PAGE, SpillError, is_ram, nameless_file, pages, read, spill_folder, write
+
+__all__ = ["DiskLease", "DiskTier", "SpillError", "disk_speed", "spill_folder"]
+
+WORKERS = 2
+SPEEDS: dict[int, tuple[float, float]] = {}  # by the device number of the folder
+
+Part = futures.Future[None]
+Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
+
+
+class DiskTier:
+    """Room on disk for the activations of a step; `slots` are their bytes."""
+
+    def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
+        self.closed = False
+        self.rooms: list[int] = []  # files that no lease has
+        self.slots = tuple(slots)
+        *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
+        self.staging = WORKERS * CHUNK  # one set of buffers for all tiers of the process
+        self.folder = spill_folder(folder)
+        if is_ram(self.folder):
+            message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
+            warnings.warn(f"{message}: name a folder on a disk with spill_dir=", RuntimeWarning, stacklevel=2)
+        workers()  # here, because a step should pay neither their time nor their memory
+        self.rooms.append(self._make_room())
+
+    def lease(self) -> DiskLease:
+        """Room for one step in flight; a new file is made if all others are out."""
+        if self.closed:
+            raise ValueError("this tier is closed")
+        return DiskLease(self, self.rooms.pop() if self.rooms else self._make_room())
+
+    def close(self) -> None:
+        """Give the disk its bytes back, those of a running lease as soon as it is released."""
+        self.closed = True
+        while self.rooms:
+            os.close(self.rooms.pop())
+
+    def take_back(self, room: int) -> None:
+        self.rooms.append(room)
+        if self.closed:
+            self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _make_room(self) -> int:
+        return nameless_file(self.folder, max(self.nbytes, PAGE))
+
+
+class DiskLease:
+    """The room of one step in flight.  Used by one thread at a time."""
+
+    def __init__(self, tier: DiskTier, room: int) -> None:
+        self.tier = tier
+        self.room: int | None = room
+        self.out: dict[int, Copy] = {}
+        self.back: dict[int, Copy] = {}
+
+    def offload(self, slot: int, tensor: torch.Tensor) -> None:
+        """Start to copy the bytes of `tensor` out; they must not change until `free`."""
+        settle(self.out.get(slot), self.back.get(slot))
+        self._start(self.out, slot, tensor, write)
+
+    def free(self, slot: int) -> None:
+        """Wait until the copy out has ended."""
+        copy_of(slot, self.out, "offloaded").end()
+
+    def reload(self, slot: int, tensor: torch.Tensor) -> None:
+        """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
+        leaving = copy_of(slot, self.out, "offloaded").parts
+        settle(self.back.get(slot))
+        self._start(self.back, slot, tensor, read, after=leaving)
+
+    def wait(self, slot: int) -> None:
+        """Wait until the copy back has ended."""
+        copy_of(slot, self.back, "reloaded").end()
+
+    def release(self) -> None:
+        """Drop the copies that have not begun, wait for those that have, and give the room back."""
+        if self.room is None:
+            return
+        copies = [*self.back.values(), *self.out.values()]
+        for part in [part for copy in copies for part in copy.parts]:
+            part.cancel()
+        settle(*copies)
+        self.out, self.back = {}, {}
+        room, self.room = self.room, None
+        self.tier.take_back(room)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _start(
+        self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
+    ) -> None:
+        if self.room is None:
+            raise ValueError("this lease is released")
+        nbytes, offset = self.tier.slots[slot], self.tier.offsets[slot]
+        address = address_of(tensor, nbytes)
+        copies[slot] = copy = Copy(f"to {move.__name__} {nbytes} bytes in {self.tier.folder}", tensor)
+        # Half for each worker, so that one copies memory while the other waits for the disk.
+        share = max(CHUNK, pages(-(-nbytes // WORKERS)))
+        for at in range(0, nbytes, share):
+            place = (self.room, offset + at, address + at, min(share, nbytes - at))
+            copy.parts.append(workers().submit(self._run, after, move, *place))
+
+    # A method, so that a lease, which holds the tensors, is never collected before its copies have ended.
+    def _run(self, after: Sequence[Part], move: Move, file: int, offset: int, address: int, nbytes: int) -> None:
+        # Those before were submitted before and so have begun: two workers never wait for each other.
+        for part in after:
+            part.result()
+        move(file, offset, address, nbytes)
+
+
+class Copy:
+    """A copy under way.  It holds its tensor until it is known to have ended."""
+
+    def __init__(self, what: str, tensor: torch.Tensor) -> None:
+        self.what = what
+        self.tensor: torch.Tensor | None = tensor
+        self.parts: list[Part] = []
+
+    def end(self) -> None:
+        """Wait for every part, then let the tensor go."""
+        futures.wait(self.parts)
+        self.tensor = None
+        for part in self.parts:
+            if error := part.exception():
+                advice = "if this disk is failing or full, name another folder with spill_dir="
+                raise SpillError(f"failed {self.what}: {error}; {advice}") from error
+
+
+def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
+    if slot not in copies:
+        raise ValueError(f"slot {slot} was not {verb} in this lease; those that were: {sorted(copies)}")
+    return copies[slot]
+
+
+def settle(*copies: Copy | None) -> None:
+    """Wait until `copies` have ended, well or not."""
+    futures.wait([part for copy in copies if copy for part in copy.parts])
+
+
+def address_of(tensor: torch.Tensor, nbytes: int) -> int:
+    """Where the bytes of `tensor` begin, provided that they are `nbytes` in one run."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    if tensor.device.type != "cpu" or tensor.nbytes != nbytes or not dense:
+        found = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {found}")
+    return tensor.data_ptr()
+
+
+@functools.cache
+def workers() -> futures.ThreadPoolExecutor:
+    """The threads that copy, for all tiers of the process."""
+    pool = futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="memgraph-disk")
+    together = threading.Barrier(WORKERS)
+    for _ in range(WORKERS):
+        pool.submit(together.wait)
+    return pool
+
+
+def disk_speed(folder: str | os.PathLike[str] | None = None, nbytes: int = 32 << 20) -> tuple[float, float]:
+    """Bytes per microsecond (out, back), measured once for each disk by copying `nbytes` there and back."""
+    place = spill_folder(folder)
+    device = os.stat(place).st_dev
+    if device not in SPEEDS:
+        SPEEDS[device] = measure(DiskTier([nbytes // 8] * 8, place))
+    return SPEEDS[device]
+
+
+def measure(tier: DiskTier) -> tuple[float, float]:
+    lease = tier.lease()
+    # Noise, because some disks store zeros faster; twice, because a block's first write is not like the others.
+    sent = [torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) for nbytes in tier.slots]
+    out = [timed(tier, lambda slot: lease.offload(slot, sent[slot]), lease.free) for _ in range(2)]
+    # Into new memory, as in a step.
+    back = [timed(tier, lambda slot: lease.reload(slot, torch.empty_like(sent[slot])), lease.wait) for _ in range(2)]
+    lease.release()
+    tier.close()
+    return out[-1], back[-1]
+
+
+def timed(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
+    """Bytes per microsecond when every slot is started, and then every slot is ended."""
+    begin = time.perf_counter()
+    for slot in range(len(tier.slots)):
+        start(slot)
+    for slot in range(len(tier.slots)):
+        end(slot)
+    return sum(tier.slots) / (time.perf_counter() - begin) / 1e6

@@ -1,0 +1,119 @@
+"""One step in flight: from the begin of its forward to the end of its backward.
+
+It holds what lies between the two: the list of saved values, the room in the far tier, and the meter, if this flight is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .ops import Lease, running
+from .peak import Allocation, Meter, resident_bytes
+from .split import Halves
+
+
+class Tier(Protocol):
+    """Where offloaded values lie."""
+
+    staging: int
+
+    def lease(self) -> Lease: ...
+    def close(self) -> None: ...
+
+
+class Flight:
+    """Runs the two halves of a step once."""
+
+    def __init__(self, halves: Halves, tier: Tier | None) -> None:
+        self.halves = halves
+        self.lease = tier.lease() if tier is not None else None
+        self.meter: Meter | None = None
+        self.saved: list[Tensor] | None = None
+        self.seen: list[tuple[Tensor, int]] = []
+        self.ended = False
+
+    def measure(self) -> None:
+        """Measure this flight, unless a profiler is in the way."""
+        if Meter.available():
+            self.meter = Meter()
+            self.meter.start()
+
+    def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
+        """The outputs, given the inputs; what backward needs is kept here."""
+        with self._alone():
+            values = list(self.halves.forward.forward(list(tensors)))
+        self.saved = values[outputs:]
+        del values[outputs:]
+        self.ended = self.halves.backward is None
+        theirs = {id(tensor) for tensor in (*tensors, *values)}
+        self.seen = [(saved, _version(saved)) for saved in self.saved if id(saved) in theirs]
+        return values
+
+    def backward(self, tangents: Sequence[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
+        """The gradients, given the tangents; the saved values are gone afterwards, unless they shall be kept.
+
+        Raises:
+            RuntimeError: they are gone already, or one of them has been changed in place since.
+        """
+        if self.saved is None:
+            raise RuntimeError(
+                "this step has been differentiated already, and what it had saved is gone; "
+                "call backward(retain_graph=True) the first time to go through it twice"
+            )
+        self._refuse_changed()
+        assert self.halves.backward is not None
+        saved = list(self.saved) if keep else self.saved
+        if not keep:
+            self.saved, self.seen = None, []
+        given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
+        saved += [*given, *gradients]  # type: ignore[list-item]
+        with self._alone(resident_bytes(given)):
+            results = list(self.halves.backward.forward(saved))
+        self.ended = True
+        return results
+
+    def land(self) -> Allocation | None:
+        """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""
+        self.saved = None
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+        meter, self.meter = self.meter, None
+        allocated = meter.stop() if meter is not None else None
+        return allocated if self.ended else None
+
+    def __del__(self) -> None:
+        self.land()
+
+    @contextmanager
+    def _alone(self, given: int = 0) -> Iterator[None]:
+        """Run a half: casts are in the graph already, and autograd has nothing to see."""
+        window = self.meter.window(given) if self.meter is not None else nullcontext()
+        with running(self.lease), torch.no_grad(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), window:
+            yield
+
+    def _refuse_changed(self) -> None:
+        for tensor, version in self.seen:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation, a tensor of shape {tuple(tensor.shape)}, has been "
+                    f"modified in place since forward (version {_version(tensor)}, expected {version}); "
+                    "clone it before it is changed, or change it after backward"
+                )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _like(fake: Tensor, tangent: Tensor | None) -> Tensor:
+    """A tangent as the graph was captured with it: zeros for none, and with the strides of the output."""
+    if tangent is not None and tangent.stride() == fake.stride():
+        return tangent
+    shaped = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return shaped.zero_() if tangent is None else shaped.copy_(tangent)

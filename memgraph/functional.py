@@ -1,0 +1,117 @@
+"""The second trace: a graph whose ops work in place -> one whose ops only make new values.
+
+    b = empty_like(x); b.bernoulli_(p)       ->   e = empty_like(x); b = bernoulli(e, p)
+    running_mean.mul_(0.9)                   ->   m = mul(running_mean, 0.9)           # the new value of `running_mean`
+
+The graph is run op by op on torch's functional tensors.  Tracing the module on these straight away would be simpler, but models look at
+their inputs to know whether they are traced, and functional tensors are none that they recognise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from .constants import describe_constants, refuse_changed_constants
+from .errors import CaptureError
+from .joint import Joint
+from .where import NOTES
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A graph without mutable ops; what it hands out; the new values of the placeholders that the module changes, by place."""
+
+    graph: fx.GraphModule
+    handed: tuple[fx.Node, ...]
+    changed: dict[int, fx.Node]
+
+
+def make_functional(joint: Joint, module: nn.Module) -> Functional:
+    """The same step, in which nothing is changed in place."""
+    if not any(map(changes_inputs, joint.graph.graph.nodes)):
+        # Half of the time of a capture is saved.
+        handed, assigned = _split(joint.graph, len(joint.outputs))
+        return Functional(joint.graph, handed, dict(zip(joint.assigned, assigned, strict=True)))
+    refuse_changed_constants(joint.graph, module)
+    replay = _Replay(joint)
+    with torch.no_grad():
+        graph = make_fx(replay)(*(node.meta["val"] for node in joint.graph.graph.find_nodes(op="placeholder")))
+    describe_constants(graph, joint.mode)
+    _note_phases(graph, replay.forward)
+    handed, rest = _split(graph, len(joint.outputs))
+    assigned, last = rest[: len(joint.assigned)], rest[len(joint.assigned) :]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    changed = {i: node for i, node in zip(replay.state, last, strict=True) if node is not placeholders[i]}
+    return Functional(graph, handed, changed | dict(zip(joint.assigned, assigned, strict=True)))
+
+
+def changes_inputs(node: fx.Node) -> bool:
+    """Whether an op writes to what it reads.  The batch norms that update running statistics don't say so in their schema."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    undeclared = node.target._schema.name.endswith("batch_norm")
+    return undeclared or node.target._schema.is_mutable
+
+
+class _Replay:
+    """The function of the second trace: what the graph returns, and the values of its inputs (but the tangents) at forward's end."""
+
+    def __init__(self, joint: Joint) -> None:
+        self.graph = joint.graph
+        self.state = [i for i, role in enumerate(joint.inputs) if role.kind != "tangent"]
+        self.forward: frozenset[str] = frozenset()  # names of the nodes that forward made
+
+    def __call__(self, *values: Tensor) -> list[Any]:
+        with FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=True):
+            inputs = [to_fun(value) for value in values]
+            run = _Interpreter(self.graph, lambda: self._turn(inputs))
+            handed = run.run(*inputs)
+            last = run.turned() if run.last is None else run.last
+            if any(from_fun(inputs[i]) is not value for i, value in zip(self.state, last, strict=True)):
+                raise CaptureError(
+                    "backward changes a parameter, a buffer or an input in place, which a captured step can't do"
+                )
+            return [*map(from_fun, handed), *last]
+
+    def _turn(self, inputs: list[Any]) -> list[Any]:
+        """Forward has ended.  Asking for an input's value may still write ops down, which belong to forward."""
+        last = [from_fun(inputs[i]) for i in self.state]
+        mode = get_proxy_mode()
+        assert mode is not None
+        self.forward = frozenset(node.name for node in mode.tracer.graph.nodes)
+        return last
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a joint graph, and calls `turned` once, between forward and backward."""
+
+    def __init__(self, graph: fx.GraphModule, turned: Callable[[], list[Any]]) -> None:
+        super().__init__(graph)
+        self.turned = turned
+        self.last: list[Any] | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.last is None and n.op == "call_function" and n.meta[NOTES]["phase"] == "backward":
+            self.last = self.turned()
+        return super().run_node(n)
+
+
+def _note_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:
+    """The phase by where a node stands: what torch makes anew for a view bears the notes of the first one."""
+    for node in graph.graph.nodes:
+        phase = "forward" if node.name in forward else "backward"
+        node.meta[NOTES] = {"where": "", **node.meta.get(NOTES, {}), "phase": phase}
+
+
+def _split(graph: fx.GraphModule, count: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    handed: Any = graph.graph.output_node().args[0]
+    return tuple(handed[:count]), tuple(handed[count:])

@@ -1,0 +1,180 @@
+"""The first trace: a call is run once on fake tensors, forward and backward, and every op is written down.
+
+    parameters, buffers, inputs, tangents -> forward ops, backward ops -> outputs, gradients, newly assigned buffers
+
+What comes out may still hold ops that work in place; `functional.py` sees to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.nn.utils import stateless
+
+from .call import Call, Input, Output, Ref, Wanted
+from .checkpoint import without_checkpoint
+from .constants import describe_constants, refuse_trained_constants
+from .errors import CaptureError
+from .fakes import fake, without_autocast
+from .trees import Spec, flatten
+from .untouched import Untouched, untouched
+from .where import Notes
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`."""
+
+    graph: fx.GraphModule
+    mode: FakeTensorMode
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    assigned: tuple[int, ...]
+    leaves: tuple[Any, ...]
+    spec: Spec
+    differentiable: tuple[int, ...]
+
+
+def trace_joint(call: Call, mode: FakeTensorMode, wanted: Wanted) -> Joint:
+    """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
+    fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
+    with untouched(call.module) as before, without_checkpoint():
+        step = _Step(call, wanted, before)
+        with step.notes.following():
+            graph = make_fx(step)(*fakes)
+    describe_constants(graph, mode)
+    if torch.is_grad_enabled():
+        refuse_trained_constants(graph, call.module)
+    return step.found(graph, mode)
+
+
+class _Step:
+    """The function that is traced."""
+
+    def __init__(self, call: Call, wanted: Wanted, before: Untouched) -> None:
+        self.call, self.wanted, self.before = call, wanted, before
+        self.notes = Notes(call.module)
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.inputs = call.inputs
+        self.outputs: tuple[Output, ...] = ()
+        self.assigned: dict[int, Tensor] = {}
+        self.leaves: tuple[Any, ...] = ()
+        self.spec: Spec | None = None
+        self.differentiable: tuple[int, ...] = ()
+
+    def found(self, graph: fx.GraphModule, mode: FakeTensorMode) -> Joint:
+        """What is known once the trace has ended."""
+        assert self.spec is not None
+        roles = self.inputs, self.outputs, tuple(self.assigned)
+        return Joint(graph, mode, *roles, self.leaves, self.spec, self.differentiable)
+
+    def __call__(self, *values: Tensor) -> list[Tensor]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self.notes.attach(mode.tracer)
+        # make_fx turns the cache off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        outputs = self._read(self._forward(values), values)
+        self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
+        gradients = self._backward(values, outputs, mode.tracer) if torch.is_grad_enabled() else []
+        return [*outputs, *gradients, *self.assigned.values()]
+
+    def _forward(self, values: Sequence[Tensor]) -> Any:
+        """The module's result, with the traced values in the place of its parameters and buffers."""
+        now = self.call.state(values)
+        with stateless._reparametrize_module(self.call.module, now, tie_weights=True):
+            result = self.call.run(values)
+            self._find_assigned(now)
+        self.before.refuse_leaks(set(map(id, values)))
+        return result
+
+    def _find_assigned(self, now: dict[str, Tensor]) -> None:
+        """Note the buffers under whose name forward has put another tensor."""
+        module = self.call.module
+        for place, (path, before) in enumerate(now.items()):
+            owner, _, name = path.rpartition(".")
+            held = getattr(module.get_submodule(owner), name, None)
+            if held is not before:
+                self.assigned[place] = _assignable(self.inputs[place], before, held)
+        for path, held in module.named_buffers(remove_duplicate=False):
+            if path not in now and isinstance(held, FakeTensor) and all(held is not value for value in now.values()):
+                raise CaptureError(f"forward makes or re-assigns {path}, a second name of a buffer: change it in place")
+
+    def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
+        """The different tensors of a result; the rest of it is kept as `leaves` and `spec`."""
+        leaves, self.spec = flatten(result)
+        # A parameter is not handed through: its gradient from there shall come out of the graph with the rest of it.
+        passed = {id(value): i for i, value in enumerate(values) if self.inputs[i].kind != "parameter"}
+        outputs: dict[int, Tensor] = {}
+        refs: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                refs.append(leaf)
+            elif id(leaf) in passed:
+                refs.append(Ref("input", passed[id(leaf)]))
+            else:
+                outputs.setdefault(id(leaf), leaf)
+                refs.append(Ref("output", list(outputs).index(id(leaf))))
+        self.leaves = tuple(refs)
+        return list(outputs.values())
+
+    def _backward(self, values: Sequence[Tensor], outputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
+        """The gradients of what requires one, for tangents that become further placeholders."""
+        found = {i: output for i, output in enumerate(outputs) if output.requires_grad}
+        self.differentiable = tuple(found)
+        needed = [i for i, value in enumerate(values) if value.requires_grad]
+        asked = self.wanted(found) if needed else ()
+        if not asked:
+            return []
+        tangents = [_tangent(outputs[i], i, tracer) for i in asked]
+        self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in asked))
+        self.notes.turn(outputs[i].grad_fn for i in asked)
+        with without_autocast(values):
+            roots, leaves = [outputs[i] for i in asked], [values[i] for i in needed]
+            gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
+        made = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
+        for role, gradient in made.items():
+            if gradient.layout != torch.strided:
+                raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
+        self.outputs += tuple(map(_gradient_of, made))
+        return list(made.values())
+
+
+def _assignable(role: Input, before: Tensor, held: object) -> Tensor:
+    """The tensor that was assigned to a buffer, if a copy into the buffer amounts to the same."""
+    if role.kind == "parameter" or not isinstance(held, Tensor):
+        raise CaptureError(f"forward puts a {type(held).__name__} in the place of {role.label}, as no captured step can")
+    if (held.shape, held.dtype, held.device) != (before.shape, before.dtype, before.device):
+        raise CaptureError(
+            f"forward assigns {held.dtype} {tuple(held.shape)} to {role.label}, which is {before.dtype} "
+            f"{tuple(before.shape)}; a captured step can only give it a tensor of its own dtype and shape"
+        )
+    return held
+
+
+def _gradient_of(role: Input) -> Output:
+    return Output("gradient", role.name) if role.kind == "parameter" else Output("input_gradient", index=role.index)
+
+
+def _tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
+    """A placeholder behind the others: the gradient of an output, dense, its strides in the output's order."""
+    with disable_proxy_modes_tracing():
+        tangent = torch.empty_like(output.detach())
+    last = [node for node in tracer.graph.nodes if node.op == "placeholder"][-1]
+    with tracer.graph.inserting_after(last):
+        proxy = tracer.create_proxy("placeholder", f"tangent_{index}", (), {})
+    track_tensor_tree(tangent, proxy, constant=None, tracer=tracer)
+    return tangent
+
+

@@ -1,0 +1,88 @@
+"""The module that `memgraph.compile` returns: the given one, whose step stays under the budget.
+
+    model(x)    ->  is there a plan for a call like this?  no: capture and plan.  Then run its forward; backward follows by autograd.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Captured, everything, losses
+from .eager import eager_gradients
+from .planner import Planner
+from .report import Report
+from .shared import Shared
+from .signature import has_gradients, signature
+from .step import Step
+from .trees import flatten
+
+PLANS = 8  # kept; the one that was used longest ago goes first
+
+
+class CompiledModule(Shared):
+    """A module that trains like the one it was made of.  `plan` is the report of the latest call's step."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(planner.module)
+        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
+
+    @property
+    def plan(self) -> Report:
+        """What the step of the latest call does, what it was forecast to take, and what it took.
+
+        Raises:
+            RuntimeError: the module has not been called yet.
+        """
+        if self._latest is None:
+            raise RuntimeError("there is no plan before the first call; memgraph.plan(model, *args, budget=...) makes one without a step")
+        return self._latest.report
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given to `memgraph.compile`."""
+        if self._planner.wishes.optimizer is None:
+            raise AttributeError("no optimizer was given to memgraph.compile")
+        return self._planner.wishes.optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        step = self._step(args, kwargs, (signature(self._module, spec, leaves), has_gradients(self._module), self._wanted))
+        parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
+        tensors = [*parameters.values(), *buffers.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        self.__dict__["_latest"] = step
+        outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
+        return step.captured.result(outputs, tensors)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
+        """The planned step for a call, from the cache or made now."""
+        steps: OrderedDict[Hashable, Step] = self._steps
+        if key not in steps:
+            steps[key] = self._planner.step(args, kwargs, self._wanted)
+            while len(steps) > PLANS:
+                steps.popitem(last=False)
+        steps.move_to_end(key)
+        return steps[key]
+
+    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
+        """What to do if a gradient comes for an output that no loss was expected to be made of."""
+        if len(captured.differentiable) == len(captured.tangents):
+            return lambda tangents: []
+        again = eager_gradients(self._module, captured, args, kwargs)
+
+        def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            self.__dict__["_wanted"] = everything
+            warnings.warn(
+                "a loss was made of outputs besides the scalar ones, for which alone backward was planned; this one step "
+                "runs the plain module again, outside of the budget, and later steps are planned for all outputs",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return again(tangents)
+
+        return run

@@ -1,0 +1,150 @@
+"""What a rewritten step does besides computing, as torch ops.
+
+    ticket = memgraph::offload(x, slot)       the copy to the far tier begins
+    memgraph::free(ticket, x, slot)           it has ended; x is read here so that it lives until here
+    y = memgraph::reload(ticket, slot, ...)   bytes are allocated, the copy back begins
+    y = memgraph::wait(y, slot)               it has ended
+    s = memgraph::rng_state(device)           the generator's state
+    s = memgraph::swap_rng(s, device)         sets it, and returns the one before
+
+Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease of the step
+that runs (`running`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Lease(Protocol):
+    """Room in the far tier for one step in flight."""
+
+    def offload(self, slot: int, tensor: Tensor) -> None: ...
+    def free(self, slot: int) -> None: ...
+    def reload(self, slot: int, tensor: Tensor) -> None: ...
+    def wait(self, slot: int) -> None: ...
+    def release(self) -> None: ...
+
+
+_local = threading.local()
+_library = torch.library.Library("memgraph", "DEF")
+for _schema in (
+    "offload(Tensor x, int slot) -> Tensor",
+    "free(Tensor ticket, Tensor x, int slot) -> ()",
+    "reload(Tensor ticket, int slot, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
+    "wait(Tensor(a) x, int slot) -> Tensor(a)",
+    "rng_state(Device device) -> Tensor",
+    "swap_rng(Tensor state, Device device) -> Tensor",
+):
+    _library.define(_schema)
+
+
+@contextmanager
+def running(lease: Lease | None) -> Iterator[None]:
+    """Ops of this thread copy to and from `lease`."""
+    before = getattr(_local, "lease", None)
+    _local.lease = lease
+    try:
+        yield
+    finally:
+        _local.lease = before
+
+
+def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
+    """`gradient` with `new` added in place, as autograd accumulates; `new` itself, if there is none yet."""
+    return new if gradient is None else gradient.add_(new)
+
+
+def state_nbytes(device: torch.device) -> int:
+    """The bytes of the state of the generator of `device`."""
+    return _get_state(device).nbytes
+
+
+def _lease() -> Lease:
+    lease: Lease | None = getattr(_local, "lease", None)
+    if lease is None:
+        raise RuntimeError("a memgraph op runs outside of a step: call the compiled module, not its graphs")
+    return lease
+
+
+def _offload(x: Tensor, slot: int) -> Tensor:
+    _lease().offload(slot, x)
+    return x.new_empty(0)
+
+
+def _free(ticket: Tensor, x: Tensor, slot: int) -> None:
+    _lease().free(slot)
+
+
+def _reload(
+    ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    _lease().reload(slot, tensor)
+    return tensor
+
+
+def _wait(x: Tensor, slot: int) -> Tensor:
+    _lease().wait(slot)
+    return x
+
+
+def _get_state(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _rng_state(device: torch.device) -> Tensor:
+    return _get_state(device)
+
+
+def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
+    before = _get_state(device)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+    return before
+
+
+for _name, _run in (
+    ("offload", _offload), ("free", _free), ("reload", _reload), ("wait", _wait), ("rng_state", _rng_state), ("swap_rng", _swap_rng),
+):  # fmt: skip
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("memgraph::offload", lib=_library)
+def _(x: Tensor, slot: int) -> Tensor:
+    return x.new_empty(0)
+
+
+@torch.library.register_fake("memgraph::free", lib=_library)
+def _(ticket: Tensor, x: Tensor, slot: int) -> None:
+    return None
+
+
+@torch.library.register_fake("memgraph::reload", lib=_library)
+def _(
+    ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("memgraph::wait", lib=_library)
+def _(x: Tensor, slot: int) -> Tensor:
+    return x
+
+
+@torch.library.register_fake("memgraph::rng_state", lib=_library)
+def _(device: torch.device) -> Tensor:
+    return torch.empty(state_nbytes(device), dtype=torch.uint8)
+
+
+@torch.library.register_fake("memgraph::swap_rng", lib=_library)
+def _(state: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(state)

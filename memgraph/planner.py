@@ -1,0 +1,80 @@
+"""A module's call -> the step that will run it: capture, summarize, plan, rewrite, split.
+
+This page is the table of contents of the whole: each line of `Planner.step` is one room.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import Choice, Machine, make_plan, predict
+
+from .accumulation import accumulating
+from .budget import budget_nbytes
+from .capture import Wanted, capture
+from .device import device_of, return_freed_memory
+from .peak import resident_bytes
+from .probe import prober
+from .report import Report
+from .rewrite import rewrite, slot_nbytes
+from .signature import has_gradients
+from .split import split
+from .step import Step
+from .summarize import summarize
+from .tiers import far_tier, linked, tier_name
+from .update import with_update
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the caller asked for; see `memgraph.compile`."""
+
+    budget: str | int | float | None
+    optimizer: torch.optim.Optimizer | None = None
+    offload: str | None = "auto"
+    spill_dir: str | PathLike[str] | None = None
+
+
+class Planner:
+    """Plans the steps of one module."""
+
+    def __init__(self, module: nn.Module, wishes: Wishes) -> None:
+        self.module = module
+        self.wishes = wishes
+        self.device = device_of([*module.parameters(), *module.buffers()])
+        self.budget = budget_nbytes(wishes.budget, self.device, resident_bytes([*module.parameters(), *module.buffers()]))
+        self.tier = tier_name(wishes.offload, self.device)
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
+        """The step of this call, planned and ready.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            CaptureError: the module can't be captured.
+        """
+        begin = time.perf_counter()
+        captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+        graph = accumulating(captured) if has_gradients(self.module) else captured.graph.graph
+        machine, choice = self._plan(graph)
+        planned = rewrite(graph, choice.forecast.trace)
+        tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)
+        if choice.plan and self.device.type == "cpu":
+            return_freed_memory()
+        us = (time.perf_counter() - begin) * 1e6
+        report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
+        return Step(captured, split(planned, captured.graph), tier, report)
+
+    def _plan(self, graph: fx.Graph) -> tuple[Machine, Choice]:
+        trace = summarize(graph, prober(self.budget))
+        if self.wishes.optimizer is not None:
+            trace = with_update(trace, self.wishes.optimizer)
+        machine = Machine(self.budget, str(self.device))
+        if predict(trace, machine).peak > self.budget:
+            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir)
+        return machine, make_plan(trace, machine)

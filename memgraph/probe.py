@@ -1,0 +1,119 @@
+"""What each op takes, by running it: microseconds, and the workspace that no graph shows.
+
+    convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152)
+
+Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace and a few times for its time, on
+made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory than the step itself needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .peak import measured
+from .summarize import Cost, Price, tensors
+
+ENOUGH_US = 2000.0  # an op is run again until this much time has gone into it,
+REPEATS = 5  # but not more often
+MEMORY_RATE = 5000.0  # bytes per microsecond: the price of an op that could not be run
+_known: dict[str, Cost] = {}
+
+
+def prober(limit: int) -> Price:
+    """Prices nodes by running them; an op whose own tensors exceed `limit` bytes is not run, but priced by its bytes."""
+
+    def price(node: fx.Node) -> Cost:
+        if _is_view(node):
+            return Cost()
+        key = _key(node)
+        if key not in _known:
+            _known[key] = _probe(node) if _touched(node) <= limit else _guess(node)
+        return _known[key]
+
+    return price
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node computes nothing: a view, a part of a tuple, a memory op."""
+    if not callable(getattr(node.target, "default", node.target)) or not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    read = {t.untyped_storage()._cdata for source in node.all_input_nodes for t in tensors(source)}
+    return node.target.namespace == "memgraph" or all(t.untyped_storage()._cdata in read for t in tensors(node))
+
+
+def _key(node: fx.Node) -> str:
+    """Two nodes with the same key run the same kernels on the same sizes."""
+
+    def describe(leaf: object) -> object:
+        if isinstance(leaf, fx.Node):
+            return tree_map(_describe_tensor, leaf.meta.get("val"))
+        return leaf
+
+    args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
+    return f"{node.target}{args!r}{kwargs!r}{torch.get_num_threads()}"
+
+
+def _describe_tensor(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return (str(value.dtype), tuple(value.shape), value.stride(), str(value.device))
+
+
+def _touched(node: fx.Node) -> int:
+    values = [value for source in (*node.all_input_nodes, node) for value in tensors(source)]
+    return sum({v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values}.values())
+
+
+def _guess(node: fx.Node) -> Cost:
+    return Cost(_touched(node) / MEMORY_RATE, 0)
+
+
+def _probe(node: fx.Node) -> Cost:
+    """Run the op of `node` on made-up values."""
+    device = next((value.device for value in tensors(node)), torch.device("cpu"))
+    with torch.no_grad(), torch.random.fork_rng(enabled=True):
+        try:
+            args, kwargs = _made_up(node)
+            result, allocated = measured(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError, NotImplementedError):
+            return _guess(node)  # values matter to this op, and made-up ones do not do
+        made = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)}.values())
+        workspace = max(0, allocated.peak - made) if allocated else 0
+        del result
+        return Cost(_time(lambda: node.target(*args, **kwargs), device), workspace)  # type: ignore[operator]
+
+
+def _made_up(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
+    def make(read: fx.Node) -> object:
+        return tree_map(lambda value: _fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), make)
+    return args, kwargs
+
+
+def _fill(fake: Tensor) -> Tensor:
+    """A real tensor like `fake`: small random numbers, or zeros where they may be indices."""
+    value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    if not fake.is_floating_point():
+        return value.zero_()
+    return value.uniform_(0.1, 1.0) if 0 not in fake.stride() else value.fill_(0.5)
+
+
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of one run: the least of some."""
+    best, spent, runs = float("inf"), 0.0, 0
+    while runs < 1 or (runs < REPEATS and spent < ENOUGH_US):
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        us = (time.perf_counter() - begin) * 1e6
+        best, spent, runs = min(best, us), spent + us, runs + 1
+    return round(best, 1)

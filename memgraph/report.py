@@ -1,0 +1,194 @@
+"""A plan as a person reads it: does it fit, what lies where at the peak, what was decided and why.
+
+    fits: forecast 118.2 MB, measured 118.2 MB, budget 120.0 MB (left as it is, the step needs 191.4 MB)
+    at the peak: parameter 40.1, activation 61.0, ...
+    recompute  8 x  gelu  transformer.h.*.mlp   33.6 MB   2.1 ms   cheaper to run again than to send away
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan
+
+TOP = 10
+WIDTH = 120
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The plan of one signature, what it was forecast to take, and what it took.
+
+    Attributes:
+        machine: the budget and the links that the plan was made for.
+        choice: the decisions, and the forecasts with and without them.
+        measured: the most bytes that were on the device while the first step ran; None before, or where a profiler of the
+            caller's was in the way.
+        planned_us: what capture, pricing and planning took, in microseconds.
+        counted: whether an optimizer was given, so that its states are in the forecast.
+    """
+
+    machine: Machine
+    choice: Choice
+    measured: int | None = None
+    planned_us: float = 0.0
+    counted: bool = True
+
+    @property
+    def plan(self) -> Plan:
+        return self.choice.plan
+
+    @property
+    def decisions(self) -> Plan:
+        return self.choice.plan
+
+    @property
+    def forecast(self) -> Forecast:
+        return self.choice.forecast
+
+    @property
+    def budget(self) -> int:
+        return self.machine.budget
+
+    @property
+    def peak(self) -> int:
+        """The forecast's peak, in bytes."""
+        return self.forecast.peak
+
+    def with_measured(self, allocated: int) -> Report:
+        """The report of a step that allocated so many bytes besides what was there already."""
+        there = sum(op.nbytes for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent")
+        return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
+
+    @cached_property
+    def overhead(self) -> float:
+        """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
+        plain = self.choice.captured.us
+        return self.forecast.us / plain - 1 if plain else 0.0
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+        console.print(self)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines())
+
+    def __rich__(self) -> RenderableType:
+        return Group(Text(self._verdict()), Text(""), _kinds(self.forecast), Text(""), _peak(self.forecast), Text(""), self._decided())
+
+    def _verdict(self) -> str:
+        plain = self.choice.captured
+        lines = [
+            f"fits: forecast {_mb(self.peak)}, measured {self._measured()}, budget {_mb(self.budget)}",
+            f"time: forecast {_ms(self.forecast.us)}, {self.overhead:+.1%} of {_ms(plain.us)} for the step as it is, which needs {_mb(plain.peak)}",
+        ]
+        if not self.counted:
+            lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
+        return "\n".join(lines)
+
+    def _measured(self) -> str:
+        return "not yet" if self.measured is None else _mb(self.measured)
+
+    def _decided(self) -> RenderableType:
+        if not self.plan:
+            return Text("decided: nothing; the step fits as it is")
+        table = _table("decided", "what", "op", "where", "bytes", "time", "why")
+        for row in sorted(_folded(self._rows()), key=lambda row: -row.nbytes):
+            why = row.why if row.count == 1 else f"{row.count} x, {row.why}"
+            table.add_row(row.verb, row.fn, row.where, _mb(row.nbytes), _ms(row.us), why)
+        return table
+
+    def _rows(self) -> Iterator[Row]:
+        stalls = _stalls(self.forecast)
+        for decision in self.plan:
+            op = self.choice.captured.trace.op[decision.value]
+            nbytes = op.nbytes or sum(self.choice.captured.trace.nbytes[held] for held in op.holds[:1])
+            if isinstance(decision, Offload):
+                stall = stalls.get(op.name, 0.0)
+                yield Row("offload", op.fn, op.where, nbytes, stall, "hides behind compute" if stall < 1 else "compute waits for it")
+            elif op.makes:
+                yield Row("recompute", op.fn, op.where, op.nbytes, op.us, self._why_again(op))
+
+    def _why_again(self, op: Op) -> str:
+        if not (self.machine.out and self.machine.back):
+            return "no far tier"
+        trip = op.nbytes / self.machine.out + op.nbytes / self.machine.back
+        return f"a trip would take {_ms(trip)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table; `count` identical layers make one."""
+
+    verb: str
+    fn: str
+    where: str
+    nbytes: int
+    us: float = 0.0
+    why: str = ""
+    count: int = 1
+
+
+def _folded(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ only in the numbers of their module paths, as one."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", row.where)
+        key = (row.verb, row.fn, where)
+        same = found.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
+        path = where if same.count else row.where
+        found[key] = Row(row.verb, row.fn, path, same.nbytes + row.nbytes, same.us + row.us, row.why, same.count + 1)
+    return list(found.values())
+
+
+def _kinds(forecast: Forecast) -> Table:
+    table = _table("bytes", "kind", "at the peak", "at its own peak")
+    for kind in KINDS:
+        if (most := int(forecast.by_kind[kind].max(initial=0))) > 0:
+            table.add_row(kind, _mb(int(forecast.by_kind[kind][forecast.at])), _mb(most))
+    table.add_row("all", _mb(forecast.peak), "")
+    return table
+
+
+def _peak(forecast: Forecast) -> Table:
+    op = forecast.trace.ops[forecast.at]
+    table = _table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where")
+    makers = [(life, forecast.trace.op[life.maker]) for life in forecast.alive(forecast.at)]
+    rows = _folded(Row(life.kind, f"{maker.fn} {maker.type}", maker.where, life.nbytes) for life, maker in makers)
+    for row in sorted(rows, key=lambda row: -row.nbytes)[:TOP]:
+        fn, _, type = row.fn.partition(" ")
+        table.add_row(row.verb, _mb(row.nbytes), fn if row.count == 1 else f"{row.count} x {fn}", type, row.where)
+    return table
+
+
+def _stalls(forecast: Forecast) -> Counter[str]:
+    """How long compute waits for the copies of each value, in microseconds."""
+    ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
+    stalls: Counter[str] = Counter()
+    for i, op in enumerate(ops):
+        if op.fn in ("memgraph.free.default", "memgraph.wait.default"):
+            stalls[re.sub(r"__(free|back_\d+)$", "", op.name)] += begins[i + 1] - begins[i]  # type: ignore[assignment]
+    return stalls
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("bytes", "time", "at the peak", "at its own peak") else "left", overflow="fold")
+    return table
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.1f} ms"

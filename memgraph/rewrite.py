@@ -1,0 +1,102 @@
+"""A captured graph and the trace that shall run -> the graph that does.
+
+The applied trace is walked line by line; each line becomes a node: a node of the captured graph, a copy of one, or a memory op.
+Which values a node reads is taken from the line by position.  Fake values are derived afresh where storages change, so that
+`summarize` of the result finds on the graph, and not in the text, what the text promised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from passes import Op, Trace
+
+from .summarize import tensors
+
+
+def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
+    """The graph that runs the ops of `applied`, a trace that `passes.apply` made of `graph`'s own."""
+    return _Rewriter(graph).rewrite(applied)
+
+
+def slot_nbytes(graph: fx.Graph) -> tuple[int, ...]:
+    """The bytes of each slot of the far tier that a rewritten graph uses."""
+    sent = (node.args[0] for node in graph.nodes if node.target is torch.ops.memgraph.offload.default)
+    return tuple(tensors(node)[0].nbytes for node in sent if isinstance(node, fx.Node))
+
+
+class _Rewriter:
+    """`env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are new."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.old = {node.name: node for node in graph.nodes}
+        self.output = graph.output_node()
+        self.mode = _fake_mode(graph)
+        self.new = fx.Graph()
+        self.env: dict[str, fx.Node] = {}
+        self.fresh: set[fx.Node] = set()
+        self.sent: list[Tensor] = []  # by slot
+        self.slot: dict[str, int] = {}  # of each op that copies
+
+    def rewrite(self, applied: Trace) -> fx.Graph:
+        for op in applied.ops:
+            if op.name in self.old or op.again:
+                self.env[op.name] = self._compute(op)
+            elif op.fn.startswith("memgraph."):
+                self.env[op.name] = self._memory_op(op)
+        handed = [self.env[value.name] for value in self.output.args[0]]  # type: ignore[union-attr]
+        self.new.output(tuple(handed)).meta = dict(self.output.meta)
+        self.new.lint()
+        return self.new
+
+    def _compute(self, op: Op) -> fx.Node:
+        """A captured node, or a copy of one, reading what the line reads."""
+        source = self.old[op.again or op.name]
+        reads = dict(zip(source.all_input_nodes, op.reads, strict=True))
+        node = self.new.node_copy(source, lambda read: self.env[reads[read]])
+        node.meta = dict(source.meta) | {"phase": op.phase} | ({"again": op.again} if op.again else {})
+        own = {made.name for made in op.makes}
+        moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
+        return self._derive(node, op) if op.again or moved else self._named(node, op)
+
+    def _memory_op(self, op: Op) -> fx.Node:
+        verb = op.fn.split(".")[1]
+        reads = tuple(self.env[read] for read in op.reads)
+        node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
+        node.meta = {"phase": op.phase, "where": op.where}
+        return self._derive(node, op)
+
+    def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[object, ...]:
+        """The arguments of a memory op behind the values that it reads."""
+        if verb == "rng_state":
+            return (tensors(self.old[op.name.removesuffix("__rng")])[0].device,)
+        if verb == "swap_rng":
+            return (reads[0].args[-1],)
+        if verb == "offload":
+            self.slot[op.name] = len(self.sent)
+            self.sent.append(tensors(reads[0])[0])
+        slot = self.slot.setdefault(op.name, self.slot.get(op.reads[0], -1))
+        sent = self.sent[slot]
+        return (slot, list(sent.shape), list(sent.stride()), sent.dtype, sent.device) if verb == "reload" else (slot,)
+
+    def _derive(self, node: fx.Node, op: Op) -> fx.Node:
+        """Give `node` the fake value that it has where it stands now."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+        with self.mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.fresh.add(node)
+        return self._named(node, op)
+
+    def _named(self, node: fx.Node, op: Op) -> fx.Node:
+        node.name = op.name
+        return node
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        for tensor in tensors(node):
+            if isinstance(tensor, FakeTensor):
+                return tensor.fake_mode
+    return FakeTensorMode()

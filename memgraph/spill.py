@@ -1,0 +1,146 @@
+"""Find bytes on disk that no one else can see, and that vanish with the process.
+
+Before:                            After:
+    /var/tmp  79 GB free               /var/tmp  77 GB free, and lists nothing new
+                                       file 7: 2 GB, mode 0600, no name, every block allocated
+
+A file without a name is freed by the kernel when it is closed, a crash included.  Its blocks are allocated before the
+first byte is written, so that a full disk is an error here and not in the middle of a step.  It is used past the page
+cache, which would fill the RAM that the budget promised to leave free; O_DIRECT takes whole pages at page boundaries,
+hence the buffer of each thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = 4096  # not 512: drives with 4096-byte sectors refuse less
+CHUNK = 512 << 10  # bytes of each thread's buffer
+
+
+class SpillError(RuntimeError):
+    """The disk does not give, take or keep the bytes that were wanted."""
+
+
+def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Return `folder`; without one, the first of the temporary folder and /var/tmp that is not RAM."""
+    chosen = Path(tempfile.gettempdir() if folder is None else folder)
+    if not chosen.is_dir():
+        raise SpillError(f"activations cannot go to {chosen}: it is not a folder; name one with spill_dir=")
+    lasting = Path("/var/tmp")
+    if folder is None and is_ram(chosen) and os.access(lasting, os.W_OK) and not is_ram(lasting):
+        return lasting
+    return chosen.absolute()
+
+
+def is_ram(folder: Path) -> bool:
+    """Whether what is written into `folder` stays in memory.  Where the kernel does not tell, it does not."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    # 25 24 0:23 / /dev/shm rw,relatime shared:2 - tmpfs tmpfs rw,size=24684096k
+    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
+    return any(kind in ("tmpfs", "ramfs", "devtmpfs") for kind in kinds)
+
+
+def nameless_file(folder: Path, nbytes: int) -> int:
+    """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
+    try:
+        check_space(folder, nbytes)
+        file = open_nameless(folder)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            bypass_page_cache(file)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        message = f"cannot make a file of {nbytes} bytes for activations in {folder}: {error}"
+        raise SpillError(f"{message}; name a writable folder on a disk with spill_dir=") from error
+    return file
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Refuse what does not fit before trying, because trying fills the disk for everyone else."""
+    disk = os.statvfs(folder)
+    available = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and nbytes > available:  # some network file systems have no numbers, and say 0
+        message = f"{nbytes} bytes are wanted for activations in {folder}, {available} are available"
+        raise SpillError(f"{message}; free some, name a folder on a larger disk with spill_dir=, or raise the budget")
+
+
+def open_nameless(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    # NFS lists an open file until it is closed, so the folder around it may have to stay: that is no reason to fail.
+    with tempfile.TemporaryDirectory(prefix="memgraph-", dir=folder, ignore_cleanup_errors=True) as private:
+        return tempfile.mkstemp(dir=private)[0]
+
+
+def bypass_page_cache(file: int) -> None:
+    """Set O_DIRECT, or leave the file buffered where the file system does not take it."""
+    # Set only now, because where fallocate is emulated it writes single bytes, which O_DIRECT refuses.
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwrite(file, mmap.mmap(-1, PAGE), 0)  # some take the flag and refuse the first write
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+
+
+class Buffer(threading.local):
+    """The memory that each thread copies through."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+
+buffer = Buffer()
+
+
+def write(file: int, offset: int, address: int, nbytes: int) -> None:
+    """Copy memory to the file, a buffer at a time."""
+    for at in range(0, nbytes, CHUNK):
+        size = min(CHUNK, nbytes - at)
+        ctypes.memmove(buffer.address, address + at, size)
+        transfer(os.pwritev, file, offset + at, size)
+
+
+def read(file: int, offset: int, address: int, nbytes: int) -> None:
+    """Copy the file to memory, a buffer at a time."""
+    for at in range(0, nbytes, CHUNK):
+        size = min(CHUNK, nbytes - at)
+        transfer(os.preadv, file, offset + at, size)
+        ctypes.memmove(address + at, buffer.address, size)
+
+
+def transfer(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
+    """Write or read whole pages of the buffer; the kernel may do it in several goes."""
+    done, whole = 0, pages(nbytes)
+    while done < whole:
+        moved = call(file, [buffer.view[done:whole]], offset + done)
+        if not moved:
+            raise OSError(errno.EIO, f"the file ended {whole - done} bytes early")
+        done += moved
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE

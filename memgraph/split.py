@@ -1,0 +1,63 @@
+"""A joint graph -> one GraphModule for forward and one for backward.
+
+    joint:     forward ops, backward ops
+    forward:   inputs                     -> outputs, what backward reads
+    backward:  what it reads, tangents    -> gradients
+
+Both take one list and empty it, and let go of every value at its last use, so that a saved tensor dies when backward has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
+
+INPUTS_OF_BACKWARD = ("tangent", "gradient")
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the gradients."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    tangents: tuple[Tensor, ...]  # fake: the shapes and strides that backward was captured with
+
+
+def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
+    """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
+    late = {node for node in graph.nodes if node.meta.get("phase") == "backward"}
+    handed = tuple(zip(graph.output_node().meta["kinds"], graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    outputs = [node for kind, node in handed if kind == "output"]
+    gradients = [node for kind, node in handed if kind == "gradient"]
+    read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
+    read |= dict.fromkeys(gradients)
+    saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
+    first = [node for node in inputs if node not in given]
+    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
+    if not gradients:
+        return Halves(forward, None, ())
+    tangents = tuple(node.meta["val"] for node in given if node.meta["kind"] == "tangent")
+    return Halves(forward, _module(graph, root, [*saved, *given], gradients, late.__contains__), tangents)
+
+
+def _module(
+    graph: fx.Graph, root: torch.nn.Module, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node], mine: Callable[[fx.Node], bool]
+) -> fx.GraphModule:
+    """The part of `graph` for whose nodes `mine` holds, as a module from `inputs` to `outputs`."""
+    part = fx.Graph()
+    part.set_codegen(_BoxedCodeGen())
+    env = {}
+    for node in inputs:
+        env[node] = part.placeholder(node.name)
+    for node in graph.nodes:
+        if node not in env and (node.op == "get_attr" or (node.op == "call_function" and mine(node))):
+            env[node] = part.node_copy(node, env.__getitem__)
+    part.output(tuple(env[node] for node in outputs))
+    return fx.GraphModule(root, part)

@@ -1,0 +1,131 @@
+"""A planned step, run: forward, what is saved, backward, and the gradients on their way to the parameters.
+
+    loss = step(tensors)      forward's half runs; what backward reads waits in a list
+    loss.backward()           backward's half takes the list and empties it as it reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .capture import Captured
+from .flight import Flight, Tier
+from .report import Report
+from .split import Halves
+
+# The gradients of all inputs, if a gradient arrives for an output for which none was planned.
+Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+class Step:
+    """One signature's step, ready to run.  `report` is replaced once the first run has been measured."""
+
+    def __init__(self, captured: Captured, halves: Halves, tier: Tier | None, report: Report) -> None:
+        self.captured = captured
+        self.halves = halves
+        self.tier = tier
+        self.report = report
+        self.outputs = sum(role.kind == "output" for role in captured.outputs)
+        self.tangents = tuple(role.index for role in captured.inputs if role.kind == "tangent")
+        self.gradients = tuple(role for role in captured.outputs if role.kind != "output")
+        roles = [role for role in captured.inputs if role.kind != "tangent"]
+        self.adds = any(op.fn == "gradient" for op in report.forecast.trace.ops)
+        self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
+
+    def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
+        """The module's tensor outputs, given its parameters, buffers and inputs."""
+        flight = Flight(self.halves, self.tier)
+        if self.report.measured is None:
+            flight.measure()
+        if self.halves.backward is not None:
+            return list(_Run.apply(self, flight, unforeseen, *tensors))
+        try:
+            return flight.forward(tensors, self.outputs)
+        finally:
+            self.land(flight)
+
+    def land(self, flight: Flight) -> None:
+        """Note what the flight took, if it was measured."""
+        allocated = flight.land()
+        if allocated is not None:
+            self.report = self.report.with_measured(allocated.peak)
+
+    def target(self, role: Any) -> int:
+        """The place among the inputs of what a gradient is of."""
+        return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
+
+
+class _Run(torch.autograd.Function):
+    """Autograd's view of a step: one node from the inputs to the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, flight: Flight, unforeseen: Unforeseen, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
+        try:
+            outputs = flight.forward(tensors, step.outputs)
+        except BaseException:
+            step.land(flight)
+            raise
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        step: Step = ctx.step
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradients of a memgraph module can't be differentiated again (create_graph=True): "
+                "its backward is a graph of its own; use the plain module for this"
+            )
+        results: list[Tensor | None] = [None] * len(ctx.parameters)
+        if any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents)):
+            results[:] = ctx.unforeseen(tangents)
+        else:
+            for role, gradient in zip(step.gradients, _backward(ctx, tangents), strict=True):
+                results[step.target(role)] = gradient
+        return None, None, None, *results
+
+
+def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody watches."""
+    step, flight = ctx.step, ctx.flight
+    takers = [_taker(ctx, step.target(role)) if role.kind == "gradient" else None for role in step.gradients]
+    there = [taker.grad if taker is not None else None for taker in takers]
+    added = [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    try:
+        gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
+    finally:
+        if not keep:
+            step.land(flight)
+    return [_give(taker, gradient) for taker, gradient in zip(takers, gradients, strict=True)]
+
+
+def _taker(ctx: Any, place: int) -> Tensor | None:
+    """The parameter at `place`, if autograd would only accumulate into its `.grad` and nobody is told of it."""
+    node = ctx.next_functions[place][0]
+    parameter: Tensor | None = getattr(node, "variable", None)
+    if parameter is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # a data-parallel wrapper's hooks on the accumulation can't be seen from here
+    try:
+        return parameter if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad asks for this gradient
+        return None
+
+
+def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is returned."""
+    if taker is None:
+        return gradient
+    if taker.grad is None:
+        taker.grad = gradient
+    elif taker.grad is not gradient:
+        taker.grad.add_(gradient)
+    return None

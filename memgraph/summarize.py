@@ -1,0 +1,119 @@
+"""A joint fx graph -> the trace that `passes` plan on.
+
+    %mm : call_function[aten.mm.default](%x, %w)     ->     mm = aten.mm.default(x, w)  # f32[8, 16] | makes mm:512 | 3.1 us
+
+One line a node; storages are found on the fake tensors, so views show as values that hold what others made.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from passes import Op, Storage, Trace
+
+from .ops import accumulate, state_nbytes
+
+SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+# Batch norm in training reads the running statistics only to update them: running it again gives the same output.
+PURE_AGAIN = (torch.ops.aten._native_batch_norm_legit_functional.default,)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What running an op takes: microseconds, and bytes that it allocates and frees meanwhile."""
+
+    us: float = 0.0
+    workspace: int = 0
+
+
+Price = Callable[[fx.Node], Cost]
+
+
+def free_of_charge(node: fx.Node) -> Cost:
+    """Every op costs nothing."""
+    return Cost()
+
+
+def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
+    """The trace of a joint graph, whose placeholders bear `meta["kind"]` and whose output bears `meta["kinds"]`."""
+    mutated = _mutated(graph)
+    names: dict[int, str] = {}
+    ops = []
+    for node in graph.nodes:
+        if node.op == "output":
+            values = zip(node.meta["kinds"], node.args[0], strict=True)
+            return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
+        ops.append(_summarize_node(node, names, price, mutated))
+    raise ValueError("the graph has no output node")
+
+
+def tensors(node: fx.Node) -> list[Tensor]:
+    """The fake tensors of a node's value."""
+    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the op draws random numbers.  Attention with dropout_p=0 draws none, though torch 2.13 tags it so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            return value != 0.0
+    return "scaled_dot_product" not in str(node.target) or node.kwargs.get("dropout_p", 0.0) != 0.0
+
+
+def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated: set[fx.Node]) -> Op:
+    values = tensors(node)
+    makes, holds = [], []
+    for i, value in enumerate(values):
+        storage = value.untyped_storage()
+        if storage._cdata not in names:
+            names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
+            makes.append(Storage(names[storage._cdata], storage.nbytes()))
+        holds.append(names[storage._cdata])
+    cost = price(node) if node.op == "call_function" else Cost()
+    drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
+    return Op(
+        name=node.name, fn=_fn(node), reads=tuple(read.name for read in node.all_input_nodes), makes=tuple(makes),
+        holds=tuple(dict.fromkeys(holds)), phase=node.meta.get("phase", "forward"), us=cost.us, workspace=cost.workspace, draws=drawn,
+        once=_once(node, mutated), again=node.meta.get("again", ""), type=", ".join(map(_type, values)), where=node.meta.get("where", ""),
+    )  # fmt: skip
+
+
+def _fn(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta["kind"])
+    if node.op == "get_attr":
+        return "buffer"
+    if node.target is operator.getitem:
+        return "getitem"
+    return "memgraph.accumulate" if node.target is accumulate else str(node.target)
+
+
+def _type(value: Tensor) -> str:
+    return f"{SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+
+
+def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
+    """An op that changes what it reads, or reads what the step will have changed, may not run again in backward."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    changes = node.target is accumulate or (schema is not None and schema.is_mutable)
+    return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
+
+
+def _mutated(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that the step writes to, and the views of them."""
+    found = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    storages = {tensor.untyped_storage()._cdata for node in found if isinstance(node, fx.Node) for tensor in tensors(node)}
+    return {node for node in graph.nodes if any(tensor.untyped_storage()._cdata in storages for tensor in tensors(node))}

@@ -1,0 +1,76 @@
+"""A module, as it was: capture runs its forward on fake tensors, and none of what that leaves behind may stay.
+
+Attributes are put back, and what forward put into lists and dicts on the module is taken out again.  A fake tensor that was left behind is
+an error: the module hands something out beside its outputs (an auxiliary loss, a cache), which the graph would not make.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from .errors import CaptureError
+
+CONTAINERS = (dict, OrderedDict, list)
+
+
+class Untouched:
+    """The attributes of all submodules, one level deep."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = list(module.named_modules())
+        self.attributes = [dict(vars(child)) for _, child in self.modules]
+        self.contents = [
+            (value, value.copy()) for held in self.attributes for value in held.values() if type(value) in CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        """Put everything back that changed."""
+        for (_, module), before in zip(self.modules, self.attributes, strict=True):
+            if not _same(vars(module), before):
+                vars(module).clear()
+                vars(module).update(before)
+        for container, before in self.contents:
+            if not _same(container, before):
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
+
+    def refuse_leaks(self, inputs: set[int]) -> None:
+        """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`."""
+        for path, module in self.modules:
+            for name, value in vars(module).items():
+                nested = {"": value} if type(value) not in CONTAINERS else value
+                for key, item in _items(nested):
+                    if isinstance(item, FakeTensor) and id(item) not in inputs:
+                        owner = ".".join(
+                            filter(None, (path, str(key) if name in ("_buffers", "_parameters") else name))
+                        )
+                        raise CaptureError(
+                            f"forward stores a tensor in {owner}, which a captured step can't do: return it, or register "
+                            f"{owner} as a buffer of the same shape and dtype before the first step"
+                        )
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[Untouched]:
+    """Whatever happens inside, the module is afterwards as it was."""
+    before = Untouched(module)
+    try:
+        yield before
+    finally:
+        before.restore()
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same things, in the sense of `is`."""
+    pairs = zip(_items(now), _items(before), strict=False)
+    return len(now) == len(before) and all((a[0] is b[0] or a[0] == b[0]) and a[1] is b[1] for a, b in pairs)

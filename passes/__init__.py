@@ -1,0 +1,15 @@
+"""A step as text, and what to do about its bytes.  Knows no torch."""
+
+from .decisions import Decision, Offload, Plan, Recompute, Reload, apply, parse_plan
+from .errors import BudgetError
+from .forecast import KINDS, Copy, Forecast, predict
+from .invariants import BrokenTrace, check
+from .lifetime import Life, lifetimes
+from .machine import Machine
+from .pipeline import PASSES, Choice, make_plan
+from .trace import INPUTS, Op, Storage, Trace, parse
+
+__all__ = [
+    "INPUTS", "KINDS", "PASSES", "BrokenTrace", "BudgetError", "Choice", "Copy", "Decision", "Forecast", "Life", "Machine", "Offload", "Op", "Plan",
+    "Recompute", "Reload", "Storage", "Trace", "apply", "check", "lifetimes", "make_plan", "parse", "parse_plan", "predict",
+]  # fmt: skip

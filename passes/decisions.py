@@ -1,0 +1,203 @@
+"""Decisions, and the trace that they make of a trace.
+
+    Recompute("a", before="g"):      Offload("a", out="a", free="b"), Reload("a", back="f", use="g"):
+        a = relu(x)                      a = relu(x)
+        b = mm(a, w)                     a__out = offload(a)            # the copy out begins
+        ...                              b = mm(a, w)
+        a__1 = relu(x)                   a__free = free(a__out, a)      # it has ended: a's bytes go
+        g = relu_backward(d, a__1)       ...
+                                         a__in_1 = reload(a__out)       # the copy back begins
+                                         f = ...
+                                         a__back_1 = wait(a__in_1)      # it has ended
+                                         g = relu_backward(d, a__back_1)
+
+A decision defines a value anew: every later read reads its newest definition.  Where bytes come and go is thereby a place in
+the trace and never a matter of time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields, replace
+
+from .trace import Op, Storage, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Run the op of `value` again just before op `before`.  May be said several times of one value."""
+
+    value: str
+    before: str
+
+    def __str__(self) -> str:
+        return _say(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to send `value` to the far tier after op `out`; its bytes are free after op `free`."""
+
+    value: str
+    out: str
+    free: str
+
+    def __str__(self) -> str:
+        return _say(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Begin to fetch `value` from the far tier before op `back`; it is there before op `use`.  May be said several times."""
+
+    value: str
+    back: str
+    use: str
+
+    def __str__(self) -> str:
+        return _say(self)
+
+
+Decision = Recompute | Offload | Reload
+KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload}
+Plan = tuple[Decision, ...]
+Line = Callable[[Op, str], object]
+
+
+def _say(decision: Decision) -> str:
+    value, *places = astuple(decision)
+    names = [field.name for field in fields(decision)][1:]
+    said = ", ".join(f"{name} {place}" for name, place in zip(names, places, strict=True))
+    return f"{type(decision).__name__.lower()} {value}: {said}"
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan whose decisions `text` prints, one a line.
+
+    Raises:
+        ValueError: a line is not a decision.
+    """
+    return tuple(_parse_decision(line.strip()) for line in text.splitlines() if line.strip())
+
+
+def _parse_decision(line: str) -> Decision:
+    found = re.fullmatch(r"(\w+) (\S+): (.*)", line)
+    if found and (kind := KINDS.get(found[1])):
+        places = dict(part.split(" ", 1) for part in found[3].split(", ") if " " in part)
+        if list(places) == [field.name for field in fields(kind)][1:]:
+            return kind(found[2], **places)  # type: ignore[arg-type]
+    raise ValueError(f"not a decision: {line!r}\nwrite e.g.: recompute relu_1: before mm_4")
+
+
+def apply(trace: Trace, plan: Plan) -> Trace:
+    """The trace that runs when `plan` is carried out on `trace`.
+
+    Raises:
+        ValueError: a decision names an op that the trace does not have.
+    """
+    for decision in plan:
+        for place in astuple(decision):
+            if place not in trace.op:
+                raise ValueError(f"{decision}: the trace has no op {place!r}")
+    return _Writer(trace, plan).write()
+
+
+class _Writer:
+    """Writes the new trace line by line; `newest` is the newest definition of each value."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace = trace
+        self.newest: dict[str, Op] = {}
+        self.copies: dict[str, int] = {}
+        self.trips: dict[str, int] = {}
+        self.lines: list[Op] = []
+        self.before: dict[str, list[tuple[Line, str]]] = {}
+        self.after: dict[str, list[tuple[Line, str]]] = {}
+        for decision in plan:
+            self._place(decision)
+
+    def write(self) -> Trace:
+        for op in self.trace.ops:
+            for line, value in self.before.get(op.name, ()):
+                line(self.trace.op[value], op.phase)
+            self.newest[op.name] = self._add(self._renamed(op))
+            for line, value in self.after.get(op.name, ()):
+                line(self.trace.op[value], op.phase)
+        return Trace(tuple(self.lines), self.trace.outputs)
+
+    def _place(self, decision: Decision) -> None:
+        """Note which lines a decision adds, and where."""
+        value = decision.value
+        match decision:
+            case Recompute():
+                if self.trace.op[value].draws and value not in self.copies:
+                    self.copies[value] = 0
+                    self.before.setdefault(value, []).append((self._note_state, value))
+                self.before.setdefault(decision.before, []).append((self._recompute, value))
+            case Offload():
+                self.after.setdefault(decision.out, []).append((self._offload, value))
+                self.after.setdefault(decision.free, []).append((self._free, value))
+            case Reload():
+                self.before.setdefault(decision.back, []).append((self._reload, value))
+                self.before.setdefault(decision.use, []).append((self._wait, value))
+
+    def _note_state(self, op: Op, phase: str) -> None:
+        self._runtime(f"{op.name}__rng", "rng_state", (), phase, op.draws)
+
+    def _recompute(self, op: Op, phase: str) -> None:
+        self.copies[op.name] = number = self.copies.get(op.name, 0) + 1
+        name = f"{op.name}__{number}"
+        if op.draws:
+            self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws)
+        makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
+        own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
+        read = self._renamed(op)
+        holds = tuple(own.get(held, held) for held in read.holds)
+        self.newest[op.name] = self._add(replace(read, name=name, phase=phase, again=op.name, makes=makes, holds=holds))
+        if op.draws:
+            self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws)
+
+    def _offload(self, op: Op, phase: str) -> None:
+        self._runtime(f"{op.name}__out", "offload", (self.newest[op.name].name,), phase)
+
+    def _free(self, op: Op, phase: str) -> None:
+        self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", self.newest[op.name].name), phase)
+
+    def _reload(self, op: Op, phase: str) -> None:
+        self.trips[op.name] = number = self.trips.get(op.name, 0) + 1
+        nbytes = self.trace.nbytes[op.holds[0]]
+        reads = (f"{op.name}__out",)
+        self._runtime(f"{op.name}__in_{number}", "reload", reads, phase, nbytes, type=op.type, where=op.where)
+
+    def _wait(self, op: Op, phase: str) -> None:
+        number = self.trips[op.name]
+        holds = (f"{op.name}__in_{number}",)
+        self.newest[op.name] = self._runtime(
+            f"{op.name}__back_{number}", "wait", holds, phase, holds=holds, type=op.type, where=op.where
+        )
+
+    def _runtime(
+        self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int = 0,
+        holds: tuple[str, ...] = (), type: str = "", where: str = "",
+    ) -> Op:  # fmt: skip
+        makes = (Storage(name, nbytes),) if nbytes else ()
+        holds = holds or tuple(storage.name for storage in makes)
+        return self._add(Op(name, f"memgraph.{fn}.default", reads, makes, holds, phase, type=type, where=where))
+
+    def _add(self, op: Op) -> Op:
+        self.lines.append(op)
+        return op
+
+    def _renamed(self, op: Op) -> Op:
+        """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
+        newest = [self.newest[name] for name in op.reads]
+        reads = tuple(new.name for new in newest)
+        if reads == op.reads:
+            return op
+        moved = {
+            old: new
+            for name, definition in zip(op.reads, newest, strict=True)
+            for old, new in zip(self.trace.op[name].holds, definition.holds, strict=True)
+        }
+        return replace(op, reads=reads, holds=tuple(moved.get(held, held) for held in op.holds))

@@ -1,0 +1,117 @@
+"""The forward storages of a trace, and when forward last and backward first has a use for each.
+
+    a = relu(x)                 a: left after 1 (the mm), needed by relu_backward, 5
+    b = mm(a, w)
+    ...                         between the two nobody reads a: its gap
+    g = relu_backward(d, a)
+
+This is the whole of what can be decided: outside of its gap a storage has to be there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from .trace import Trace
+
+ITEMSIZE = {
+    "f64": 8, "f32": 4, "f16": 2, "bf16": 2, "f8": 1, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """What the planner knows of a trace; derived once."""
+
+    trace: Trace
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {op.name: i for i, op in enumerate(self.trace.ops)}
+
+    @cached_property
+    def maker(self) -> dict[str, str]:
+        """The forward op that makes each storage; inputs and what the step hands out are not among them."""
+        handed = {storage for _, value in self.trace.outputs for storage in self.trace.op[value].holds}
+        forward = (op for op in self.trace.ops if op.phase == "forward" and not op.is_input)
+        return {made.name: op.name for op in forward for made in op.makes if made.name not in handed and made.nbytes}
+
+    @cached_property
+    def held(self) -> dict[str, tuple[str, ...]]:
+        """For each forward value the movable storages that it holds; values without any are left out."""
+        forward = (op for op in self.trace.ops if op.phase == "forward" and not op.is_input)
+        found = {op.name: tuple(s for s in op.holds if s in self.maker) for op in forward}
+        return {value: storages for value, storages in found.items() if storages}
+
+    @cached_property
+    def values(self) -> dict[str, tuple[str, ...]]:
+        """The forward values that hold each movable storage."""
+        found: dict[str, list[str]] = {}
+        for value, storages in self.held.items():
+            for storage in storages:
+                found.setdefault(storage, []).append(value)
+        return {storage: tuple(values) for storage, values in found.items()}
+
+    @cached_property
+    def reads(self) -> dict[int, tuple[str, ...]]:
+        """For each backward op (by index) the movable forward values that it reads."""
+        backward = range(self.trace.boundary, len(self.trace.ops))
+        found = {i: tuple(dict.fromkeys(r for r in self.trace.ops[i].reads if r in self.held)) for i in backward}
+        return {i: values for i, values in found.items() if values}
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, ...]]:
+        """The backward ops (by index) that read each storage, for those that backward reads."""
+        found: dict[str, list[int]] = {}
+        for i, values in self.reads.items():
+            for storage in {s for value in values for s in self.held[value]}:
+                found.setdefault(storage, []).append(i)
+        return {storage: tuple(indices) for storage, indices in found.items()}
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        """The last forward op (by index) that makes or reads each storage."""
+        found: dict[str, int] = {}
+        for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
+            for value in (op.name, *op.reads):
+                for storage in self.held.get(value, ()):
+                    found[storage] = i
+        return found
+
+    @cached_property
+    def root(self) -> dict[str, str]:
+        """The value that is all of a storage and nothing else: what can be sent away."""
+        found: dict[str, str] = {}
+        for value, storages in self.held.items():
+            op = self.trace.op[value]
+            if len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[storages[0]]:
+                found.setdefault(storages[0], value)
+        return found
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """For each op that makes several storages the values that take one of them out."""
+        found: dict[str, list[str]] = {}
+        for value in self.held:
+            op = self.trace.op[value]
+            if op.fn == "getitem":
+                found.setdefault(op.reads[0], []).append(value)
+        return {value: tuple(parts) for value, parts in found.items()}
+
+    @cached_property
+    def begins(self) -> tuple[float, ...]:
+        """When each op would begin if nothing were moved, in microseconds; one entry more than ops."""
+        begins = [0.0]
+        for op in self.trace.ops:
+            begins.append(begins[-1] + op.us)
+        return tuple(begins)
+
+
+def type_nbytes(type: str) -> int:
+    """The bytes of a dense tensor that is printed as `type`; -1 if it is not one tensor."""
+    dtype, _, shape = type.removesuffix("]").partition("[")
+    if dtype not in ITEMSIZE or not type.endswith("]") or "[" in shape:
+        return -1
+    return ITEMSIZE[dtype] * math.prod(int(size) for size in shape.split(",") if size.strip())

@@ -1,0 +1,73 @@
+"""What holds of every trace, captured or rewritten.
+
+- A value is defined once, and before it is read; so is a storage.
+- Forward ops stand before backward ops.
+- A value holds only what its op makes, or what the values that it reads hold.
+- What is handed out has been defined.
+- A value is not read between `free` and `wait`: what was offloaded is read again only as what came back.
+- An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
+"""
+
+from __future__ import annotations
+
+from .trace import INPUTS, Op, Trace
+
+
+class BrokenTrace(AssertionError):
+    """A trace breaks an invariant: a defect of the pass that made it."""
+
+
+def check(trace: Trace) -> None:
+    """Every invariant of this file.
+
+    Raises:
+        BrokenTrace: with the op and the invariant it breaks.
+    """
+    holds: dict[str, tuple[str, ...]] = {}
+    made: set[str] = set()
+    gone: set[str] = set()
+    backward = False
+    for index, op in enumerate(trace.ops):
+        backward = _phases(op, backward)
+        _names(op, holds, made)
+        if left := gone.intersection(held for read in op.reads for held in holds[read]):
+            raise BrokenTrace(f"{op.name} reads {left.pop()}, whose bytes have left the device")
+        if op.fn == "memgraph.free.default":
+            gone.update(holds[op.reads[1]])
+        _again(trace, index)
+        holds[op.name] = op.holds
+        made.update(storage.name for storage in op.makes)
+    for kind, value in trace.outputs:
+        if value not in holds:
+            raise BrokenTrace(f"the step hands out {kind} {value}, which no op defines")
+
+
+def _phases(op: Op, backward: bool) -> bool:
+    if backward and op.phase == "forward" and op.fn not in INPUTS:
+        raise BrokenTrace(f"{op.name} is a forward op and stands behind a backward op")
+    return backward or op.phase == "backward"
+
+
+def _names(op: Op, holds: dict[str, tuple[str, ...]], made: set[str]) -> None:
+    if op.name in holds:
+        raise BrokenTrace(f"{op.name} is defined twice")
+    if twice := made.intersection(storage.name for storage in op.makes):
+        raise BrokenTrace(f"{op.name} makes {twice.pop()}, which is there already")
+    for read in op.reads:
+        if read not in holds:
+            raise BrokenTrace(f"{op.name} reads {read} before it is defined")
+    can = {storage.name for storage in op.makes} | {held for read in op.reads for held in holds[read]}
+    if strange := set(op.holds) - can:
+        raise BrokenTrace(f"{op.name} holds {strange.pop()}, which neither it nor what it reads has made")
+
+
+def _again(trace: Trace, index: int) -> None:
+    op = trace.ops[index]
+    if not op.again:
+        return
+    first = trace.op[op.again]
+    if first.once:
+        raise BrokenTrace(f"{op.name} runs {first.name} again, which may run once")
+    around = [trace.ops[i].fn for i in (index - 1, index + 1) if 0 <= i < len(trace.ops)]
+    if first.draws and around != ["memgraph.swap_rng.default"] * 2:
+        raise BrokenTrace(f"{op.name} draws random numbers again without the state with which they were first drawn")

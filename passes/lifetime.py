@@ -1,0 +1,62 @@
+"""From which op to which op every storage of a trace is on the device.
+
+    a = relu(x)          a lives from 0
+    b = view(a)
+    c = mm(b, w)                       to 2, the last op that reads a value that holds it
+
+Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .trace import Op, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A storage, the indices of the first and the last op while which its bytes are held, and what it is."""
+
+    storage: str
+    nbytes: int
+    first: int
+    last: int
+    kind: str
+    maker: str  # the value that made it
+
+
+def lifetimes(trace: Trace) -> tuple[Life, ...]:
+    """The life of every storage, in the order in which they are made."""
+    last = last_reads(trace)
+    handed = {storage: kind for kind, value in trace.outputs for storage in trace.op[value].holds}
+    end = len(trace.ops) - 1
+    lives = []
+    for index, op in enumerate(trace.ops):
+        for made in op.makes:
+            kind = handed.get(made.name) or _kind(op, last[made.name] >= trace.boundary)
+            stays = op.is_input or made.name in handed
+            first = index if not op.is_input else trace.boundary if op.fn == "tangent" else 0
+            lives.append(Life(made.name, made.nbytes, first, end if stays else last[made.name], kind, op.name))
+    return tuple(lives)
+
+
+def last_reads(trace: Trace) -> dict[str, int]:
+    """For each storage the index of the last op that reads a value that holds it, or that makes it."""
+    holds = {op.name: op.holds for op in trace.ops}
+    last: dict[str, int] = {}
+    for index, op in enumerate(trace.ops):
+        for made in op.makes:
+            last[made.name] = index
+        for read in op.reads:
+            for storage in holds[read]:
+                last[storage] = index
+    return last
+
+
+def _kind(op: Op, crosses: bool) -> str:
+    if op.is_input:
+        return op.fn
+    if op.phase == "forward" and crosses or op.fn == "memgraph.reload.default":
+        return "activation"
+    return "temporary"

@@ -1,0 +1,169 @@
+"""A training step as straight-line text.
+
+    forward:
+    w = parameter()  # f32[512, 1024] | makes w:2097152 | at layers.0.weight
+    a = aten.mm.default(x, w)  # f32[8, 1024] | makes a:32768 | 10 us | at layers.0 model.py:12
+    v = aten.view.default(a)  # f32[8192] | holds a
+    backward:
+    ...
+    return output v, gradient g
+
+A value is what a line defines.  A storage is bytes: an op makes storages, and its value holds storages, its own or (a view)
+those of what it reads.  Memory is counted per storage, so views cost nothing.  `parse(str(trace)) == trace`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+PHASES = ("forward", "backward", "update")
+INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Some bytes that an op makes; `nbytes` as the device's allocator counts them."""
+
+    name: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.nbytes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One line of a trace, and the value that it defines."""
+
+    name: str
+    fn: str
+    reads: tuple[str, ...] = ()
+    makes: tuple[Storage, ...] = ()
+    holds: tuple[str, ...] = ()
+    phase: str = "forward"
+    us: float = 0.0
+    workspace: int = 0  # bytes that the op allocates and frees while it runs
+    draws: int = 0  # bytes of the generator's state, for an op that draws random numbers
+    once: bool = False  # may not run a second time
+    again: str = ""  # the op that this one repeats
+    type: str = ""
+    where: str = ""
+
+    @property
+    def is_input(self) -> bool:
+        return self.fn in INPUTS
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.makes)
+
+    def __str__(self) -> str:
+        notes = [self.type]
+        if self.makes:
+            notes.append("makes " + ", ".join(map(str, self.makes)))
+        if self.holds != tuple(storage.name for storage in self.makes):
+            notes.append(f"holds {', '.join(self.holds)}")
+        notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
+        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once
+        notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
+        text = " | ".join(note for note in notes if note)
+        return f"{self.name} = {self.fn}({', '.join(self.reads)})" + (f"  # {text}" if text else "")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step: its ops in the order in which they run, and what it hands out as (kind, value)."""
+
+    ops: tuple[Op, ...]
+    outputs: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def op(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def nbytes(self) -> dict[str, int]:
+        """The bytes of every storage, by its name."""
+        return {storage.name: storage.nbytes for op in self.ops for storage in op.makes}
+
+    @cached_property
+    def boundary(self) -> int:
+        """The index of the first backward op; the number of ops if there is none."""
+        return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
+
+    def __str__(self) -> str:
+        lines, phase = [], ""
+        for op in self.ops:
+            if op.phase != phase:
+                phase = op.phase
+                lines.append(f"{phase}:")
+            lines.append(str(op))
+        return "\n".join([*lines, "return " + ", ".join(f"{kind} {value}" for kind, value in self.outputs)]) + "\n"
+
+
+LINE = re.compile(r"(?P<name>\S+) = (?P<fn>[^\s(]+)\((?P<reads>[^)]*)\)(?:  # (?P<notes>.*))?")
+
+
+def parse(text: str) -> Trace:
+    """The trace that `text` prints.
+
+    Raises:
+        ValueError: a line is not a line of a trace; the message shows it beside a right one.
+    """
+    ops: list[Op] = []
+    outputs: tuple[tuple[str, str], ...] = ()
+    phase = "forward"
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.endswith(":") and line[:-1] in PHASES:
+            phase = line[:-1]
+        elif line == "return" or line.startswith("return "):
+            pairs = [pair.split() for pair in _names(line.removeprefix("return"))]
+            outputs = tuple((kind, value) for kind, value in pairs)
+        else:
+            ops.append(_parse_op(line, phase))
+    return Trace(tuple(ops), outputs)
+
+
+def _parse_op(line: str, phase: str) -> Op:
+    found = LINE.fullmatch(line)
+    if not found:
+        right = "a = aten.mm.default(x, w)  # f32[8, 16] | makes a:512 | 10.0 us"
+        raise ValueError(f"not a line of a trace: {line!r}\nwrite e.g.: {right}")
+    notes, where = _cut(found["notes"] or "", "at ")
+    facts = _parse_notes(notes)
+    makes = tuple(Storage(name, int(nbytes)) for name, nbytes in (s.rsplit(":", 1) for s in _names(facts["makes"])))
+    holds = tuple(_names(facts["holds"])) if facts["holds"] else tuple(storage.name for storage in makes)
+    return Op(
+        name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
+        us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
+        once=bool(facts["once"]), again=facts["again"], type=facts["type"], where=where,
+    )  # fmt: skip
+
+
+def _cut(notes: str, mark: str) -> tuple[str, str]:
+    """`notes` without its last note, and that note, if it begins with `mark`: where a line stands may hold any text."""
+    if notes.startswith(mark):
+        return "", notes.removeprefix(mark)
+    before, found, after = notes.partition(f" | {mark}")
+    return before, after if found else ""
+
+
+def _parse_notes(notes: str) -> dict[str, str]:
+    facts = dict.fromkeys(("type", "makes", "holds", "us", "workspace", "draws", "once", "again"), "")
+    for note in filter(None, notes.split(" | ")):
+        word, _, rest = note.partition(" ")
+        if note == "once":
+            facts["once"] = note
+        elif word in ("makes", "holds", "workspace", "draws", "again"):
+            facts[word] = rest
+        elif rest == "us":
+            facts["us"] = word
+        else:
+            facts["type"] = note
+    return facts
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

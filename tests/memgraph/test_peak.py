@@ -1,0 +1,151 @@
+"""A measured peak is exact to the byte, and never lower than what the work allocated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+
+from memgraph.peak import Window, Allocation, _account, Window, measured, resident_bytes
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+
+
+def block(mib: int = 1) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8)
+
+
+def test_two_blocks_of_which_one_is_freed() -> None:
+    def work() -> torch.Tensor:
+        first, second = block(), block()
+        del first
+        return second
+
+    result, allocation = measured(work)
+    assert result.shape == (MIB,)
+    assert allocation == Allocation(peak=2 * MIB, net=MIB)
+
+
+def test_one_block_after_the_other_peaks_at_one() -> None:
+    def work() -> None:
+        block()
+        block()
+
+    assert measured(work)[1] == Allocation(peak=MIB, net=0)
+
+
+def test_nothing() -> None:
+    assert measured(lambda: 7) == (7, Allocation(0, 0))
+
+
+def test_a_temporary_inside_an_op_counts() -> None:
+    x = torch.zeros(8, 16, 32, 32)
+    convolution = torch.nn.Conv2d(16, 16, 3, padding=1).requires_grad_(False)
+    y, allocation = measured(lambda: convolution(x))
+    assert allocation is not None
+    assert allocation.net == resident_bytes([y])
+    assert allocation.peak >= allocation.net
+
+
+def test_forward_and_backward_to_the_byte() -> None:
+    weight = torch.ones(256, 256, requires_grad=True)
+    x = torch.ones(64, 256)
+
+    def work() -> None:
+        ((x @ weight) * 2).sum().backward()
+
+    _, allocation = measured(work)
+    assert allocation is not None
+    assert allocation.net == weight.nbytes
+    product, gradient = 64 * 256 * 4, weight.nbytes
+    assert product + gradient <= allocation.peak <= 3 * product + gradient
+
+
+def test_freeing_what_was_there_before_never_lowers_the_figure() -> None:
+    held = [block()]
+
+    def work() -> torch.Tensor:
+        held.clear()
+        return block()
+
+    assert measured(work)[1] == Allocation(peak=MIB, net=MIB)
+    kept = [measured(block)[0]]
+    assert measured(kept.clear)[1] == Allocation(0, 0)
+
+
+def test_a_size_remembered_for_an_address_is_not_believed() -> None:
+    stale, fresh, own = (5, 1, -64), (6, 2, 10), (7, 2, -10)
+    assert _account([stale, fresh, own], [Window(0, 9, 0)]) == Allocation(peak=10, net=0)
+
+
+def test_what_comes_between_windows_is_the_callers_unless_given() -> None:
+    blocks = [(1, 1, 100), (12, 2, 40), (13, 3, 8), (21, 4, 5), (22, 4, -5), (23, 1, -100)]
+    assert _account(blocks, [Window(0, 10, 0), Window(20, 30, 8)]) == Allocation(peak=113, net=8)
+
+
+def test_threads_of_others_are_not_counted() -> None:
+    def work() -> None:
+        thread = threading.Thread(target=block)
+        thread.start()
+        thread.join()
+
+    assert measured(work)[1] == Allocation(0, 0)
+
+
+def test_an_exception_passes_and_the_profiler_is_stopped() -> None:
+    def work() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        measured(work)
+    assert measured(block)[1] == Allocation(MIB, MIB)
+
+
+def test_a_running_profiler_is_left_alone() -> None:
+    with profile(use_kineto=True) as outer:
+        result, allocation = measured(block)
+    assert allocation is None
+    assert result.shape == (MIB,)
+    assert any(event.name == "aten::empty" for event in outer.function_events)
+
+
+def test_measuring_inside_a_measurement() -> None:
+    (_, inner), outer = measured(lambda: measured(block))
+    assert inner is None
+    assert outer == Allocation(MIB, MIB)
+
+
+def test_work_that_profiles_itself_is_not_measured() -> None:
+    def work() -> int:
+        with profile(use_kineto=True):
+            block()
+        return 7
+
+    assert measured(work) == (7, None)
+    assert measured(block)[1] == Allocation(MIB, MIB)
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        measured(block, device="meta")
+
+
+def test_resident_bytes_counts_a_storage_once() -> None:
+    x, y = block(), block(2)
+    assert resident_bytes([x, x.view(2, -1), x[5:9], y]) == 3 * MIB
+    assert resident_bytes([]) == 0
+    assert resident_bytes(block() for _ in range(3)) == 3 * MIB
+
+
+def test_it_is_silent_and_leaves_the_environment_alone() -> None:
+    code = "import os; from memgraph.peak import measured; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
+    environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
