@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
 
-from .errors import CaptureError
-from .functional import make_functional
 from .call import Call, Input, Output, Ref, Wanted, everything, losses
+from .errors import CaptureError
 from .fakes import surroundings
+from .functional import make_functional
 from .joint import trace_joint
+from .known import KnowingMode
 from .refusal import explained
 from .settle import settle
 from .trees import Spec, unflatten
@@ -67,7 +67,7 @@ def capture(
     """
     call = Call.of(module, args, kwargs, loss)
     grad = grad and any(tensor.requires_grad for tensor in call.tensors)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # without a ShapeEnv what depends on data is an error at once
+    mode = KnowingMode()
     with surroundings(module, mode), torch.set_grad_enabled(grad), explained():
         joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .errors import CaptureError
+from .nodes import written_by
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -45,22 +46,6 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
                 raise CaptureError(
                     f"forward changes {_name(held, module)} in place, which is no buffer: register it as one"
                 )
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that an op writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | dict(
-        node.kwargs
-    )
-    named = [
-        argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [value for name in named if isinstance(value := given.get(name), fx.Node)]
 
 
 def _name(tensor: Tensor, module: nn.Module) -> str:

@@ -9,47 +9,45 @@ Before:                   After:
     ...                       lease.wait(0)            # the bytes are there
     g = relu_bwd(a)           g = relu_bwd(a)
 
-Every copy goes through the workers' page-aligned buffers, the `staging` bytes: O_DIRECT takes no other memory.
+Where the bytes lie is `spill.py`, who copies them is `workers.py`; here is who waits for whom.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent import futures
+from functools import partial
 from itertools import accumulate
 
 import torch
 
-from memgraph.spill import CHUNK, PAGE, SpillError, is_ram, nameless_file, pages, read, spill_folder, write
+from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
+from .workers import CHUNK, STAGING, WORKERS, Latch, Worker, read, start, submit, write
 
-__all__ = ["DiskLease", "DiskTier", "SpillError", "disk_speed", "spill_folder"]
+__all__ = ["STAGING", "DiskLease", "DiskTier", "SpillError", "disk_speed", "spill_folder"]
 
-WORKERS = 2
 SPEEDS: dict[int, tuple[float, float]] = {}  # by the device number of the folder
 
-Part = futures.Future[None]
 Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
 class DiskTier:
-    """Room on disk for the activations of a step; `slots` are their bytes."""
+    """Room on disk for the activations of a step; `slots` are their bytes, `staging` the RAM that the copies take."""
 
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
         self.rooms: list[int] = []  # files that no lease has
         self.slots = tuple(slots)
         *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
-        self.staging = WORKERS * CHUNK  # one set of buffers for all tiers of the process
+        self.staging = STAGING  # one set of buffers for all tiers of the process
         self.folder = spill_folder(folder)
         if is_ram(self.folder):
             message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
             warnings.warn(f"{message}: name a folder on a disk with spill_dir=", RuntimeWarning, stacklevel=2)
-        workers()  # here, because a step should pay neither their time nor their memory
+        start()  # here, because a step should pay neither their time nor their memory
         self.rooms.append(self._make_room())
 
     def lease(self) -> DiskLease:
@@ -84,6 +82,8 @@ class DiskLease:
         self.room: int | None = room
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
+        self.begun: list[Part] = []  # what the workers have taken up
+        self.dropped = False
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
@@ -106,39 +106,64 @@ class DiskLease:
 
     def release(self) -> None:
         """Drop the copies that have not begun, wait for those that have, and give the room back."""
-        if self.room is None:
-            return
-        copies = [*self.back.values(), *self.out.values()]
-        for part in [part for copy in copies for part in copy.parts]:
-            part.cancel()
-        settle(*copies)
-        self.out, self.back = {}, {}
-        room, self.room = self.room, None
-        self.tier.take_back(room)
+        self.dropped = True
+        # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
+        if not isinstance(threading.current_thread(), Worker):
+            for part in self.begun:
+                part.wait()
+            self._give_back()
 
     def __del__(self) -> None:
-        self.release()
+        # Nothing is to be waited for: a job holds its lease.
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self.out, self.back, self.begun = {}, {}, []
+        room, self.room = self.room, None
+        if room is not None:
+            self.tier.take_back(room)
 
     def _start(
         self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
     ) -> None:
-        if self.room is None:
-            raise ValueError("this lease is released")
+        self._file()
         nbytes, offset = self.tier.slots[slot], self.tier.offsets[slot]
         address = address_of(tensor, nbytes)
         copies[slot] = copy = Copy(f"to {move.__name__} {nbytes} bytes in {self.tier.folder}", tensor)
         # Half for each worker, so that one copies memory while the other waits for the disk.
         share = max(CHUNK, pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
-            place = (self.room, offset + at, address + at, min(share, nbytes - at))
-            copy.parts.append(workers().submit(self._run, after, move, *place))
+            copy.parts.append(part := Part())
+            # The job holds the lease, and the lease the tensors: none is collected before the worker is done.
+            submit(partial(self._run, part, after, move, offset + at, address + at, min(share, nbytes - at)))
 
-    # A method, so that a lease, which holds the tensors, is never collected before its copies have ended.
-    def _run(self, after: Sequence[Part], move: Move, file: int, offset: int, address: int, nbytes: int) -> None:
-        # Those before were submitted before and so have begun: two workers never wait for each other.
-        for part in after:
-            part.result()
-        move(file, offset, address, nbytes)
+    def _run(self, part: Part, after: Sequence[Part], move: Move, *place: int) -> None:
+        self.begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
+        try:
+            # Parts begin in the order in which they were submitted, so two workers never wait for each other.
+            for earlier in after:
+                earlier.end()
+            move(self._file(), *place)
+        except Exception as error:
+            part.error = error
+        finally:
+            part.open()
+
+    def _file(self) -> int:
+        if self.room is None or self.dropped:
+            raise ValueError("this lease is released")
+        return self.room
+
+
+class Part(Latch):
+    """What one worker does of a copy.  Opens when that has ended, well or not."""
+
+    error: Exception | None = None
+
+    def end(self) -> None:
+        self.wait()
+        if self.error:
+            raise self.error
 
 
 class Copy:
@@ -151,12 +176,12 @@ class Copy:
 
     def end(self) -> None:
         """Wait for every part, then let the tensor go."""
-        futures.wait(self.parts)
+        settle(self)
         self.tensor = None
         for part in self.parts:
-            if error := part.exception():
+            if part.error:
                 advice = "if this disk is failing or full, name another folder with spill_dir="
-                raise SpillError(f"failed {self.what}: {error}; {advice}") from error
+                raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
 
 
 def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
@@ -167,7 +192,8 @@ def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
 
 def settle(*copies: Copy | None) -> None:
     """Wait until `copies` have ended, well or not."""
-    futures.wait([part for copy in copies if copy for part in copy.parts])
+    for part in [part for copy in copies if copy for part in copy.parts]:
+        part.wait()
 
 
 def address_of(tensor: torch.Tensor, nbytes: int) -> int:
@@ -177,16 +203,6 @@ def address_of(tensor: torch.Tensor, nbytes: int) -> int:
         found = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {found}")
     return tensor.data_ptr()
-
-
-@functools.cache
-def workers() -> futures.ThreadPoolExecutor:
-    """The threads that copy, for all tiers of the process."""
-    pool = futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="memgraph-disk")
-    together = threading.Barrier(WORKERS)
-    for _ in range(WORKERS):
-        pool.submit(together.wait)
-    return pool
 
 
 def disk_speed(folder: str | os.PathLike[str] | None = None, nbytes: int = 32 << 20) -> tuple[float, float]:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .constants import describe_constants, refuse_changed_constants
 from .errors import CaptureError
 from .joint import Joint
+from .temporaries import renew_temporaries
 from .where import NOTES
 
 
@@ -37,8 +37,7 @@ class Functional:
 
 def make_functional(joint: Joint, module: nn.Module) -> Functional:
     """The same step, in which nothing is changed in place."""
-    if not any(map(changes_inputs, joint.graph.graph.nodes)):
-        # Half of the time of a capture is saved.
+    if renew_temporaries(joint.graph.graph, joint.mode):
         handed, assigned = _split(joint.graph, len(joint.outputs))
         return Functional(joint.graph, handed, dict(zip(joint.assigned, assigned, strict=True)))
     refuse_changed_constants(joint.graph, module)
@@ -52,14 +51,6 @@ def make_functional(joint: Joint, module: nn.Module) -> Functional:
     placeholders = graph.graph.find_nodes(op="placeholder")
     changed = {i: node for i, node in zip(replay.state, last, strict=True) if node is not placeholders[i]}
     return Functional(graph, handed, changed | dict(zip(joint.assigned, assigned, strict=True)))
-
-
-def changes_inputs(node: fx.Node) -> bool:
-    """Whether an op writes to what it reads.  The batch norms that update running statistics don't say so in their schema."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    undeclared = node.target._schema.name.endswith("batch_norm")
-    return undeclared or node.target._schema.is_mutable
 
 
 class _Replay:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -27,6 +27,8 @@ from .checkpoint import without_checkpoint
 from .constants import describe_constants, refuse_trained_constants
 from .errors import CaptureError
 from .fakes import fake, without_autocast
+from .known import KnowingMode, seen_by_transformers
+from .nodes import drop_aliases, drop_dead
 from .trees import Spec, flatten
 from .untouched import Untouched, untouched
 from .where import Notes
@@ -37,7 +39,7 @@ class Joint:
     """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`."""
 
     graph: fx.GraphModule
-    mode: FakeTensorMode
+    mode: KnowingMode
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     assigned: tuple[int, ...]
@@ -46,24 +48,27 @@ class Joint:
     differentiable: tuple[int, ...]
 
 
-def trace_joint(call: Call, mode: FakeTensorMode, wanted: Wanted) -> Joint:
+def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
     """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
     fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    with untouched(call.module) as before, without_checkpoint():
-        step = _Step(call, wanted, before)
+    with untouched(call.module) as before, without_checkpoint(), seen_by_transformers(mode):
+        step = _Step(call, mode, wanted, before)
         with step.notes.following():
             graph = make_fx(step)(*fakes)
+    mode.tracer = None
+    drop_aliases(graph.graph, kept=set(graph.graph.output_node().args[0][: len(step.outputs)]))
+    drop_dead(graph.graph)
     describe_constants(graph, mode)
     if torch.is_grad_enabled():
         refuse_trained_constants(graph, call.module)
-    return step.found(graph, mode)
+    return step.found(graph)
 
 
 class _Step:
     """The function that is traced."""
 
-    def __init__(self, call: Call, wanted: Wanted, before: Untouched) -> None:
-        self.call, self.wanted, self.before = call, wanted, before
+    def __init__(self, call: Call, mode: KnowingMode, wanted: Wanted, before: Untouched) -> None:
+        self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
         self.notes = Notes(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -73,21 +78,22 @@ class _Step:
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
 
-    def found(self, graph: fx.GraphModule, mode: FakeTensorMode) -> Joint:
+    def found(self, graph: fx.GraphModule) -> Joint:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        return Joint(graph, mode, *roles, self.leaves, self.spec, self.differentiable)
+        return Joint(graph, self.mode, *roles, self.leaves, self.spec, self.differentiable)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
-        mode = get_proxy_mode()
-        assert mode is not None
-        self.notes.attach(mode.tracer)
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        tracer = self.mode.tracer = proxy_mode.tracer
+        self.notes.attach(tracer)
         # make_fx turns the cache off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
         outputs = self._read(self._forward(values), values)
         self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
-        gradients = self._backward(values, outputs, mode.tracer) if torch.is_grad_enabled() else []
+        gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _forward(self, values: Sequence[Tensor]) -> Any:

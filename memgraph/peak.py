@@ -12,10 +12,8 @@ does.
 
 from __future__ import annotations
 
-import bisect
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +24,8 @@ from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile
 
 T = TypeVar("T")
+Block = tuple[int, int]
+GIVEN = -1  # no block has this address
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,6 @@ class Allocation:
 
     peak: int
     net: int
-
-
-@dataclass(frozen=True)
-class Window:
-    """When own work began and ended, in nanoseconds of the clock, and bytes that were allocated for it before."""
-
-    begin: int
-    end: int
-    given: int
 
 
 def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
@@ -55,8 +46,6 @@ def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple
         return _on_cuda(work, device)
     if device.type != "cpu":
         raise ValueError(f"cannot measure memory on {device}: wanted 'cpu' or 'cuda'")
-    if _profiler_enabled():
-        return work(), None
     return _on_cpu(work)
 
 
@@ -68,52 +57,40 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Meter:
-    """The same over a stretch of a program: `start()`, any number of `window()`s of own work, `stop()`.
+    """The same over work that is done in several pieces, each in a `window()`; what happens between them is not seen.
 
-    What is allocated outside of the windows, and is still there when the next one opens, is the caller's: it is left out
-    of the peak, but for the bytes that `window` is told to count.
+    A profiler has to be stopped where it was started: one that is stopped within a backward is running again after it.
     """
 
     def __init__(self) -> None:
-        self._profile = profile(use_kineto=True, profile_memory=True)
-        self._windows: list[Window] = []
-
-    @staticmethod
-    def available() -> bool:
-        """Whether no profiler is in the way."""
-        return not _profiler_enabled()
-
-    def start(self) -> None:
-        with _quiet():
-            self._profile.__enter__()
+        self._seen: list[Block] = []
+        self._whole = True
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
-        """Own work; `given` bytes, allocated since the last window closed, are counted."""
-        begin = time.time_ns()
-        try:
+        """A piece of the work; `given` bytes lie there for it, that came since the last."""
+        if _profiler_enabled():
+            self._whole = False
             yield
-        finally:
-            self._windows.append(Window(begin, time.time_ns(), given))
+            return
+        with _quiet(), profile(use_kineto=True, profile_memory=True) as profiler:
+            yield
+            whole = _profiler_enabled()  # not if the work ran a profiler of its own
+        self._whole &= whole and profiler.kineto_results is not None
+        if self._whole:
+            seen = _blocks(profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+            self._seen += [(GIVEN, given), *seen, (GIVEN, -given)] if given else seen
 
-    def stop(self) -> Allocation | None:
-        """What the windows allocated; None if a profiler of the caller's ended this one."""
-        whole = _profiler_enabled()
-        self._profile.__exit__(None, None, None)
-        if not whole or self._profile.kineto_results is None:
-            return None
-        return _account(_blocks(self._profile.kineto_results.experimental_event_tree()), self._windows)
+    def allocated(self) -> Allocation | None:
+        """What all windows allocated; None where a profiler of the caller's was in the way."""
+        return _account(self._seen) if self._whole else None
 
 
 def _on_cpu(work: Callable[[], T]) -> tuple[T, Allocation | None]:
     meter = Meter()
-    meter.start()
-    try:
-        with meter.window():
-            result = work()
-    finally:
-        allocation = meter.stop()
-    return result, allocation
+    with meter.window():
+        result = work()
+    return result, meter.allocated()
 
 
 def _on_cuda(work: Callable[[], T], device: torch.device) -> tuple[T, Allocation]:
@@ -140,8 +117,8 @@ def _quiet() -> Iterator[None]:
         os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
-def _blocks(roots: Iterable[_ProfilerEvent]) -> list[tuple[int, int, int]]:
-    """Time, address and bytes of each block that came (> 0) or went (< 0), in order of time."""
+def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:
+    """Address and bytes of each block that came (> 0) or went (< 0), in order of time."""
     found, todo = [], list(roots)
     while todo:
         event = todo.pop()
@@ -149,27 +126,17 @@ def _blocks(roots: Iterable[_ProfilerEvent]) -> list[tuple[int, int, int]]:
         block = event.extra_fields
         if isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
             found.append((event.start_time_ns, block.ptr, block.alloc_size))
-    return sorted(found, key=lambda seen: seen[0])
+    return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda seen: seen[0])]
 
 
-def _account(blocks: Sequence[tuple[int, int, int]], windows: Iterable[Window]) -> Allocation:
-    """The peak within the windows, less what came between them and was not given to them."""
-    times, sums = [when for when, _, _ in blocks], [0, *_running(blocks)]
-    peak = left = foreign = 0
-    for window in windows:
-        begin, end = bisect.bisect_left(times, window.begin), bisect.bisect_left(times, window.end)
-        foreign += max(0, sums[begin] - left - window.given)
-        peak = max(peak, max(sums[begin : end + 1]) - foreign)
-        left = sums[end]
-    return Allocation(peak, left - foreign)
-
-
-def _running(blocks: Iterable[tuple[int, int, int]]) -> Iterator[int]:
-    """The bytes that live after each block came or went; blocks that never came, count nothing when they go."""
+def _account(blocks: Iterable[Block]) -> Allocation:
     live: dict[int, int] = {}
-    now = 0
-    for _, address, nbytes in blocks:
+    peak = now = 0
+    for address, nbytes in blocks:
         if nbytes > 0:
             live[address] = nbytes
-        now += nbytes if nbytes > 0 else -live.pop(address, 0)
-        yield now
+            now += nbytes
+        else:
+            now -= live.pop(address, 0)
+        peak = max(peak, now)
+    return Allocation(peak, now)

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from .errors import CaptureError
-from .functional import Functional, changes_inputs
 from .call import Input
+from .errors import CaptureError
+from .functional import Functional
 from .joint import Joint
+from .nodes import derived, drop_aliases, drop_dead, storages
 from .where import NOTES
 
 aten = torch.ops.aten
-ALIASES = (aten.detach.default, aten.alias.default)
 
 
 def settle(found: Functional, joint: Joint) -> fx.GraphModule:
@@ -36,7 +35,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     output = graph.output_node()
     output.args = ((*found.handed, *found.changed.values()),)
     kinds = [role.kind for role in joint.outputs]
-    _drop_aliases(graph, kinds.count("output"))
+    drop_aliases(graph, {node for node, role in zip(found.handed, joint.outputs, strict=True) if role.kind == "output"})
     desk = _Desk(graph, joint.mode)
     desk.shield({place: joint.inputs[place].name for place in found.changed})
     handed = list(output.args[0])  # type: ignore[arg-type]
@@ -49,18 +48,11 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     )
     output.args = (tuple(handed),)
     output.meta["kinds"] = tuple("output" if kind == "output" else "gradient" for kind in kinds)
-    _drop_dead(graph)
+    drop_dead(graph)
     _label(graph, joint.inputs)
     graph.lint()
     found.graph.recompile()
     return found.graph
-
-
-def storages(node: fx.Node) -> set[int]:
-    """The storages that a node's value holds."""
-    return {
-        leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)
-    }
 
 
 class _Desk:
@@ -90,7 +82,7 @@ class _Desk:
             node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         for node in self.graph.nodes:
             if _is_backward(node) and storages(node) & overwritten.keys():
-                self._derive(node)
+                node.meta["val"] = derived(node, self.mode)
 
     def own_outputs(self, handed: list[fx.Node], kinds: list[str]) -> list[fx.Node]:
         """Copy what is a view of an input or of a constant."""
@@ -140,13 +132,7 @@ class _Desk:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         node.meta[NOTES] = {"where": source.meta[NOTES]["where"], "phase": phase}
-        return self._derive(node)
-
-    def _derive(self, node: fx.Node) -> fx.Node:
-        """Give a node the fake value that it has where it stands now."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
-        with self.mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = derived(node, self.mode)
         return node
 
 
@@ -175,26 +161,6 @@ def _all_storages(nodes: Iterable[fx.Node]) -> set[int]:
 
 def _is_backward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta[NOTES]["phase"] == "backward"
-
-
-def _drop_aliases(graph: fx.Graph, outputs: int) -> None:
-    """Autograd detaches what it saves.  An output stays: `h` and `h.detach()` are two."""
-    handed = graph.output_node().args[0]
-    kept = set(handed[:outputs])  # type: ignore[index,arg-type]
-    for node in graph.nodes:
-        if node.target in ALIASES and node not in kept:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Drop what nobody reads, but not what draws random numbers: the next op would draw others."""
-    for node in reversed(graph.nodes):
-        drawing = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op in ("call_function", "get_attr") and not (
-            node.users or drawing or changes_inputs(node) or node.is_impure()
-        ):
-            graph.erase_node(node)
 
 
 def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:

@@ -6,27 +6,24 @@ Before:                            After:
 
 A file without a name is freed by the kernel when it is closed, a crash included.  Its blocks are allocated before the
 first byte is written, so that a full disk is an error here and not in the middle of a step.  It is used past the page
-cache, which would fill the RAM that the budget promised to leave free; O_DIRECT takes whole pages at page boundaries,
-hence the buffer of each thread.
+cache, which would fill the RAM that the budget promised to leave free.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
+from .errors import MemgraphError
+
 PAGE = 4096  # not 512: drives with 4096-byte sectors refuse less
-CHUNK = 512 << 10  # bytes of each thread's buffer
 
 
-class SpillError(RuntimeError):
+class SpillError(MemgraphError):
     """The disk does not give, take or keep the bytes that were wanted."""
 
 
@@ -102,43 +99,6 @@ def bypass_page_cache(file: int) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
-
-
-class Buffer(threading.local):
-    """The memory that each thread copies through."""
-
-    def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
-
-
-buffer = Buffer()
-
-
-def write(file: int, offset: int, address: int, nbytes: int) -> None:
-    """Copy memory to the file, a buffer at a time."""
-    for at in range(0, nbytes, CHUNK):
-        size = min(CHUNK, nbytes - at)
-        ctypes.memmove(buffer.address, address + at, size)
-        transfer(os.pwritev, file, offset + at, size)
-
-
-def read(file: int, offset: int, address: int, nbytes: int) -> None:
-    """Copy the file to memory, a buffer at a time."""
-    for at in range(0, nbytes, CHUNK):
-        size = min(CHUNK, nbytes - at)
-        transfer(os.preadv, file, offset + at, size)
-        ctypes.memmove(address + at, buffer.address, size)
-
-
-def transfer(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
-    """Write or read whole pages of the buffer; the kernel may do it in several goes."""
-    done, whole = 0, pages(nbytes)
-    while done < whole:
-        moved = call(file, [buffer.view[done:whole]], offset + done)
-        if not moved:
-            raise OSError(errno.EIO, f"the file ended {whole - done} bytes early")
-        done += moved
 
 
 def pages(nbytes: int) -> int:

@@ -15,10 +15,10 @@ import torch
 
 from passes import Machine
 
-from .disk import WORKERS, DiskTier, disk_speed
+from .disk import STAGING, DiskTier, disk_speed
 from .flight import Tier
 from .pinned import PinnedTier, pinned_speed
-from .spill import CHUNK, spill_folder
+from .spill import spill_folder
 
 Folder = str | PathLike[str] | None
 
@@ -46,7 +46,7 @@ def linked(machine: Machine, tier: str | None, device: torch.device, folder: Fol
         return replace(machine, tier=tier, out=out, back=back)
     out, back = disk_speed(folder)
     room = shutil.disk_usage(spill_folder(folder)).free
-    return replace(machine, tier=tier, out=out, back=back, staging=WORKERS * CHUNK, capacity=room)
+    return replace(machine, tier=tier, out=out, back=back, staging=STAGING, capacity=room)
 
 
 def far_tier(device: torch.device, slots: Sequence[int], folder: Folder) -> Tier | None:

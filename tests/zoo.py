@@ -247,6 +247,13 @@ def text() -> Batch:
     return Batch(kwargs={"input_ids": ids, "labels": ids})
 
 
+def padded() -> Batch:
+    """Passages of unlike lengths."""
+    ids = tokens(4, 128)
+    mask = (torch.arange(128) < torch.tensor([[128], [112], [96], [80]])).long()
+    return Batch(kwargs={"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+
+
 def translation() -> Batch:
     return Batch(kwargs={"input_ids": tokens(4, 96), "labels": tokens(4, 96)})
 
@@ -263,7 +270,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
 CASES = (
     Case("gpt2", gpt2, text, lambda outputs: outputs.loss),
-    Case("bert", bert, text, lambda outputs: outputs.loss),
+    Case("bert", bert, padded, lambda outputs: outputs.loss),
     Case("t5", t5, translation, lambda outputs: outputs.loss),
     Case("vit", vit, pictures, lambda outputs: outputs.loss),
     Case("llama", llama, text, lambda outputs: outputs.loss),

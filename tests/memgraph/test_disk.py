@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from memgraph import disk, spill
 from memgraph.disk import DiskLease, DiskTier, SpillError, disk_speed, spill_folder
-from memgraph.spill import CHUNK, PAGE
+from memgraph.spill import PAGE
+from memgraph.workers import CHUNK, STAGING, WORKERS, submit
 
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]
 MANY = 3 * (1 << 20) + 17
@@ -88,11 +89,22 @@ def open_files(folder: Path) -> list[Path]:
     return [file for file in Path("/proc/self/fd").iterdir() if os.path.realpath(file).startswith(str(folder))]
 
 
+def takes_o_direct(folder: Path) -> int:
+    try:
+        os.close(os.open(folder / "probe", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        return os.O_DIRECT
+    except OSError:
+        return 0
+    finally:
+        (folder / "probe").unlink()
+
+
 def drain() -> None:
     """Return when the workers have forgotten whatever they did before."""
-    together = threading.Barrier(disk.WORKERS)
-    for part in [disk.workers().submit(together.wait) for _ in range(disk.WORKERS)]:
-        part.result()
+    together = threading.Barrier(WORKERS + 1)
+    for _ in range(WORKERS):
+        submit(together.wait)
+    together.wait()
 
 
 # --- what comes back
@@ -177,15 +189,23 @@ def test_a_slot_that_holds_nothing_is_refused(folder: Path) -> None:
         lease.wait(0)
 
 
-def test_a_slot_is_read_and_written_any_number_of_times(folder: Path) -> None:
+def test_the_copies_of_a_slot_take_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def slow(*place: Any) -> int:
+        time.sleep(0.01)
+        return preadv(*place)
+
+    monkeypatch.setattr(os, "preadv", slow)
     lease = DiskTier([MANY], folder).lease()
-    for _ in range(3):
-        sent, backs = noise(MANY), [torch.empty(MANY, dtype=torch.uint8) for _ in range(2)]
+    for _ in range(2):
+        sent, once, again = noise(MANY), torch.zeros(MANY, dtype=torch.uint8), torch.zeros(MANY, dtype=torch.uint8)
         lease.offload(0, sent)
-        for back in backs:
-            lease.reload(0, back)
-        lease.wait(0)
-        assert all(torch.equal(back, sent) for back in backs)
+        lease.reload(0, once)
+        lease.reload(0, again)
+        assert torch.equal(once, sent)
+        lease.offload(0, noise(MANY))
+        assert torch.equal(again, sent)
 
 
 def test_short_reads_and_writes_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +293,26 @@ def test_a_lease_that_is_dropped_in_the_middle_keeps_the_tensor_for_the_workers(
     assert tier.lease().room == room
 
 
+def test_a_lease_that_the_collector_releases_in_a_worker_gives_its_room_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier([MANY], folder)
+    leases, pwritev = [tier.lease()], os.pwritev
+    room = leases[0].room
+
+    def release(*place: Any) -> int:
+        for lease in leases:
+            lease.release()
+        return pwritev(*place)
+
+    monkeypatch.setattr(os, "pwritev", release)
+    leases[0].offload(0, noise(MANY))
+    drain()
+    assert not tier.rooms
+    leases.clear()
+    assert tier.lease().room == room
+
+
 def test_release_waits_for_what_runs_and_drops_what_does_not(folder: Path, gate: Gate) -> None:
     tier = DiskTier([PAGE] * 5, folder)
     lease, sent = tier.lease(), [noise(PAGE) for _ in range(5)]
@@ -280,10 +320,9 @@ def test_release_waits_for_what_runs_and_drops_what_does_not(folder: Path, gate:
         lease.offload(slot, tensor)
         lease.reload(slot, tensor)
     assert gate.reached.wait(60)
-    last = lease.out[4].parts[0]
     release = threading.Thread(target=lease.release)
     release.start()
-    while not last.cancelled():
+    while not lease.dropped:
         time.sleep(0.001)
     assert release.is_alive()
     assert not tier.rooms
@@ -292,7 +331,7 @@ def test_release_waits_for_what_runs_and_drops_what_does_not(folder: Path, gate:
     assert len(tier.rooms) == 1
     written = gate.written
     drain()
-    assert 0 < written == gate.written <= disk.WORKERS * PAGE
+    assert 0 < written == gate.written <= WORKERS * PAGE
 
 
 def test_release_works_after_an_interrupt(folder: Path, gate: Gate) -> None:
@@ -417,6 +456,7 @@ def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
     file = os.fstat(lease.room)
     assert (stat.S_IMODE(file.st_mode), file.st_nlink) == (0o600, 0)
     assert file.st_blocks * 512 >= file.st_size == tier.nbytes == PAGE + spill.pages(MANY)
+    assert fcntl.fcntl(lease.room, fcntl.F_GETFL) & os.O_DIRECT == takes_o_direct(tmp_path)
     assert not list(tmp_path.iterdir())
     lease.release()
     tier.close()
@@ -526,7 +566,7 @@ def test_the_speed_of_a_disk_is_measured_once(folder: Path, tmp_path: Path, monk
 
 def test_the_tiers_of_a_process_share_their_buffers(folder: Path) -> None:
     tiers = [DiskTier([MANY], folder) for _ in range(3)]
-    assert {tier.staging for tier in tiers} == {disk.WORKERS * CHUNK}
+    assert {tier.staging for tier in tiers} == {STAGING}
     sent = noise(MANY)
     assert all(torch.equal(round_trip(tier.lease(), 0, sent), sent) for tier in tiers)
-    assert sum(thread.name.startswith("memgraph-disk") for thread in threading.enumerate()) == disk.WORKERS
+    assert sum(thread.name.startswith("memgraph-disk") for thread in threading.enumerate()) == WORKERS

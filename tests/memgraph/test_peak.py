@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from memgraph.peak import Window, Allocation, _account, Window, measured, resident_bytes
+from memgraph.peak import Allocation, Meter, _account, measured, resident_bytes
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -81,13 +81,21 @@ def test_freeing_what_was_there_before_never_lowers_the_figure() -> None:
 
 
 def test_a_size_remembered_for_an_address_is_not_believed() -> None:
-    stale, fresh, own = (5, 1, -64), (6, 2, 10), (7, 2, -10)
-    assert _account([stale, fresh, own], [Window(0, 9, 0)]) == Allocation(peak=10, net=0)
+    stale, fresh, own = (1, -64), (2, 10), (2, -10)
+    assert _account([stale, fresh, own]) == Allocation(peak=10, net=0)
 
 
-def test_what_comes_between_windows_is_the_callers_unless_given() -> None:
-    blocks = [(1, 1, 100), (12, 2, 40), (13, 3, 8), (21, 4, 5), (22, 4, -5), (23, 1, -100)]
-    assert _account(blocks, [Window(0, 10, 0), Window(20, 30, 8)]) == Allocation(peak=113, net=8)
+def test_a_block_of_one_window_may_go_in_the_next() -> None:
+    meter = Meter()
+    with meter.window():
+        kept = torch.empty(1000, dtype=torch.uint8)
+    between = torch.empty(5000, dtype=torch.uint8)
+    with meter.window(given=8):
+        del kept
+        other = torch.empty(600, dtype=torch.uint8)
+    assert meter.allocated() == Allocation(peak=1008, net=600)
+    del between, other
+
 
 
 def test_threads_of_others_are_not_counted() -> None:

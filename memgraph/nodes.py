@@ -1,0 +1,66 @@
+"""What can be read off a node of a traced graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+ALIASES = (aten.detach.default, aten.alias.default)
+
+
+def storages(node: fx.Node) -> set[int]:
+    """The storages that its value holds."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def changes_inputs(node: fx.Node) -> bool:
+    """Whether it writes to what it reads.  The batch norms that update running statistics don't say so in their schema."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The values that it writes to, as far as its schema says so."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    aliases = {argument.name: argument.alias_info for argument in schema.arguments}
+    written = [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
+    return [value for value in written if isinstance(value, fx.Node)]
+
+
+def derived(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """The fake value that it has, reading what it reads now."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Drop what nobody reads, but not what draws random numbers: the next op would draw others."""
+    for node in reversed(graph.nodes):
+        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure()
+        if node.op in ("call_function", "get_attr") and not needed:
+            graph.erase_node(node)
+
+
+def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
+    """Drop what only gives a value another name, as autograd does with all that it saves."""
+    for node in graph.nodes:
+        if node.target in ALIASES and node not in kept:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
