@@ -66,7 +66,7 @@ def capture(
     With `grad` it includes the backward from those differentiable outputs that are `wanted`.
     """
     call = Call.of(module, args, kwargs, loss)
-    grad = grad and any(tensor.requires_grad for tensor in call.tensors)
+    grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
     with surroundings(module, mode), torch.set_grad_enabled(grad), explained():
         joint = trace_joint(call, mode, wanted)

@@ -145,7 +145,7 @@ class DiskLease:
                 earlier.end()
             move(self._file(), *place)
         except Exception as error:
-            part.error = error
+            part.error = error.with_traceback(None)  # whose frames hold the lease
         finally:
             part.open()
 

@@ -2,20 +2,21 @@
 
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152)
 
-Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace and a few times for its time, on
-made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory than the step itself needs.
+Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace, and if it is short a few times more for
+its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory than the step needs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .peak import measured
+from .peak import measured, resident_bytes
 from .summarize import Cost, Price, tensors
 
 ENOUGH_US = 2000.0  # an op is run again until this much time has gone into it,
@@ -40,7 +41,7 @@ def prober(limit: int) -> Price:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether the node computes nothing: a view, a part of a tuple, a memory op."""
-    if not callable(getattr(node.target, "default", node.target)) or not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return True
     read = {t.untyped_storage()._cdata for source in node.all_input_nodes for t in tensors(source)}
     return node.target.namespace == "memgraph" or all(t.untyped_storage()._cdata in read for t in tensors(node))
@@ -76,16 +77,16 @@ def _guess(node: fx.Node) -> Cost:
 def _probe(node: fx.Node) -> Cost:
     """Run the op of `node` on made-up values."""
     device = next((value.device for value in tensors(node)), torch.device("cpu"))
-    with torch.no_grad(), torch.random.fork_rng(enabled=True):
+    with torch.no_grad(), torch.random.fork_rng():
         try:
             args, kwargs = _made_up(node)
-            result, allocated = measured(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
+            run = partial(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            (result, us), allocated = measured(lambda: _timed(run, device), device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return _guess(node)  # values matter to this op, and made-up ones do not do
-        made = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)}.values())
-        workspace = max(0, allocated.peak - made) if allocated else 0
+        made = resident_bytes(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         del result
-        return Cost(_time(lambda: node.target(*args, **kwargs), device), workspace)  # type: ignore[operator]
+        return Cost(_shortest(run, device, us), max(0, allocated.peak - made) if allocated else 0)
 
 
 def _made_up(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -97,23 +98,25 @@ def _made_up(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
 
 
 def _fill(fake: Tensor) -> Tensor:
-    """A real tensor like `fake`: small random numbers, or zeros where they may be indices."""
+    """A real tensor like `fake`, of numbers that are valid as indices where they may be indices."""
     value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    if not fake.is_floating_point():
-        return value.zero_()
-    return value.uniform_(0.1, 1.0) if 0 not in fake.stride() else value.fill_(0.5)
+    return value.fill_(0.5 if fake.is_floating_point() else 0)
 
 
-def _time(run: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of one run: the least of some."""
-    best, spent, runs = float("inf"), 0.0, 0
-    while runs < 1 or (runs < REPEATS and spent < ENOUGH_US):
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        begin = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        us = (time.perf_counter() - begin) * 1e6
-        best, spent, runs = min(best, us), spent + us, runs + 1
-    return round(best, 1)
+def _shortest(run: Callable[[], object], device: torch.device, us: float) -> float:
+    """The least time of some more runs, where one took so little that chance decided."""
+    spent, runs = us, 1
+    while runs < REPEATS and spent < ENOUGH_US:
+        _, again = _timed(run, device)
+        us, spent, runs = min(us, again), spent + again, runs + 1
+    return round(us, 1)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> tuple[object, float]:
+    """A result, and the microseconds that it took."""
+    synchronize = torch.get_device_module(device).synchronize if device.type != "cpu" else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    result = run()
+    synchronize()
+    return result, (time.perf_counter() - begin) * 1e6

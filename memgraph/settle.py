@@ -131,7 +131,7 @@ class _Desk:
     ) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta[NOTES] = {"where": source.meta[NOTES]["where"], "phase": phase}
+        node.meta[NOTES] = {"where": source.meta.get(NOTES, {}).get("where", ""), "phase": phase}
         node.meta["val"] = derived(node, self.mode)
         return node
 
@@ -172,6 +172,6 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
         node.meta = {"kind": role.kind, "val": node.meta["val"], NOTES: {"phase": "forward", "where": name}}
     for node in graph.nodes:
         if node.op != "output":
-            notes = node.meta.pop(NOTES)
+            notes = node.meta.get(NOTES, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}
             node.meta = kept | {"phase": notes["phase"], "where": notes["where"]}

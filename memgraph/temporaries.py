@@ -8,6 +8,7 @@ trace, half of the time of a capture, is not needed.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -46,10 +47,11 @@ class _Pen:
         written, target, before = written_by(node), _functional(node.target), node.meta["val"]
         if target is None or len(written) != 1 or not self._is_last_use(written[0], node):
             return False
-        node.target, replaced = target, node.target
+        inplace = node.target, node.args
+        node.target, node.args = target, (*node.args, *_omitted(node))
         new = derived(node, self.mode)
         if (new.shape, new.stride(), new.dtype) != (before.shape, before.stride(), before.dtype):
-            node.target = replaced
+            node.target, node.args = inplace
             return False
         self._move(node, new)
         return True
@@ -83,6 +85,13 @@ def _functional(target: Any) -> OpOverload | None:
         if makes_new and _arguments(found) == _arguments(target):
             return found
     return None
+
+
+def _omitted(node: fx.Node) -> list[Any]:
+    """The default values of positional arguments that were not given; the other op may have no defaults."""
+    positional = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    rest = takewhile(lambda argument: argument.name not in node.kwargs, positional[len(node.args) :])
+    return [argument.default_value for argument in rest]
 
 
 def _arguments(target: OpOverload) -> list[tuple[str, str]]:

@@ -43,7 +43,10 @@ class Untouched:
     def refuse_leaks(self, inputs: set[int]) -> None:
         """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`."""
         for path, module in self.modules:
+            remade = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
             for name, value in vars(module).items():
+                if name in remade:  # torch.nn.utils.spectral_norm makes the weight that it names anew each time
+                    continue
                 nested = {"": value} if type(value) not in CONTAINERS else value
                 for key, item in _items(nested):
                     if isinstance(item, FakeTensor) and id(item) not in inputs:

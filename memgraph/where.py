@@ -79,10 +79,12 @@ class Notes:
 
 
 def source_line(traceback: TracebackType | None) -> str:
-    """Where in the user's code an exception arose, as `path:line in function`."""
-    for frame, line in reversed(list(walk_tb(traceback))):
-        if not frame.f_code.co_filename.startswith((TORCH, MEMGRAPH, "<")):
-            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
+    inside = [(frame.f_code, line) for frame, line in walk_tb(traceback) if not frame.f_code.co_filename.startswith("<")]
+    users = [place for place in inside if not place[0].co_filename.startswith((TORCH, MEMGRAPH))]
+    modules = [place for place in inside if "nn/modules" in place[0].co_filename and place[0].co_name == "forward"]
+    for code, line in reversed(users or modules):
+        return f"{code.co_filename}:{line} in {code.co_name}"
     return "an unknown line"
 
 

@@ -1,0 +1,60 @@
+"""How long capture and planning of GPT2-124M take.
+
+    python -m benchmarks.planning [--layers 12] [--batch 4] [--length 256] [--share 0.5]
+
+The budget is parameters, buffers and batch, and a share of what the step holds above them if nothing is decided.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from memgraph.capture import capture, losses
+from memgraph.planner import Planner, Wishes
+from memgraph.probe import prober
+from memgraph.rewrite import rewrite
+from memgraph.split import split
+from memgraph.summarize import summarize
+from memgraph.tiers import linked
+from passes import Machine, make_plan, predict
+
+
+def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[float, typer.Option()] = 0.5) -> None:
+    """Print the seconds of each room, and what the plan comes to."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
+    ids = torch.randint(0, 50257, (batch, length))
+    table = Table("room", "seconds", title=f"torch {torch.__version__}, {torch.get_num_threads()} threads", box=None)
+
+    def timed(room: str, work: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = work()
+        table.add_row(room, f"{time.perf_counter() - begin:.2f}")
+        return result
+
+    captured = timed("capture", lambda: capture(model, (ids,), {"labels": ids}, wanted=losses))
+    graph = captured.graph.graph
+    trace = timed("price (run each distinct op)", lambda: summarize(graph, prober(1 << 60)))
+    plain = predict(trace, Machine(1 << 60))
+    there = sum(op.nbytes for op in trace.ops if op.is_input)
+    planner = Planner(model, Wishes(there + int(share * (plain.peak - there))))
+    machine = Machine(planner.budget)
+    machine = timed("links (measured once)", lambda: linked(machine, planner.tier, planner.device, None))
+    choice = timed("plan", lambda: make_plan(trace, machine))
+    planned = timed("rewrite", lambda: rewrite(graph, choice.forecast.trace))
+    timed("split", lambda: split(planned, captured.graph))
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"{len(graph.nodes)} nodes; {len(choice.plan)} decisions; {choice.forecast}, as it is {plain}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
