@@ -2,8 +2,9 @@
 
     python -m benchmarks.limit [--layers 8] [--batch 16] [--share 0.4]
 
-Both children build the same GPT and forbid themselves, by RLIMIT_DATA, more private memory than they have plus what the budget leaves
-above the parameters, plus a slack for what is no tensor: the captured graph, generated code, threads' stacks.
+Both children build the same GPT and forbid themselves, by RLIMIT_DATA, more private memory than they have plus what the
+budget leaves above the parameters, plus a slack for what is no tensor: the captured graph, generated code, threads'
+stacks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def main(layers: int = 8, size: Annotated[int, typer.Option("--batch")] = 16, sh
     plain = memgraph.plan(GPT(Shape(layers)), *batch(text(), 0, size), budget="20GB").peak
     there = sum(p.nbytes for p in GPT(Shape(layers)).parameters())
     budget = there + int(share * (plain - there))
-    print(f"the step needs {plain / 1e6:.0f} MB as it is; budget {budget / 1e6:.0f} MB, slack {SLACK_NBYTES / 1e6:.0f} MB")
+    print(
+        f"the step needs {plain / 1e6:.0f} MB as it is; budget {budget / 1e6:.0f} MB, slack {SLACK_NBYTES / 1e6:.0f} MB"
+    )
     ended = {name: run_child(name, layers, size, budget) for name in ("eager", "memgraph")}
     for name, (code, last) in ended.items():
         print(f"{name:9} exit {code}: {last[:140]}")

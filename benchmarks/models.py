@@ -2,7 +2,8 @@
 
     python -m benchmarks.models [NAME ...] [--share 0.3]
 
-Three AdamW steps each, from the same seeds.  MB are of the whole step without the optimizer; `error` is forecast over measured.
+Three AdamW steps each, from the same seeds.  MB are of the whole step without the optimizer; `error` is forecast over
+measured.
 """
 
 from __future__ import annotations
@@ -21,12 +22,28 @@ from tests.promise import trial
 from tests.zoo import CASES
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
-COLUMNS = ("model", "share", "eager MB", "budget MB", "forecast MB", "measured MB", "error B", "kept", "bit-equal", "step/eager", "plan s", "again", "away")
+COLUMNS = (
+    "model",
+    "share",
+    "eager MB",
+    "budget MB",
+    "forecast MB",
+    "measured MB",
+    "error B",
+    "kept",
+    "bit-equal",
+    "step/eager",
+    "plan s",
+    "again",
+    "away",
+)
 
 
 def main(names: Annotated[list[str] | None, typer.Argument()] = None, share: list[float] | None = None) -> None:
     """Print one table; exit with 1 if a promise is broken."""
-    table = Table(*COLUMNS, title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}", box=None)
+    table = Table(
+        *COLUMNS, title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}", box=None
+    )
     broken = 0
     for case in CASES:
         for part in (share or SHARES) if not names or case.name in names else ():

@@ -2,8 +2,9 @@
 
     python -m benchmarks.overhead [NAME ...] [--rounds 20]
 
-Eager and memgraph run in turn in one process, forward and backward, with the same seeds; the ratio is taken in each round, and the
-table gives its median and its middle half.  The budget is large, so the emitted graph must hold no memory ops.
+Eager and memgraph run in turn in one process, forward and backward, with the same seeds; the ratio is taken in each
+round, and the table gives its median and its middle half.  The budget is large, so the emitted graph must hold no
+memory ops.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _compare(case: Case, rounds: int, table: Table) -> list[float]:
     low, _, high = statistics.quantiles(ratios, n=4)
     eager, us = (statistics.median(times) / 1e3 for times in zip(*pairs, strict=True))
     found = sum(op.fn.startswith("memgraph.") for op in ours.plan.forecast.trace.ops)
-    table.add_row(case.name, f"{eager:.1f}", f"{us:.1f}", f"{statistics.median(ratios):.3f}", f"{low:.3f}-{high:.3f}", str(found))
+    table.add_row(
+        case.name, f"{eager:.1f}", f"{us:.1f}", f"{statistics.median(ratios):.3f}", f"{low:.3f}-{high:.3f}", str(found)
+    )
     return ratios
 
 

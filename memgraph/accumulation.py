@@ -1,9 +1,9 @@
 """Let backward add each gradient to the one that is there as soon as it is made.
 
-    g = mm(x, d)                        g = mm(x, d)
-    ...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes go here
-    return g                            ...
-                                        return w_grad
+g = mm(x, d)                        g = mm(x, d)
+...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes go here
+return g                            ...
+                                    return w_grad
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def accumulating(captured: Captured) -> fx.Graph:
     output = graph.output(returned)
     output.meta = dict(captured.graph.graph.output_node().meta)
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    parameters = {role.name: node for role, node in zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True)}
+    parameters = {
+        role.name: node for role, node in zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True)
+    }
     handed = list(output.args[0])  # type: ignore[arg-type]
     for place, role in enumerate(captured.outputs):
         if role.kind == "gradient":
@@ -35,7 +37,11 @@ def accumulating(captured: Captured) -> fx.Graph:
 
 def _gradient_input(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
     node = graph.placeholder(f"{parameter.name}_grad")
-    node.meta = {"kind": "gradient", "val": parameter.meta["val"].detach().clone(), "where": parameter.meta.get("where", "")}
+    node.meta = {
+        "kind": "gradient",
+        "val": parameter.meta["val"].detach().clone(),
+        "where": parameter.meta.get("where", ""),
+    }
     return node
 
 

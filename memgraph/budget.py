@@ -1,6 +1,6 @@
 """A budget as people write it -> bytes.
 
-    "8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> what is free there
+"8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> what is free there
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
         raise TypeError(f"budget is a {type(budget).__name__}, {budget!r}; {FORMS}")
     if budget is None:
         return unused_nbytes(device) + resident
-    nbytes = _fraction(budget, device) if isinstance(budget, float) else _parse(budget) if isinstance(budget, str) else budget
+    nbytes = (
+        _fraction(budget, device)
+        if isinstance(budget, float)
+        else _parse(budget)
+        if isinstance(budget, str)
+        else budget
+    )
     if nbytes <= 0:
         raise ValueError(f"budget={budget!r} is {nbytes} bytes, which is not positive; {FORMS}")
     if nbytes > (there := memory_nbytes(device)):
@@ -46,4 +52,6 @@ def _parse(budget: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
     if not found or found[2].upper() not in UNITS:
         raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
-    return int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]
+    return (
+        int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]
+    )

@@ -1,6 +1,6 @@
 """A module's call taken apart: the tensors that it reads, each with its role, and all that is left when they are gone.
 
-    model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form in which `run` puts other tensors
+model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form in which `run` puts other tensors
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""`memgraph.compile` and `memgraph.plan`.
+"""`memgraph.compile` and `memgraph.plan`: the two ways in.
 
     model = memgraph.compile(model, budget="8GB")     # trains like the model it was given, and keeps to the budget
     print(memgraph.plan(model, batch, budget="8GB"))  # what it would do, without a step
+
+Both take the same wishes; what they ask for is written down with `compile`.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ def compile(
 
     Args:
         model: any module on one device.  It is not changed; parameters, buffers and `state_dict()` are shared with it.
-        budget: bytes of the device for the whole step: parameters, buffers, inputs, gradients, activations, workspace and copies,
-            and with `optimizer` its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of the device's memory, or None
-            for what is free now.  The interpreter and the libraries themselves are not counted, nor is what the caller's own code
-            allocates between forward and backward: for that, give `loss`.
+        budget: bytes of the device for the whole step: parameters, buffers, inputs, gradients, activations, workspace
+            and copies, and with `optimizer` its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of
+            the device's memory, or None for what is free now.  The interpreter and the libraries are not counted, nor
+            is what the caller's own code allocates between forward and backward: for that, give `loss`.
         optimizer: an optimizer of `model`'s parameters, to be counted; it is `model.optimizer` then.
-        loss: makes the loss part of the step.  The result of a call is `loss(model(*args, **kwargs), target)` if the call has
-            a keyword `target`, otherwise `loss(model(*args, **kwargs))`.
-        offload: where activations may go: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that the device has, or None.
+        loss: makes the loss part of the step.  The result of a call is `loss(model(*args, **kwargs), target)` if the
+            call has a keyword `target`, otherwise `loss(model(*args, **kwargs))`.
+        offload: where activations may go: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that the device
+            has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
 
     Raises:
@@ -53,9 +56,10 @@ def compile(
 
 def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
-    loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None, **kwargs: Any,
+    loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
+    **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """The plan for the call `model(*args, **kwargs)` under `budget`, without running a step; arguments and errors as in `compile`."""
+    """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     planner = _planner(model, loss, Wishes(budget, optimizer, offload, spill_dir))
     return planner.step(args, kwargs, losses).report
 
@@ -66,7 +70,9 @@ def _planner(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) 
     if isinstance(model, CompiledModule):
         raise TypeError("model is compiled already; give the module that it was made of")
     if loss is not None and not callable(loss):
-        raise TypeError(f"loss is a {type(loss).__name__}; give a function of the model's result and, if there is one, the target")
+        raise TypeError(
+            f"loss is a {type(loss).__name__}; give a function of the model's result and, if there is one, the target"
+        )
     if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
     return Planner(model if loss is None else WithLoss(model, loss), wishes)

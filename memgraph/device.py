@@ -42,7 +42,9 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}; move it to one with model.to(...)")
+        raise ValueError(
+            f"the model lies on several devices, {sorted(map(str, devices))}; move it to one with model.to(...)"
+        )
     return devices.pop() if devices else torch.device("cpu")
 
 

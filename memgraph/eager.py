@@ -1,7 +1,7 @@
 """The gradients of a step that is over, by running the plain module again.
 
-Only for a gradient that arrives for an output for which no backward was planned: forward is repeated with the random numbers and the
-buffers that it had, and autograd does the rest.
+Only for a gradient that arrives for an output for which no backward was planned: forward is repeated with the random
+numbers and the buffers that it had, and autograd does the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradients:
-    """Note what forward depends on; the result turns the outputs' gradients into those of parameters, buffers and inputs."""
+    """Note what forward depends on; the result turns the outputs' gradients into those of parameters, buffers and
+    inputs."""
     state = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -57,7 +58,9 @@ def _outputs(result: Any, captured: Captured) -> list[Tensor]:
     return [leaves[places[i]] for i in range(count)]
 
 
-def _differentiate(outputs: Sequence[Tensor], leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _differentiate(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
     wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
     found = torch.autograd.grad(

@@ -1,6 +1,7 @@
 """One step in flight: from the begin of its forward to the end of its backward.
 
-It holds what lies between the two: the list of saved values, the room in the far tier, and the meter, if this flight is measured.
+It holds what lies between the two: the list of saved values, the room in the far tier, and the meter, if this flight is
+measured.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Flight:
         self.seen = [(saved, _version(saved)) for saved in self.saved if id(saved) in theirs]
         return values
 
-    def backward(self, tangents: Sequence[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
+    def backward(
+        self, tangents: Sequence[Tensor | None], gradients: Sequence[Tensor | None], keep: bool
+    ) -> list[Tensor]:
         """The gradients, given the tangents; the saved values are gone afterwards, unless they shall be kept.
 
         Raises:
@@ -91,7 +94,13 @@ class Flight:
     def _alone(self, given: int = 0) -> Iterator[None]:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         window = self.meter.window(given) if self.meter is not None else nullcontext()
-        with running(self.lease), torch.no_grad(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), window:
+        with (
+            running(self.lease),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),
+            window,
+        ):
             yield
 
     def _refuse_changed(self) -> None:

@@ -53,9 +53,8 @@ def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
     fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     with untouched(call.module) as before, without_checkpoint(), seen_by_transformers(mode):
         step = _Step(call, mode, wanted, before)
-        with step.notes.following():
+        with step.notes.following(), mode.knowing():
             graph = make_fx(step)(*fakes)
-    mode.tracer = None
     drop_aliases(graph.graph, kept=set(graph.graph.output_node().args[0][: len(step.outputs)]))
     drop_dead(graph.graph)
     describe_constants(graph, mode)
@@ -121,7 +120,9 @@ class _Step:
         """The different tensors of a result; the rest of it is kept as `leaves` and `spec`."""
         leaves, self.spec = flatten(result)
         # A parameter is not handed through: its gradient from there shall come out of the graph with the rest of it.
-        passed = {id(value): i for i, value in enumerate(values) if self.inputs[i].kind != "parameter"}
+        # Nor is the old value of a buffer that was assigned anew, which then holds another one.
+        kept = (i for i, role in enumerate(self.inputs) if role.kind != "parameter" and i not in self.assigned)
+        passed = {id(values[i]): i for i in kept}
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
@@ -160,7 +161,9 @@ class _Step:
 def _assignable(role: Input, before: Tensor, held: object) -> Tensor:
     """The tensor that was assigned to a buffer, if a copy into the buffer amounts to the same."""
     if role.kind == "parameter" or not isinstance(held, Tensor):
-        raise CaptureError(f"forward puts a {type(held).__name__} in the place of {role.label}, as no captured step can")
+        raise CaptureError(
+            f"forward puts a {type(held).__name__} in the place of {role.label}, as no captured step can"
+        )
     if (held.shape, held.dtype, held.device) != (before.shape, before.dtype, before.device):
         raise CaptureError(
             f"forward assigns {held.dtype} {tuple(held.shape)} to {role.label}, which is {before.dtype} "
@@ -182,5 +185,3 @@ def _tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
         proxy = tracer.create_proxy("placeholder", f"tangent_{index}", (), {})
     track_tensor_tree(tangent, proxy, constant=None, tracer=tracer)
     return tangent
-
-

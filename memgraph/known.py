@@ -9,7 +9,8 @@ Everything that depends on an input stays unknown, and asking for it is an error
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,14 @@ class KnowingMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def knowing(self) -> Iterator[None]:
+        """Forget the trace at the end, with all that it holds."""
+        try:
+            yield
+        finally:
+            self.tracer = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:

@@ -1,6 +1,6 @@
 """The module that `memgraph.compile` returns: the given one, whose step stays under the budget.
 
-    model(x)    ->  is there a plan for a call like this?  no: capture and plan.  Then run its forward; backward follows by autograd.
+model(x)    ->  is there a plan for a call like this?  no: capture and plan.  Then run its forward; backward follows by autograd.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .capture import Captured, everything, losses
 from .eager import eager_gradients
@@ -40,7 +40,9 @@ class CompiledModule(Shared):
             RuntimeError: the module has not been called yet.
         """
         if self._latest is None:
-            raise RuntimeError("there is no plan before the first call; memgraph.plan(model, *args, budget=...) makes one without a step")
+            raise RuntimeError(
+                "there is no plan before the first call; memgraph.plan(model, *args, budget=...) makes one without a step"
+            )
         return self._latest.report
 
     @property
@@ -52,7 +54,9 @@ class CompiledModule(Shared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        step = self._step(args, kwargs, (signature(self._module, spec, leaves), has_gradients(self._module), self._wanted))
+        step = self._step(
+            args, kwargs, (signature(self._module, spec, leaves), has_gradients(self._module), self._wanted)
+        )
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         tensors = [*parameters.values(), *buffers.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         self.__dict__["_latest"] = step
@@ -69,7 +73,9 @@ class CompiledModule(Shared):
         steps.move_to_end(key)
         return steps[key]
 
-    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
+    def _unforeseen(
+        self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
         """What to do if a gradient comes for an output that no loss was expected to be made of."""
         if len(captured.differentiable) == len(captured.tangents):
             return lambda tangents: []

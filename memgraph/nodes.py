@@ -64,3 +64,17 @@ def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
         if node.target in ALIASES and node not in kept:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def gather_constants(graph: fx.Graph) -> None:
+    """Let each constant be fetched once, before all ops."""
+    placeholders = graph.find_nodes(op="placeholder")
+    first: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        if str(node.target) in first:
+            node.replace_all_uses_with(first[str(node.target)])
+            graph.erase_node(node)
+        else:
+            first[str(node.target)] = node
+            if placeholders:
+                placeholders[-1].append(node)

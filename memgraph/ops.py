@@ -7,8 +7,8 @@
     s = memgraph::rng_state(device)           the generator's state
     s = memgraph::swap_rng(s, device)         sets it, and returns the one before
 
-Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease of the step
-that runs (`running`).
+Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease
+of the step that runs (`running`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     lease.reload(0, a)      the `back` stream copies, behind whatever had those bytes
     lease.wait(0)           the compute stream waits for the copy
 
-One stream per direction for the life of the process.  No tensor is used on a stream while it could be freed on another, so nothing is
-recorded with the allocator.
+One stream per direction for the life of the process.  No tensor is used on a stream while it could be freed on another,
+so nothing is recorded with the allocator.
 """
 
 from __future__ import annotations

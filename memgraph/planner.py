@@ -48,7 +48,9 @@ class Planner:
         self.module = module
         self.wishes = wishes
         self.device = device_of([*module.parameters(), *module.buffers()])
-        self.budget = budget_nbytes(wishes.budget, self.device, resident_bytes([*module.parameters(), *module.buffers()]))
+        self.budget = budget_nbytes(
+            wishes.budget, self.device, resident_bytes([*module.parameters(), *module.buffers()])
+        )
         self.tier = tier_name(wishes.offload, self.device)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:

@@ -2,8 +2,9 @@
 
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152)
 
-Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace, and if it is short a few times more for
-its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory than the step needs.
+Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace, and if it is short a
+few times more for its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so
+never more memory than the step needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _known: dict[str, Cost] = {}
 
 
 def prober(limit: int) -> Price:
-    """Prices nodes by running them; an op whose own tensors exceed `limit` bytes is not run, but priced by its bytes."""
+    """Prices nodes by running them; an op whose own tensors exceed `limit` bytes is not run, but priced by its
+    bytes."""
 
     def price(node: fx.Node) -> Cost:
         if _is_view(node):

@@ -1,8 +1,8 @@
 """A plan as a person reads it: does it fit, what lies where at the peak, what was decided and why.
 
-    fits: forecast 118.2 MB, measured 118.2 MB, budget 120.0 MB (left as it is, the step needs 191.4 MB)
-    at the peak: parameter 40.1, activation 61.0, ...
-    recompute  8 x  gelu  transformer.h.*.mlp   33.6 MB   2.1 ms   cheaper to run again than to send away
+fits: forecast 118.2 MB, measured 118.2 MB, budget 120.0 MB (left as it is, the step needs 191.4 MB)
+at the peak: parameter 40.1, activation 61.0, ...
+recompute  8 x  gelu  transformer.h.*.mlp   33.6 MB   2.1 ms   cheaper to run again than to send away
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan
+from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute
 
 TOP = 10
 WIDTH = 120
@@ -29,9 +29,9 @@ class Report:
     """The plan of one signature, what it was forecast to take, and what it took.
 
     Attributes:
-        machine: the budget and the links that the plan was made for.
-        choice: the decisions, and the forecasts with and without them.
-        measured: the most bytes that were on the device while the first step ran; None before, or where a profiler of the
+        machine: the budget and the links that the plan was made for. choice: the decisions, and the forecasts with and
+        without them. measured: the most bytes that were on the device while the first step ran; None before, or where a
+        profiler of the
             caller's was in the way.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
@@ -82,7 +82,15 @@ class Report:
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def __rich__(self) -> RenderableType:
-        return Group(Text(self._verdict()), Text(""), _kinds(self.forecast), Text(""), _peak(self.forecast), Text(""), self._decided())
+        return Group(
+            Text(self._verdict()),
+            Text(""),
+            _kinds(self.forecast),
+            Text(""),
+            _peak(self.forecast),
+            Text(""),
+            self._decided(),
+        )
 
     def _verdict(self) -> str:
         plain = self.choice.captured
@@ -113,8 +121,15 @@ class Report:
             nbytes = op.nbytes or sum(self.choice.captured.trace.nbytes[held] for held in op.holds[:1])
             if isinstance(decision, Offload):
                 stall = stalls.get(op.name, 0.0)
-                yield Row("offload", op.fn, op.where, nbytes, stall, "hides behind compute" if stall < 1 else "compute waits for it")
-            elif op.makes:
+                yield Row(
+                    "offload",
+                    op.fn,
+                    op.where,
+                    nbytes,
+                    stall,
+                    "hides behind compute" if stall < 1 else "compute waits for it",
+                )
+            elif isinstance(decision, Recompute) and op.makes:
                 yield Row("recompute", op.fn, op.where, op.nbytes, op.us, self._why_again(op))
 
     def _why_again(self, op: Op) -> str:
@@ -182,7 +197,11 @@ def _stalls(forecast: Forecast) -> Counter[str]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
     for column in columns:
-        table.add_column(column, justify="right" if column in ("bytes", "time", "at the peak", "at its own peak") else "left", overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if column in ("bytes", "time", "at the peak", "at its own peak") else "left",
+            overflow="fold",
+        )
     return table
 
 

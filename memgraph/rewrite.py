@@ -1,8 +1,8 @@
 """A captured graph and the trace that shall run -> the graph that does.
 
-The applied trace is walked line by line; each line becomes a node: a node of the captured graph, a copy of one, or a memory op.
-Which values a node reads is taken from the line by position.  Fake values are derived afresh where storages change, so that
-`summarize` of the result finds on the graph, and not in the text, what the text promised.
+The applied trace is walked line by line; each line becomes a node: a node of the captured graph, a copy of one, or a
+memory op. Which values a node reads is taken from the line by position.  Fake values are derived afresh where storages
+change, so that `summarize` of the result finds on the graph, and not in the text, what the text promised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def slot_nbytes(graph: fx.Graph) -> tuple[int, ...]:
 
 
 class _Rewriter:
-    """`env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are new."""
+    """`env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are
+    new."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.old = {node.name: node for node in graph.nodes}

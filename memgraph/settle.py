@@ -23,7 +23,7 @@ from .call import Input
 from .errors import CaptureError
 from .functional import Functional
 from .joint import Joint
-from .nodes import derived, drop_aliases, drop_dead, storages
+from .nodes import derived, drop_aliases, drop_dead, gather_constants, storages
 from .where import NOTES
 
 aten = torch.ops.aten
@@ -36,6 +36,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     output.args = ((*found.handed, *found.changed.values()),)
     kinds = [role.kind for role in joint.outputs]
     drop_aliases(graph, {node for node, role in zip(found.handed, joint.outputs, strict=True) if role.kind == "output"})
+    gather_constants(graph)
     desk = _Desk(graph, joint.mode)
     desk.shield({place: joint.inputs[place].name for place in found.changed})
     handed = list(output.args[0])  # type: ignore[arg-type]

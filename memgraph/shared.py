@@ -2,7 +2,8 @@
 
     same = Shared(model)      same.state_dict(), same.to(...), same.train(), same.config, same.weight = ...: all of it is model's
 
-Parameters, buffers and submodules are the very dictionaries of the other module, so names have no prefix and nothing is held twice.
+Parameters, buffers and submodules are the very dictionaries of the other module, so names have no prefix and nothing is
+held twice.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Shared(nn.Module):
 
 
 class WithLoss(Shared):
-    """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))` without a target."""
+    """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))`
+    without a target."""
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__(module)

@@ -1,7 +1,8 @@
 """What a captured graph depends on: the key under which it may be used again.
 
-    model(x, mask=None)  ->  the call's structure and constants; shape, stride, dtype, device and requires_grad of every tensor;
-                             every module's `training`; autocast and grad mode; which parameters are frozen, which have gradients
+model(x, mask=None)  ->  the call's structure and constants; shape, stride, dtype, device and requires_grad of every tensor;
+                         every module's `training`; autocast and grad mode; which parameters are frozen, which have
+                         gradients
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 
 def signature(module: nn.Module, spec: Hashable, leaves: Sequence[object]) -> Hashable:
-    """The guard key of a call; equal keys may share a graph.  Leaves that are no tensors are in the key by type and value."""
+    """The guard key of a call; equal keys may share a graph.  Leaves that are no tensors are in the key by type and
+    value."""
     return (
         spec,
         tuple(_tensor(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves),

@@ -4,7 +4,8 @@
     forward:   inputs                     -> outputs, what backward reads
     backward:  what it reads, tangents    -> gradients
 
-Both take one list and empty it, and let go of every value at its last use, so that a saved tensor dies when backward has read it.
+Both take one list and empty it, and let go of every value at its last use, so that a saved tensor dies when backward
+has read it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the gradients."""
+    """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the
+    gradients."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -48,7 +50,11 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
 
 
 def _module(
-    graph: fx.Graph, root: torch.nn.Module, inputs: Iterable[fx.Node], outputs: Iterable[fx.Node], mine: Callable[[fx.Node], bool]
+    graph: fx.Graph,
+    root: torch.nn.Module,
+    inputs: Iterable[fx.Node],
+    outputs: Iterable[fx.Node],
+    mine: Callable[[fx.Node], bool],
 ) -> fx.GraphModule:
     """The part of `graph` for whose nodes `mine` holds, as a module from `inputs` to `outputs`."""
     part = fx.Graph()

@@ -1,7 +1,7 @@
 """A planned step, run: forward, what is saved, backward, and the gradients on their way to the parameters.
 
-    loss = step(tensors)      forward's half runs; what backward reads waits in a list
-    loss.backward()           backward's half takes the list and empties it as it reads
+loss = step(tensors)      forward's half runs; what backward reads waits in a list
+loss.backward()           backward's half takes the list and empties it as it reads
 """
 
 from __future__ import annotations
@@ -92,11 +92,14 @@ class _Run(torch.autograd.Function):
 
 
 def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody watches."""
+    """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody
+    watches."""
     step, flight = ctx.step, ctx.flight
     takers = [_taker(ctx, step.target(role)) if role.kind == "gradient" else None for role in step.gradients]
     there = [taker.grad if taker is not None else None for taker in takers]
-    added = [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
+    added = (
+        [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
+    )
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     try:
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
@@ -121,7 +124,8 @@ def _taker(ctx: Any, place: int) -> Tensor | None:
 
 
 def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is returned."""
+    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is
+    returned."""
     if taker is None:
         return gradient
     if taker.grad is None:

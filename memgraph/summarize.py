@@ -115,5 +115,9 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
     """The inputs that the step writes to, and the views of them."""
     found = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
-    storages = {tensor.untyped_storage()._cdata for node in found if isinstance(node, fx.Node) for tensor in tensors(node)}
-    return {node for node in graph.nodes if any(tensor.untyped_storage()._cdata in storages for tensor in tensors(node))}
+    storages = {
+        tensor.untyped_storage()._cdata for node in found if isinstance(node, fx.Node) for tensor in tensors(node)
+    }
+    return {
+        node for node in graph.nodes if any(tensor.untyped_storage()._cdata in storages for tensor in tensors(node))
+    }

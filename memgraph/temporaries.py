@@ -12,16 +12,33 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from .nodes import changes_inputs, derived, storages, written_by
+from .nodes import aten, changes_inputs, derived, storages, written_by
 
 
 def renew_temporaries(graph: fx.Graph, mode: FakeTensorMode) -> bool:
     """Replace what can be replaced so, up to the first op that can't; whether all could."""
+    for node in graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
+        if not node.meta["val"].is_contiguous():
+            _straighten(node, mode)
     return all(map(_Pen(graph, mode).visit, graph.nodes))
+
+
+def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Draw through a view in which the values lie as in memory: `bernoulli_` draws in that order, `bernoulli` does not."""
+    value: Tensor = node.meta["val"]
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    with node.graph.inserting_before(node):
+        view = node.graph.call_function(aten.permute.default, (node.args[0], order))
+    with node.graph.inserting_after(node):
+        back = node.graph.call_function(aten.permute.default, (node, sorted(range(value.dim()), key=order.__getitem__)))
+    node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+    node.args = (view, *node.args[1:])
+    for fresh in (view, node, back):
+        fresh.meta = node.meta | {"val": derived(fresh, mode)}
 
 
 class _Pen:

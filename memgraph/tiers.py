@@ -1,7 +1,7 @@
 """The far tier that a device has: disk behind a CPU, pinned host memory behind a GPU.
 
-    links("disk", device, folder) -> bytes per microsecond out and back, measured
-    far_tier("disk", device, slots, folder) -> what a step offloads to
+links("disk", device, folder) -> bytes per microsecond out and back, measured
+far_tier("disk", device, slots, folder) -> what a step offloads to
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def tier_name(offload: str | None, device: torch.device) -> str | None:
     if offload == "auto":
         return behind
     if offload is not None and offload != behind:
-        raise ValueError(f"offload={offload!r}, but values on {device} can go to {behind!r} only; give 'auto', {behind!r} or None")
+        raise ValueError(
+            f"offload={offload!r}, but values on {device} can go to {behind!r} only; give 'auto', {behind!r} or None"
+        )
     return offload
 
 

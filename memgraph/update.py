@@ -2,7 +2,8 @@
 
     AdamW over 25.3M parameters  ->  states 202.4 MB, workspace of the update 8.4 MB
 
-A copy of the optimizer steps on a made-up parameter of each distinct shape, so that no rule about any optimizer is written here.
+A copy of the optimizer steps on a made-up parameter of each distinct shape, so that no rule about any optimizer is
+written here.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Te
     try:
         _, allocated = measured(lambda: type(optimizer).step(alone), parameter.device)
     except TypeError as error:
-        raise TypeError(f"{type(optimizer).__name__} can't be planned, since its step needs more than gradients: {error}") from error
+        raise TypeError(
+            f"{type(optimizer).__name__} can't be planned, since its step needs more than gradients: {error}"
+        ) from error
     kept = resident_bytes(state_tensors(alone))
     return kept, max(0, allocated.peak - kept) if allocated else 0
 

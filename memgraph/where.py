@@ -80,7 +80,9 @@ class Notes:
 
 def source_line(traceback: TracebackType | None) -> str:
     """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
-    inside = [(frame.f_code, line) for frame, line in walk_tb(traceback) if not frame.f_code.co_filename.startswith("<")]
+    inside = [
+        (frame.f_code, line) for frame, line in walk_tb(traceback) if not frame.f_code.co_filename.startswith("<")
+    ]
     users = [place for place in inside if not place[0].co_filename.startswith((TORCH, MEMGRAPH))]
     modules = [place for place in inside if "nn/modules" in place[0].co_filename and place[0].co_name == "forward"]
     for code, line in reversed(users or modules):

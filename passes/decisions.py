@@ -11,8 +11,8 @@
                                          a__back_1 = wait(a__in_1)      # it has ended
                                          g = relu_backward(d, a__back_1)
 
-A decision defines a value anew: every later read reads its newest definition.  Where bytes come and go is thereby a place in
-the trace and never a matter of time.
+A decision defines a value anew: every later read reads its newest definition.  Where bytes come and go is thereby a
+place in the trace and never a matter of time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Begin to fetch `value` from the far tier before op `back`; it is there before op `use`.  May be said several times."""
+    """Begin to fetch `value` from the far tier before op `back`; it is there before op `use`.  May be said several
+    times."""
 
     value: str
     back: str

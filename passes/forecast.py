@@ -2,9 +2,9 @@
 
     predict(trace, machine) -> Forecast: 18.9 MB at mm_7, 2730 us
 
-Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are copies.
-Time: three queues.  Compute runs the ops one after the other; `out` and `back` carry copies, each first in, first out.  `free` and
-`wait` hold compute until their copy has ended.
+Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
+copies. Time: three queues.  Compute runs the ops one after the other; `out` and `back` carry copies, each first in,
+first out.  `free` and `wait` hold compute until their copy has ended.
 """
 
 from __future__ import annotations

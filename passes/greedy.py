@@ -3,9 +3,10 @@
     18.9 MB at mm_7   recompute gelu_3 (4.2 MB, 310 us), offload add_2 (2.1 MB)
     14.1 MB at mm_9   ...
 
-The way down does not depend on the budget.  Its states whose peak is below that of all before form a falling sequence, and a budget
-takes the first of them that fits: so the peak never rises when the budget falls, and the last of them is the least budget.
-Greedy: a storage that was given up is not taken back.  Within 0.5 % of the best plan on layers that repeat, worse on others.
+The way down does not depend on the budget.  Its states whose peak is below that of all before form a falling sequence,
+and a budget takes the first of them that fits: so the peak never rises when the budget falls, and the last of them is
+the least budget. Greedy: a storage that was given up is not taken back.  Within 0.5 % of the best plan on layers that
+repeat, worse on others.
 """
 
 from __future__ import annotations
@@ -202,10 +203,13 @@ class Costs:
         return us, kept
 
     def _comes_anyway(self, value: str, fates: dict[str, Fate]) -> bool:
-        return value in self.again and Fate.BRIEF not in fates.values() or any(known in AWAY for known in fates.values())
+        return (
+            value in self.again and Fate.BRIEF not in fates.values() or any(known in AWAY for known in fates.values())
+        )
 
     def _offload_us(self, nbytes: int) -> float:
-        """What does not hide: copies beyond what the links carry in a phase, and compute's share of the memory's rate."""
+        """What does not hide: copies beyond what the links carry in a phase, and compute's share of the memory's
+        rate."""
         begins, boundary = self.gaps.begins, self.gaps.trace.boundary
         sent = sum(self.gaps.trace.nbytes[s] for s, known in self.fates.items() if known is Fate.OFFLOAD)
         windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)

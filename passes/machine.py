@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Machine:
     """A device and the far tier behind it.
 
-    Bytes are ints; `out` and `back` are bytes per microsecond (1.0 = 1 MB/s ... 1000.0 = 1 GB/s), measured; 0.0 means that there
-    is no far tier.  `staging` bytes of the device are held for copies as soon as a plan makes one.
+    Bytes are ints; `out` and `back` are bytes per microsecond (1.0 = 1 MB/s ... 1000.0 = 1 GB/s), measured; 0.0 means
+    that there is no far tier.  `staging` bytes of the device are held for copies as soon as a plan makes one.
     """
 
     budget: int

@@ -1,7 +1,7 @@
 """The passes, in the order in which they run, and the loop that runs them.
 
-A pass looks at a trace and a machine and returns decisions: those after which the step fits the budget, or, if it finds none, those
-that bring the peak lowest.  It changes nothing, logs nothing, and may count on `check(trace)`.
+A pass looks at a trace and a machine and returns decisions: those after which the step fits the budget, or, if it finds
+none, those that bring the peak lowest.  It changes nothing, logs nothing, and may count on `check(trace)`.
 """
 
 from __future__ import annotations

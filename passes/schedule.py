@@ -2,7 +2,8 @@
 
     {a: Fate.RECOMPUTE, h: Fate.OFFLOAD}  ->  Offload("h", ...), Recompute("a", before="relu_backward"), ...
 
-Backward is walked in order; what an op needs and is not there is made again just before it, depth first, from what is there.
+Backward is walked in order; what an op needs and is not there is made again just before it, depth first, from what is
+there.
 """
 
 from __future__ import annotations

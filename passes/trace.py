@@ -8,8 +8,8 @@
     ...
     return output v, gradient g
 
-A value is what a line defines.  A storage is bytes: an op makes storages, and its value holds storages, its own or (a view)
-those of what it reads.  Memory is counted per storage, so views cost nothing.  `parse(str(trace)) == trace`.
+A value is what a line defines.  A storage is bytes: an op makes storages, and its value holds storages, its own or (a
+view) those of what it reads.  Memory is counted per storage, so views cost nothing.  `parse(str(trace)) == trace`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     trial(case, 0.5)  ->  Trial(budget=..., forecast=..., measured=..., equal=True, ...)
 
-A share is of eager's activation peak: the budget is parameters, buffers and batch, and that share of what eager holds above them.
+A share is of eager's activation peak: the budget is parameters, buffers and batch, and that share of what eager holds
+above them.
 """
 
 from __future__ import annotations
@@ -106,4 +107,6 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)
+    ]

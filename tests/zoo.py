@@ -86,7 +86,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64), blocks: int = 2, classes: int = 10) -> None:
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64), blocks: int = 5, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]))
         self.relu = nn.ReLU(inplace=True)
@@ -121,7 +121,7 @@ class Tied(nn.Module):
     mean: Tensor
     steps: Tensor
 
-    def __init__(self, vocabulary: int = 512, width: int = 128, layers: int = 4) -> None:
+    def __init__(self, vocabulary: int = 512, width: int = 128, layers: int = 8) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
@@ -144,14 +144,18 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def convolved(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
+def convolved(inputs: int, outputs: int, times: int = 4) -> nn.Sequential:
+    """Convolution, norm and activation, several times."""
+    layers: list[nn.Module] = []
+    for channels in (inputs, *[outputs] * (times - 1)):
+        layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU()]
+    return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):
     """Each level's last activation waits for the way up, where it is concatenated."""
 
-    def __init__(self, width: int = 16, levels: int = 3) -> None:
+    def __init__(self, width: int = 16, levels: int = 2) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
         self.stem = convolved(3, width)

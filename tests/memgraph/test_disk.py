@@ -255,9 +255,11 @@ def test_a_forgotten_lease_gives_its_room_back(folder: Path) -> None:
     room = lease.room
     lease.offload(0, noise(MANY))
     lease.free(0)
-    drain()
     del lease
-    assert tier.lease().room == room
+    for _ in range(10_000):  # until the worker has let go of its job, without being given another
+        if not tier.rooms:
+            time.sleep(0.001)
+    assert tier.rooms == [room]
 
 
 def test_a_tensor_is_held_until_its_copy_has_ended_and_no_longer(folder: Path) -> None:
@@ -527,8 +529,9 @@ def test_it_works_without_o_direct(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_that_ends_in_the_middle_of_a_copy_ends_well(folder: Path) -> None:
     code = f"""
-import torch
+import atexit, torch
 from memgraph.disk import DiskTier
+atexit.register(lambda: print(*[part.closed for copy in [*lease.out.values(), *lease.back.values()] for part in copy.parts]))
 tier = DiskTier([1 << 24] * 2, {str(folder)!r})
 lease = tier.lease()
 lease.offload(0, torch.ones(1 << 22))
@@ -536,7 +539,7 @@ lease.offload(1, torch.ones(1 << 22))
 lease.reload(0, torch.ones(1 << 22))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "False False False False False False\n", "")
     assert not list(folder.iterdir())
 
 

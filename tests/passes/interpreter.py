@@ -1,0 +1,142 @@
+"""A step carried out op by op, on symbols instead of numbers.
+
+    run(trace) -> Run(computed={"mm": "3f0c...", ...}, handed=(...), generator="81b2...", nbytes=[...])
+
+A storage is an object that Python frees when nothing refers to it any more; its content is a digest of all that went into it, random
+numbers included.  What was sent away is gone, and what is on its way is not there yet: reading either fails.  This shares no code with
+`passes`: it is what `memgraph` does with a rewritten graph, so a plan is right if a trace computes the same with it and without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass, field
+
+from passes import INPUTS, Op, Trace
+
+
+@dataclass(eq=False)
+class Block:
+    """The bytes of a storage; `content` is empty while they mean nothing."""
+
+    name: str
+    nbytes: int
+    content: str
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What a line defines: a way to look at some blocks."""
+
+    how: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def content(self) -> str:
+        assert all(block.content for block in self.blocks), f"{self.how}: read while its bytes are elsewhere"
+        return digest(self.how, *(block.content for block in self.blocks))
+
+
+@dataclass
+class Run:
+    """What each op of the step computed, what the step handed out, the generator's state behind it, and the bytes held at every op."""
+
+    computed: dict[str, str] = field(default_factory=dict)
+    handed: tuple[str, ...] = ()
+    generator: str = "seed"
+    nbytes: list[int] = field(default_factory=list)
+
+
+def run(trace: Trace) -> Run:
+    return _Interpreter(trace).run()
+
+
+def digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+class _Interpreter:
+    """`env` has the values that are still to be read, `alive` every block that something refers to, `far` what was sent away."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.done = Run()
+        self.env: dict[str, Value] = {}
+        self.far: dict[str, tuple[str, str]] = {}
+        self.landed: set[str] = set()
+        self.alive: weakref.WeakSet[Block] = weakref.WeakSet()
+        # The caller holds the inputs, whichever line says so; tangents come to be when backward begins.
+        self.inputs = {s.name: self._new(s.name, s.nbytes, s.name) for op in trace.ops if op.fn in INPUTS for s in op.makes}
+        self.tangents = sum(op.nbytes for op in trace.ops if op.fn == "tangent")
+
+    def run(self) -> Run:
+        last = {name: i for i, op in enumerate(self.trace.ops) for name in (op.name, *op.reads)}
+        handed = {value for _, value in self.trace.outputs}
+        for i, op in enumerate(self.trace.ops):
+            self._step(op)
+            for name in {op.name, *op.reads} - handed:
+                if last[name] == i:
+                    del self.env[name]
+        self.done.handed = tuple(self.env[value].content for _, value in self.trace.outputs)
+        return self.done
+
+    def _step(self, op: Op) -> None:
+        reads = [self.env[name] for name in op.reads]
+        own = [self.inputs.get(made.name) or self._new(made.name, made.nbytes) for made in op.makes]
+        there = {block.name: block for block in (*own, *(block for read in reads for block in read.blocks))}
+        blocks = tuple(there[held] for held in op.holds)
+        verb = op.fn.removeprefix("memgraph.").removesuffix(".default") if op.fn.startswith("memgraph.") else "compute"
+        self.env[op.name] = getattr(self, f"_{verb}")(op, reads, blocks)
+        begun = self.tangents * any(known.phase == "backward" for known in self.trace.ops[: len(self.done.nbytes) + 1])
+        self.done.nbytes.append(sum(block.nbytes for block in self.alive) - self.tangents + begun + op.workspace)
+
+    def _new(self, name: str, nbytes: int, content: str = "") -> Block:
+        block = Block(name, nbytes, content)
+        self.alive.add(block)
+        return block
+
+    def _compute(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        """An op of the captured step, for the first time or again."""
+        name = op.again or op.name
+        facts = [op.fn, op.type, name, *(read.content for read in reads)]
+        if op.draws:
+            facts.append(self.done.generator)
+            self.done.generator = digest(self.done.generator, name)
+        for place, made in enumerate(op.makes):
+            block = next(block for block in blocks if block.name == made.name)
+            block.content = block.content or digest(place, *facts)
+        value = Value(digest(*facts), blocks)
+        if op.again:
+            assert value.content == self.done.computed[name], f"{op.name} is not what {name} was"
+        self.done.computed.setdefault(name, value.content)
+        return value
+
+    def _rng_state(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        blocks[0].content = self.done.generator
+        return Value("state", blocks)
+
+    def _swap_rng(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        blocks[0].content, self.done.generator = self.done.generator, reads[0].blocks[0].content
+        return Value("state", blocks)
+
+    def _offload(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        assert len(reads[0].blocks) == 1, f"{op.name} sends away more than one storage"
+        assert reads[0].content
+        self.far[op.name] = reads[0].how, reads[0].blocks[0].content
+        return Value("ticket", ())
+
+    def _free(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        assert reads[1].blocks[0].content == self.far[op.reads[0]][1], f"{op.name} frees what was not sent"
+        reads[1].blocks[0].content = ""
+        self.landed.add(op.reads[0])
+        return Value("nothing", ())
+
+    def _reload(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        assert op.reads[0] in self.landed, f"{op.name} fetches what has not arrived there yet"
+        self.far[op.name] = self.far[op.reads[0]]
+        return Value("on its way", blocks)
+
+    def _wait(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        how, blocks[0].content = self.far[op.reads[0]]
+        return Value(how, blocks)

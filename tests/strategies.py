@@ -1,0 +1,264 @@
+"""Random steps, and random plans that may be carried out on them, for hypothesis.
+
+    @given(traces())     inputs, 1-25 forward ops, and a backward that walks them the other way and reads what they made
+    @given(planned())    a step and a plan for it: of random fates, or of decisions that were placed at random
+
+A step is decoded from bytes, ten an op: these are drawn fast, and shrink to zeros, which spell a plain chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
+from passes.decisions import Decision
+from passes.gaps import Gaps
+from passes.schedule import AWAY, Fate, schedule
+
+FORWARD = ("plain", "plain", "view", "several", "random", "dropout", "split", "once", "slice", "empty")
+BACKWARD = ("plain", "plain", "skip", "view", "several", "random")
+LINKS = (0.0, 0.5, 3.0, 100.0, 1e6)  # bytes per microsecond
+STATE = 16  # bytes of the generator's state
+
+
+@dataclass(frozen=True, slots=True)
+class Gene:
+    """What becomes of one op; `reads` counts back from the newest value."""
+
+    kind: str
+    reads: tuple[int, ...]
+    nbytes: int
+    us: float
+    workspace: int
+    hands: bool
+
+    @classmethod
+    def of(cls, code: bytes, kinds: Sequence[str]) -> Gene:
+        """The gene that `code` spells."""
+        kind, count, near, middle, far, hands, hasty, busy, high, low = code
+        reads = (near % 4, middle % 8, far)[: 1 + count % 3]
+        nbytes = (high * 256 + low) % 10_001
+        workspace = max(0, busy - 100) * 30
+        return cls(kinds[kind % len(kinds)], reads, nbytes, hasty / 4, workspace, hands > 128)  # sums of quarters are exact
+
+
+@st.composite
+def traces(draw: st.DrawFn, max_forward: int = 25) -> Trace:
+    """A step as `summarize` finds them; every invariant holds of it."""
+    count = draw(st.integers(1, max_forward))
+    code = st.binary(min_size=10, max_size=10)
+    codes = draw(st.lists(st.tuples(code, code), min_size=count, max_size=count))
+    forward = [Gene.of(code, FORWARD) for code, _ in codes]
+    backward = [Gene.of(code, BACKWARD) for _, code in codes]
+    trace = _Writer().write(forward, backward, late=draw(st.booleans()), updated=draw(st.booleans()))
+    check(trace)
+    return trace
+
+
+def machines(links: Sequence[float] = LINKS) -> st.SearchStrategy[Machine]:
+    """Machines without a far tier, with slow links and with fast ones; the budget is for the test to say."""
+    link = st.sampled_from(links)
+    return st.builds(Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)))
+
+
+@st.composite
+def legal_fates(draw: st.DrawFn, gaps: Gaps) -> dict[str, Fate]:
+    """A fate for each movable storage, of those that the planner may choose."""
+    numbers = draw(st.lists(st.integers(0, 5), min_size=len(gaps.maker), max_size=len(gaps.maker)))
+    found = {}
+    for storage, number in zip(gaps.maker, numbers, strict=True):
+        again = () if gaps.trace.op[gaps.maker[storage]].once else (Fate.RECOMPUTE, Fate.BRIEF)
+        may = (Fate.KEEP, *again, *(AWAY if storage in gaps.root else ()))
+        found[storage] = may[number % len(may)]
+    return found
+
+
+@st.composite
+def plans(draw: st.DrawFn, trace: Trace) -> Plan:
+    """A plan that may be carried out on `trace`."""
+    way = draw(st.sampled_from((scheduled, recomputes, trips)))
+    return draw(way(trace))
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Trace, Plan]:
+    trace = draw(traces())
+    return trace, draw(plans(trace))
+
+
+@st.composite
+def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
+    """What carries out random fates."""
+    gaps = Gaps(trace)
+    return schedule(gaps, draw(legal_fates(gaps)), draw(machines(LINKS[1:])))
+
+
+@st.composite
+def recomputes(draw: st.DrawFn, trace: Trace) -> Plan:
+    """Some values made again, some of them several times, anywhere behind their first time."""
+    last = len(trace.ops) - 1
+    again = [i for i, op in enumerate(trace.ops[:-1]) if not op.is_input and not op.once]
+    if not again:
+        return ()
+    pairs = draw(st.lists(st.tuples(st.sampled_from(again), st.integers(0, last)), max_size=8))
+    return tuple(Recompute(trace.ops[i].name, trace.ops[min(i + 1 + far, last)].name) for i, far in pairs)
+
+
+@st.composite
+def trips(draw: st.DrawFn, trace: Trace) -> Plan:
+    """Some values sent away between any two of their reads, their views made again behind, some fetched a second time."""
+    gaps = Gaps(trace)
+    plan: list[Decision] = []
+    for storage in draw(st.lists(st.sampled_from(sorted(gaps.root) or [""]), unique=True, max_size=3)):
+        if storage:
+            places = draw(st.lists(st.integers(0, 100), min_size=7, max_size=7))
+            plan += _trip(gaps, storage, places)
+    return tuple(plan)
+
+
+def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
+    """Out and back between two neighbouring reads of any value that holds `storage`; nothing, if that can't be."""
+    trace, root = gaps.trace, gaps.root[storage]
+    first = gaps.index[root]
+    reads = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
+    stops = [first, *(i for i in reads if i > first)]
+    gap = places[0] % len(stops)
+    last = stops[gap + 1] if gap + 1 < len(stops) else len(trace.ops) - 1
+    if last <= stops[gap]:
+        return ()
+    free = _between(stops[gap], last - 1, places[1])
+    out = _between(first, free, places[2])
+    use = _between(free + 1, last, places[3])
+    back = _between(free + 1, use, places[4])
+    views = _views_read_from(gaps, storage, use)
+    if views is None:
+        return ()
+    name = [op.name for op in trace.ops]
+    plan = [Offload(root, name[out], name[free]), Reload(root, name[back], name[use])]
+    again = [Recompute(view, name[use]) for view in views]
+    later = _between(use, len(name) - 1, places[5])
+    more = [Reload(root, name[later], name[_between(later, len(name) - 1, places[6])])] if places[6] % 2 else []
+    return (*plan, *again, *more)
+
+
+def _views_read_from(gaps: Gaps, storage: str, use: int) -> list[str] | None:
+    """The views of the root that exist before op `use` and are read from there on; None if another value is read there."""
+    trace, root = gaps.trace, gaps.root[storage]
+    read = {name for op in trace.ops[use:] for name in op.reads}
+    holders = [op.name for op in trace.ops[:use] if storage in op.holds and op.name != root]
+    wanted: list[str] = []
+    for name in reversed(holders):
+        if name in read:
+            if trace.op[name].makes or gaps.index[name] < gaps.index[root]:
+                return None
+            wanted.append(name)
+            read.update(trace.op[name].reads)
+    return wanted[::-1]
+
+
+def _between(least: int, most: int, number: int) -> int:
+    return least + number % (most - least + 1)
+
+
+class _Writer:
+    """Decodes genes; `values` are what forward can read, `gradients` what backward hands on, `hands` what goes out."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.holds: dict[str, tuple[str, ...]] = {}
+        self.nbytes: dict[str, int] = {}
+        self.values: list[str] = []
+        self.gradients: list[str] = []
+        self.hands: list[tuple[str, str]] = []
+
+    def write(self, forward: Sequence[Gene], backward: Sequence[Gene], late: bool, updated: bool) -> Trace:
+        """`late`: tangents stand at the head of backward; `updated`: the optimizer's update is the last op."""
+        self.values += [self._input(kind, 100) for kind in ("buffer", "parameter", "input")]
+        inputs = set(self.values)
+        if updated:
+            self._input("state", 300)
+        if not late:
+            self.gradients.append(self._input("tangent", 70))
+        for i, gene in enumerate(forward):
+            self._forward(f"f{i}", gene, inputs)
+        if late:
+            self.gradients.append(self._input("tangent", 70, phase="backward"))
+        for i, gene in enumerate(backward):
+            self._backward(f"b{i}", gene)
+        if updated:
+            reads = ("state", *(value for kind, value in self.hands if kind == "gradient"))
+            self._add(Op("update", "AdamW.step", reads, phase="update", us=5.0, workspace=900))
+        return Trace(tuple(self.ops), tuple(self.hands))
+
+    def _input(self, kind: str, nbytes: int, phase: str = "forward") -> str:
+        made = (Storage(kind, nbytes),)
+        self.nbytes[kind] = nbytes
+        return self._add(Op(kind, kind, makes=made, holds=(kind,), phase=phase, type=f"u8[{nbytes}]", where=f"at {kind}"))
+
+    def _forward(self, name: str, gene: Gene, inputs: set[str]) -> None:
+        reads = tuple(dict.fromkeys(_back(self.values, back) for back in gene.reads))
+        made = self._op(name, gene, reads, "forward")
+        self.values += made
+        if gene.hands and len(self.hands) < 2 and inputs.isdisjoint(self.holds[made[-1]]):
+            self.hands.append(("output", made[-1]))
+
+    def _backward(self, name: str, gene: Gene) -> None:
+        if gene.kind == "skip":
+            return
+        # The k-th backward op stands opposite the k-th value from the end; `reads` counts back from there.
+        opposite = self.values[: max(1, len(self.values) - int(name[1:]))]
+        reads = (_back(self.gradients, gene.reads[0] // 3), *(_back(opposite, back) for back in gene.reads))
+        made = self._op(name, gene, tuple(dict.fromkeys(reads)), "backward")
+        self.gradients += made
+        if gene.hands and gene.kind != "view":
+            self.hands.append(("gradient", made[-1]))
+
+    def _op(self, name: str, gene: Gene, reads: tuple[str, ...], phase: str) -> list[str]:
+        """Write the op, and behind an op with several results what takes them out; the values that can be read."""
+        made = tuple(Storage(part, nbytes) for part, nbytes in _made(name, gene))
+        holds = tuple(storage.name for storage in made)
+        if not made:
+            reads, holds = reads[:1], self.holds[reads[0]]
+        self.nbytes |= {storage.name: storage.nbytes for storage in made}
+        # A view shows all of its storage or a piece of it.
+        piece = gene.kind in ("slice", "split") or gene.kind == "view" and gene.us % 1
+        types = ["u8[7]" if piece else f"u8[{self.nbytes[held]}]" for held in holds]
+        op = Op(
+            name, f"aten.{gene.kind}.default", reads, made, holds, phase, gene.us * bool(made), gene.workspace * bool(made),
+            STATE * (gene.kind in ("random", "dropout")), gene.kind == "once", type=", ".join(types), where=f"model.py:{len(self.ops)}",
+        )  # fmt: skip
+        if gene.kind == "split":
+            self._add(replace(op, type="u8[7], u8[7]"))
+            return [self._part(name, i, holds, "u8[7]", phase) for i in range(2)]
+        self._add(op)
+        if len(made) < 2:
+            return [name]
+        taken = range(len(made) - (gene.workspace > 0))  # at times nobody takes the last
+        return [self._part(name, i, holds[i : i + 1], types[i], phase) for i in taken]
+
+    def _part(self, name: str, i: int, holds: tuple[str, ...], type: str, phase: str) -> str:
+        return self._add(Op(f"{name}_{i}", "getitem", (name,), holds=holds, phase=phase, type=type))
+
+    def _add(self, op: Op) -> str:
+        self.ops.append(op)
+        self.holds[op.name] = op.holds
+        return op.name
+
+
+def _made(name: str, gene: Gene) -> list[tuple[str, int]]:
+    """The storages that an op makes, each with its bytes; a view makes none."""
+    match gene.kind:
+        case "view" | "split":
+            return []
+        case "several" | "dropout":
+            return [(f"{name}.{i}", gene.nbytes // (i + 1)) for i in range(3 if gene.us % 1 else 2)]
+        case "empty":
+            return [(name, 0)]
+    return [(name, gene.nbytes)]
+
+
+def _back(values: Sequence[str], back: int) -> str:
+    return values[-1 - back % len(values)]
