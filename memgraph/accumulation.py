@@ -11,20 +11,20 @@ from __future__ import annotations
 from torch import fx
 
 from .capture import Captured
+from .nodes import returned
 from .ops import accumulate
 
 
 def accumulating(captured: Captured) -> fx.Graph:
     """A copy of the joint graph that takes the parameters' gradients as inputs and adds to them."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    returned = graph.graph_copy(captured.graph.graph, copies)
-    output = graph.output(returned)
+    output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     parameters = {
         role.name: node for role, node in zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True)
     }
-    handed = list(output.args[0])  # type: ignore[arg-type]
+    handed = returned(graph)
     for place, role in enumerate(captured.outputs):
         if role.kind == "gradient":
             with graph.inserting_after(last_input):

@@ -30,10 +30,10 @@ __all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everythin
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A step.  The graph's nodes bear `val`, `phase` and `where`; its placeholders are `inputs`, it returns `outputs`.
+    """A step.  The graph's placeholders are `inputs`, it returns `outputs`, and its nodes bear `val`, `phase`, `where`.
 
-    `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the outputs
-    that require a gradient in eager, and `tangents` those of them that backward starts from, in the order of the inputs.
+    `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
+    outputs that require a gradient in eager, `tangents` those of them that backward starts from.
     """
 
     graph: fx.GraphModule

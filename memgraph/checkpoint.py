@@ -1,7 +1,8 @@
 """A user's `torch.utils.checkpoint`, made to do nothing while a step is captured.
 
-Traced as it is, its recomputation would be written into the graph, where it draws fresh dropout masks: wrong gradients without an error.
-memgraph decides itself what to recompute.  The functions behind `checkpoint` are replaced, not that name: others hold partials of it.
+Traced as it is, its recomputation would be written into the graph, where it draws fresh dropout masks: wrong gradients
+without an error.  memgraph decides itself what to recompute.  The functions behind `checkpoint` are replaced, not that
+name: others hold partials of it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def without_checkpoint() -> Iterator[None]:
             f"torch.utils.checkpoint of torch {torch.__version__} is not laid out as memgraph knows it; "
             "a checkpoint in the model would give wrong gradients"
         )
-    with mock.patch.multiple(theirs, CheckpointFunction=_Plain, **dict.fromkeys(there, _nothing)):
+    replaced: dict[str, Any] = {"CheckpointFunction": _Plain} | dict.fromkeys(there, _nothing)
+    with mock.patch.multiple(theirs, **replaced):
         yield
 
 

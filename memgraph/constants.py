@@ -1,6 +1,7 @@
 """Tensors that a step reads though they are neither parameters, buffers nor arguments.
 
-They stand in a captured graph as `get_attr` nodes and hold real tensors: `torch.tensor([1., 2.])` in forward, a tensor in a plain attribute.
+They stand in a captured graph as `get_attr` nodes and hold real tensors: `torch.tensor([1., 2.])` in forward, or a
+tensor in a plain attribute.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .errors import CaptureError
 from .nodes import written_by
+from .untouched import held
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -22,14 +24,12 @@ def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = mode.from_tensor(held)
 
 
-def refuse_trained_constants(graph: fx.GraphModule, module: nn.Module) -> None:
-    """A tensor that requires a gradient would silently get none."""
-    for node in graph.graph.find_nodes(op="get_attr"):
-        held = getattr(graph, str(node.target))
-        if isinstance(held, Tensor) and held.requires_grad:
-            raise CaptureError(
-                f"{_name(held, module)} requires a gradient but is no parameter of the module: register it as one"
-            )
+def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
+    """Raise if backward reached tensors that are no inputs: they would silently get no gradient."""
+    for tensor in trained:
+        raise CaptureError(
+            f"{_name(tensor, module)} requires a gradient but is no parameter of the module: register it as one"
+        )
 
 
 def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
 
 def _name(tensor: Tensor, module: nn.Module) -> str:
     for path, child in module.named_modules():
-        for name, value in vars(child).items():
+        for name, value in held(child):
             if value is tensor:
                 return f"the tensor {'.'.join(filter(None, (path, name)))}"
     return f"a tensor of shape {tuple(tensor.shape)}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
@@ -35,6 +36,8 @@ def surroundings(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # A submodule that the user compiled runs as it is.
+        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         yield
 
 

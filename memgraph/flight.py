@@ -49,8 +49,8 @@ class Flight:
         self.saved = values[outputs:]
         del values[outputs:]
         self.ended = self.halves.backward is None
-        theirs = {id(tensor) for tensor in (*tensors, *values)}
-        self.seen = [(saved, _version(saved)) for saved in self.saved if id(saved) in theirs]
+        theirs = [*tensors, *values]
+        self.seen = [(theirs[i], _version(theirs[i])) for i in self.halves.read]
         return values
 
     def backward(

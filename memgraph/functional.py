@@ -1,10 +1,10 @@
 """The second trace: a graph whose ops work in place -> one whose ops only make new values.
 
     b = empty_like(x); b.bernoulli_(p)       ->   e = empty_like(x); b = bernoulli(e, p)
-    running_mean.mul_(0.9)                   ->   m = mul(running_mean, 0.9)           # the new value of `running_mean`
+    running_mean.mul_(0.9)                   ->   m = mul(running_mean, 0.9)   # its new value
 
-The graph is run op by op on torch's functional tensors.  Tracing the module on these straight away would be simpler, but models look at
-their inputs to know whether they are traced, and functional tensors are none that they recognise.
+The graph is run op by op on torch's functional tensors.  Tracing the module on these straight away would be simpler,
+but models look at their inputs to know whether they are traced, and functional tensors are none that they recognise.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from .constants import describe_constants, refuse_changed_constants
 from .errors import CaptureError
 from .joint import Joint
+from .nodes import returned
 from .temporaries import renew_temporaries
 from .where import NOTES
 
 
 @dataclass(frozen=True)
 class Functional:
-    """A graph without mutable ops; what it hands out; the new values of the placeholders that the module changes, by place."""
+    """A graph without mutable ops; what it hands out; by place, the new values of the inputs that are changed."""
 
     graph: fx.GraphModule
     handed: tuple[fx.Node, ...]
@@ -54,7 +55,7 @@ def make_functional(joint: Joint, module: nn.Module) -> Functional:
 
 
 class _Replay:
-    """The function of the second trace: what the graph returns, and the values of its inputs (but the tangents) at forward's end."""
+    """The function of the second trace: what the graph returns, and what its inputs hold when forward has ended."""
 
     def __init__(self, joint: Joint) -> None:
         self.graph = joint.graph
@@ -104,5 +105,5 @@ def _note_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:
 
 
 def _split(graph: fx.GraphModule, count: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    handed: Any = graph.graph.output_node().args[0]
-    return tuple(handed[:count]), tuple(handed[count:])
+    handed = tuple(returned(graph.graph))
+    return handed[:count], handed[count:]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -28,10 +29,10 @@ from .constants import describe_constants, refuse_trained_constants
 from .errors import CaptureError
 from .fakes import fake, without_autocast
 from .known import KnowingMode, seen_by_transformers
-from .nodes import drop_aliases, drop_dead
+from .nodes import drop_aliases, drop_dead, returned
 from .trees import Spec, flatten
 from .untouched import Untouched, untouched
-from .where import Notes
+from .where import Notes, nodes_behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +56,10 @@ def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
         step = _Step(call, mode, wanted, before)
         with step.notes.following(), mode.knowing():
             graph = make_fx(step)(*fakes)
-    drop_aliases(graph.graph, kept=set(graph.graph.output_node().args[0][: len(step.outputs)]))
+    drop_aliases(graph.graph, kept=set(returned(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     describe_constants(graph, mode)
-    if torch.is_grad_enabled():
-        refuse_trained_constants(graph, call.module)
+    refuse_trained_constants(step.trained, call.module)
     return step.found(graph)
 
 
@@ -76,6 +76,7 @@ class _Step:
         self.leaves: tuple[Any, ...] = ()
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
+        self.trained: list[Tensor] = []  # what backward reaches besides the inputs
 
     def found(self, graph: fx.GraphModule) -> Joint:
         """What is known once the trace has ended."""
@@ -88,7 +89,7 @@ class _Step:
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
         self.notes.attach(tracer)
-        # make_fx turns the cache off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
+        # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
         outputs = self._read(self._forward(values), values)
         self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
@@ -146,7 +147,7 @@ class _Step:
             return []
         tangents = [_tangent(outputs[i], i, tracer) for i in asked]
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in asked))
-        self.notes.turn(outputs[i].grad_fn for i in asked)
+        self._turn([outputs[i].grad_fn for i in asked], set(map(id, values)))
         with without_autocast(values):
             roots, leaves = [outputs[i] for i in asked], [values[i] for i in needed]
             gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
@@ -156,6 +157,13 @@ class _Step:
                 raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
         self.outputs += tuple(map(_gradient_of, made))
         return list(made.values())
+
+    def _turn(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
+        """Forward has ended: note where each op of backward will come from, and which tensors it will reach."""
+        nodes = nodes_behind(roots)
+        self.notes.turn(nodes)
+        variables = [getattr(node, "variable", None) for node in nodes]
+        self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
 
 
 def _assignable(role: Input, before: Tensor, held: object) -> Tensor:

@@ -61,8 +61,10 @@ class KnowingMode(FakeTensorMode):
 
 
 def seen_by_transformers(mode: KnowingMode) -> AbstractContextManager[Any]:
-    """Let the library's models treat what is known like a real tensor; where they see a fake one they build a mask that eager
-    does without, and the gradients differ in their last bits."""
+    """Let the library's models treat what is known like a real tensor.
+
+    Where they see a fake one they build a mask that eager does without, and the gradients differ in their last bits.
+    """
     module = sys.modules.get(ASKED_BY_TRANSFORMERS)
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()

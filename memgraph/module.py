@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .capture import Captured, everything, losses
 from .eager import eager_gradients
-from .planner import Planner
+from .planner import Planner, Wishes
 from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
@@ -31,6 +31,16 @@ class CompiledModule(Shared):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
+
+    def __reduce__(self) -> Any:
+        """A copy is the copied module, compiled anew."""
+        wishes = self._planner.wishes
+        if wishes.optimizer is not None:
+            raise TypeError(
+                "a module that was compiled with an optimizer can't be copied or pickled, since the optimizer would go on "
+                "with the old parameters; copy the plain module, make it an optimizer, and compile both"
+            )
+        return _again, (self._planner.module, wishes)
 
     @property
     def plan(self) -> Report:
@@ -92,3 +102,7 @@ class CompiledModule(Shared):
             return again(tangents)
 
         return run
+
+
+def _again(module: nn.Module, wishes: Wishes) -> CompiledModule:
+    return CompiledModule(Planner(module, wishes))

@@ -20,8 +20,13 @@ def storages(node: fx.Node) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
 
 
+def returned(graph: fx.Graph) -> list[Any]:
+    """The nodes that the graph returns."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
 def changes_inputs(node: fx.Node) -> bool:
-    """Whether it writes to what it reads.  The batch norms that update running statistics don't say so in their schema."""
+    """Whether it writes to what it reads; the batch norms that update running statistics don't say so themselves."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")

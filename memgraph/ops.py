@@ -14,9 +14,9 @@ of the step that runs (`running`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,10 +99,6 @@ def _get_state(device: torch.device) -> Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def _rng_state(device: torch.device) -> Tensor:
-    return _get_state(device)
-
-
 def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
     before = _get_state(device)
     if device.type == "cpu":
@@ -112,39 +108,40 @@ def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
     return before
 
 
-for _name, _run in (
-    ("offload", _offload), ("free", _free), ("reload", _reload), ("wait", _wait), ("rng_state", _rng_state), ("swap_rng", _swap_rng),
-):  # fmt: skip
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("memgraph::offload", lib=_library)
-def _(x: Tensor, slot: int) -> Tensor:
+def _fake_offload(x: Tensor, slot: int) -> Tensor:
     return x.new_empty(0)
 
 
-@torch.library.register_fake("memgraph::free", lib=_library)
-def _(ticket: Tensor, x: Tensor, slot: int) -> None:
-    return None
+def _fake_free(ticket: Tensor, x: Tensor, slot: int) -> None:
+    pass
 
 
-@torch.library.register_fake("memgraph::reload", lib=_library)
-def _(
+def _fake_reload(
     ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-@torch.library.register_fake("memgraph::wait", lib=_library)
-def _(x: Tensor, slot: int) -> Tensor:
+def _fake_wait(x: Tensor, slot: int) -> Tensor:
     return x
 
 
-@torch.library.register_fake("memgraph::rng_state", lib=_library)
-def _(device: torch.device) -> Tensor:
+def _fake_rng_state(device: torch.device) -> Tensor:
     return torch.empty(state_nbytes(device), dtype=torch.uint8)
 
 
-@torch.library.register_fake("memgraph::swap_rng", lib=_library)
-def _(state: Tensor, device: torch.device) -> Tensor:
+def _fake_swap_rng(state: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(state)
+
+
+_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "offload": (_offload, _fake_offload),
+    "free": (_free, _fake_free),
+    "reload": (_reload, _fake_reload),
+    "wait": (_wait, _fake_wait),
+    "rng_state": (_get_state, _fake_rng_state),
+    "swap_rng": (_swap_rng, _fake_swap_rng),
+}
+for _name, (_run, _fake) in _OPS.items():
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph::{_name}", _fake, lib=_library)

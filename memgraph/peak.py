@@ -78,7 +78,7 @@ class Meter:
             whole = _profiler_enabled()  # not if the work ran a profiler of its own
         self._whole &= whole and profiler.kineto_results is not None
         if self._whole:
-            seen = _blocks(profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+            seen = _blocks(profiler.kineto_results.experimental_event_tree())
             self._seen += [(GIVEN, given), *seen, (GIVEN, -given)] if given else seen
 
     def allocated(self) -> Allocation | None:

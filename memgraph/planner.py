@@ -47,11 +47,16 @@ class Planner:
     def __init__(self, module: nn.Module, wishes: Wishes) -> None:
         self.module = module
         self.wishes = wishes
-        self.device = device_of([*module.parameters(), *module.buffers()])
-        self.budget = budget_nbytes(
-            wishes.budget, self.device, resident_bytes([*module.parameters(), *module.buffers()])
-        )
-        self.tier = tier_name(wishes.offload, self.device)
+        self._look()
+
+    def _look(self) -> None:
+        """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
+        owned = [*self.module.parameters(), *self.module.buffers()]
+        device = device_of(owned)
+        if getattr(self, "device", None) != device:
+            self.budget = budget_nbytes(self.wishes.budget, device, resident_bytes(owned))
+            self.tier = tier_name(self.wishes.offload, device)
+            self.device = device
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         """The step of this call, planned and ready.
@@ -61,6 +66,7 @@ class Planner:
             CaptureError: the module can't be captured.
         """
         begin = time.perf_counter()
+        self._look()
         captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         graph = accumulating(captured) if has_gradients(self.module) else captured.graph.graph
         machine, choice = self._plan(graph)

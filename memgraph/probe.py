@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -82,7 +83,7 @@ def _probe(node: fx.Node) -> Cost:
     with torch.no_grad(), torch.random.fork_rng():
         try:
             args, kwargs = _made_up(node)
-            run = partial(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             (result, us), allocated = measured(lambda: _timed(run, device), device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return _guess(node)  # values matter to this op, and made-up ones do not do
@@ -91,12 +92,13 @@ def _probe(node: fx.Node) -> Cost:
         return Cost(_shortest(run, device, us), max(0, allocated.peak - made) if allocated else 0)
 
 
-def _made_up(node: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
-    def make(read: fx.Node) -> object:
+def _made_up(node: fx.Node) -> Any:
+    """The op's arguments, with tensors for what it reads."""
+
+    def make(read: fx.Node) -> Any:
         return tree_map(lambda value: _fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), make)
-    return args, kwargs
+    return fx.node.map_arg((node.args, dict(node.kwargs)), make)
 
 
 def _fill(fake: Tensor) -> Tensor:

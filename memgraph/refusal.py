@@ -19,8 +19,8 @@ from .errors import CaptureError
 from .where import source_line
 
 VALUE = (
-    "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which is not known while the step is captured",
-    "compute with torch.where or a mask, decide in Python from shapes and arguments, or do this outside of the compiled module",
+    "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",
+    "compute with torch.where or a mask, decide by shapes and Python arguments, or do this outside of the module",
 )
 SHAPE = (
     "the shape of a result depends on a tensor's values (`nonzero`, `unique`, a boolean index)",

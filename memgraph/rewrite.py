@@ -7,12 +7,15 @@ change, so that `summarize` of the result finds on the graph, and not in the tex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
 
+from .nodes import derived, returned
 from .summarize import tensors
 
 
@@ -33,7 +36,7 @@ class _Rewriter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.old = {node.name: node for node in graph.nodes}
-        self.output = graph.output_node()
+        self.graph = graph
         self.mode = _fake_mode(graph)
         self.new = fx.Graph()
         self.env: dict[str, fx.Node] = {}
@@ -47,8 +50,8 @@ class _Rewriter:
                 self.env[op.name] = self._compute(op)
             elif op.fn.startswith("memgraph."):
                 self.env[op.name] = self._memory_op(op)
-        handed = [self.env[value.name] for value in self.output.args[0]]  # type: ignore[union-attr]
-        self.new.output(tuple(handed)).meta = dict(self.output.meta)
+        handed = tuple(self.env[value.name] for value in returned(self.graph))
+        self.new.output(handed).meta = dict(self.graph.output_node().meta)
         self.new.lint()
         return self.new
 
@@ -69,7 +72,7 @@ class _Rewriter:
         node.meta = {"phase": op.phase, "where": op.where}
         return self._derive(node, op)
 
-    def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[object, ...]:
+    def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[Any, ...]:
         """The arguments of a memory op behind the values that it reads."""
         if verb == "rng_state":
             return (tensors(self.old[op.name.removesuffix("__rng")])[0].device,)
@@ -84,9 +87,7 @@ class _Rewriter:
 
     def _derive(self, node: fx.Node, op: Op) -> fx.Node:
         """Give `node` the fake value that it has where it stands now."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
-        with self.mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = derived(node, self.mode)
         self.fresh.add(node)
         return self._named(node, op)
 

@@ -31,7 +31,7 @@ class Shared(nn.Module):
         self.__dict__ |= {name: module.__dict__[name] for name in SHARED if name in module.__dict__}
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self._module.training
 
     @training.setter
@@ -74,6 +74,9 @@ class WithLoss(Shared):
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__(module)
         self.__dict__["_loss"] = loss
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._module, self._loss)
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         result = self._module(*args, **kwargs)

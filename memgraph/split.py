@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
+from .nodes import returned, storages
+
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 
@@ -27,7 +29,8 @@ class Halves:
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
-    tangents: tuple[Tensor, ...]  # fake: the shapes and strides that backward was captured with
+    tangents: tuple[Tensor, ...] = ()  # fake: the shapes and strides that backward was captured with
+    read: tuple[int, ...] = ()  # the places, among inputs and then outputs, of what backward reads of the caller's
 
 
 def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
@@ -35,7 +38,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") == "backward"}
-    handed = tuple(zip(graph.output_node().meta["kinds"], graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    handed = tuple(zip(graph.output_node().meta["kinds"], returned(graph), strict=True))
     outputs = [node for kind, node in handed if kind == "output"]
     gradients = [node for kind, node in handed if kind == "gradient"]
     read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
@@ -44,9 +47,12 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     first = [node for node in inputs if node not in given]
     forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
     if not gradients:
-        return Halves(forward, None, ())
+        return Halves(forward, None)
     tangents = tuple(node.meta["val"] for node in given if node.meta["kind"] == "tangent")
-    return Halves(forward, _module(graph, root, [*saved, *given], gradients, late.__contains__), tangents)
+    backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
+    kept = {storage for node in saved for storage in storages(node)}
+    theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
+    return Halves(forward, backward, tangents, theirs)
 
 
 def _module(

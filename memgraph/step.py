@@ -42,7 +42,7 @@ class Step:
         if self.report.measured is None:
             flight.measure()
         if self.halves.backward is not None:
-            return list(_Run.apply(self, flight, unforeseen, *tensors))
+            return list(_Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
         try:
             return flight.forward(tensors, self.outputs)
         finally:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from passes import Op, Storage, Trace
 
+from .nodes import is_random, returned
 from .ops import accumulate, state_nbytes
 
 SHORT = {
@@ -47,10 +48,10 @@ def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
     """The trace of a joint graph, whose placeholders bear `meta["kind"]` and whose output bears `meta["kinds"]`."""
     mutated = _mutated(graph)
     names: dict[int, str] = {}
-    ops = []
+    ops: list[Op] = []
     for node in graph.nodes:
         if node.op == "output":
-            values = zip(node.meta["kinds"], node.args[0], strict=True)
+            values = zip(node.meta["kinds"], returned(graph), strict=True)
             return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
         ops.append(_summarize_node(node, names, price, mutated))
     raise ValueError("the graph has no output node")
@@ -63,12 +64,12 @@ def tensors(node: fx.Node) -> list[Tensor]:
 
 def draws(node: fx.Node) -> bool:
     """Whether the op draws random numbers.  Attention with dropout_p=0 draws none, though torch 2.13 tags it so."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not is_random(node):
         return False
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.name == "dropout_p":
-            return value != 0.0
-    return "scaled_dot_product" not in str(node.target) or node.kwargs.get("dropout_p", 0.0) != 0.0
+            return bool(value != 0.0)
+    return "scaled_dot_product" not in str(node.target) or bool(node.kwargs.get("dropout_p", 0.0) != 0.0)
 
 
 def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated: set[fx.Node]) -> Op:

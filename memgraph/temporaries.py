@@ -1,9 +1,11 @@
 """Ops that work in place on a value that nobody else reads any more -> the same ops making a new value.
 
-    e = empty_like(x); b = bernoulli_(e, p); d = div_(b, q)    ->    e = empty_like(x); b = bernoulli(e, p); d = div(b, q)
+    e = empty_like(x)                 e = empty_like(x)
+    b = bernoulli_(e, p)      ->      b = bernoulli(e, p)
+    d = div_(b, q)                    d = div(b, q)
 
-This is what dropout does on the CPU, and `relu(inplace=True)`.  Where these are all that a graph has of ops in place, its second
-trace, half of the time of a capture, is not needed.
+This is what dropout does on the CPU, and `relu(inplace=True)`.  Where these are all the ops in place that a graph has,
+it needs no second trace, which is half of the time of a capture.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ def renew_temporaries(graph: fx.Graph, mode: FakeTensorMode) -> bool:
 
 
 def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
-    """Draw through a view in which the values lie as in memory: `bernoulli_` draws in that order, `bernoulli` does not."""
+    """Draw through a view that is ordered as the memory is: so `bernoulli_` draws, but `bernoulli` does not."""
     value: Tensor = node.meta["val"]
-    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    order: list[Any] = sorted(range(value.dim()), key=value.stride, reverse=True)
     with node.graph.inserting_before(node):
         view = node.graph.call_function(aten.permute.default, (node.args[0], order))
     with node.graph.inserting_after(node):
-        back = node.graph.call_function(aten.permute.default, (node, sorted(range(value.dim()), key=order.__getitem__)))
+        back = node.graph.call_function(aten.permute.default, (node, sorted(order, key=order.index)))
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (view, *node.args[1:])
     for fresh in (view, node, back):

@@ -3,8 +3,8 @@
     flatten({"x": x, "k": 3})   ->  [x, 3], spec
     unflatten([y, 3], spec)     ->  {"x": y, "k": 3}
 
-Containers that torch knows are opened by `torch.utils._pytree`.  Any other object (a key-value cache, a plain dataclass) is pickled in
-memory with its tensors pulled out, and rebuilt by an unpickler that puts the given tensors in.
+Containers that torch knows are opened by `torch.utils._pytree`.  Any other object (a key-value cache, a dataclass)
+is pickled in memory with its tensors pulled out, and rebuilt by an unpickler that puts the given tensors in.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import CaptureError
 
 CONSTANTS = (
-    types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, slice, range, types.EllipsisType,
+    types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, range, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
 )  # fmt: skip
 # Equal only to themselves; never looked into.
-WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module)
+WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,8 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
     leaves: list[Any] = []
     shells: list[Shell | None] = []
     for top in tops:
-        if isinstance(top, (Tensor, *CONSTANTS, *WHOLE)):
-            shell, found = None, [top]
-        else:
-            shell, found = _open(top)
+        plain = isinstance(top, (Tensor, *CONSTANTS, *WHOLE))
+        shell, found = (None, [top]) if plain else _open(top)
         shells.append(shell)
         leaves.extend(found)
     return leaves, Spec(form, tuple(shells))
@@ -80,7 +78,7 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
     return pytree.tree_unflatten(tops, spec.tree)
 
 
-def _open(top: object) -> tuple[Shell, list[Tensor]]:
+def _open(top: Any) -> tuple[Shell | None, list[Any]]:
     pickler = _Pickler()
     try:
         pickler.dump(top)

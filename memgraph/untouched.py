@@ -1,7 +1,8 @@
-"""A module, as it was: capture runs its forward on fake tensors, and none of what that leaves behind may stay.
+"""A module, as it was: capture runs its forward on fake tensors, and nothing that this leaves behind may stay.
 
-Attributes are put back, and what forward put into lists and dicts on the module is taken out again.  A fake tensor that was left behind is
-an error: the module hands something out beside its outputs (an auxiliary loss, a cache), which the graph would not make.
+Attributes are put back, and what forward put into lists and dicts on the module is taken out again.  A fake tensor that
+was left behind is an error: the module hands something out beside its outputs (an auxiliary loss, a cache), which the
+graph would not make.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ class Untouched:
     def __init__(self, module: nn.Module) -> None:
         self.modules = list(module.named_modules())
         self.attributes = [dict(vars(child)) for _, child in self.modules]
-        self.contents = [
-            (value, value.copy()) for held in self.attributes for value in held.values() if type(value) in CONTAINERS
-        ]
+        containers = [value for held in self.attributes for value in held.values() if type(value) in CONTAINERS]
+        self.contents = [(container, container.copy()) for container in containers]
 
     def restore(self) -> None:
         """Put everything back that changed."""
@@ -43,20 +43,13 @@ class Untouched:
     def refuse_leaks(self, inputs: set[int]) -> None:
         """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`."""
         for path, module in self.modules:
-            remade = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
-            for name, value in vars(module).items():
-                if name in remade:  # torch.nn.utils.spectral_norm makes the weight that it names anew each time
-                    continue
-                nested = {"": value} if type(value) not in CONTAINERS else value
-                for key, item in _items(nested):
-                    if isinstance(item, FakeTensor) and id(item) not in inputs:
-                        owner = ".".join(
-                            filter(None, (path, str(key) if name in ("_buffers", "_parameters") else name))
-                        )
-                        raise CaptureError(
-                            f"forward stores a tensor in {owner}, which a captured step can't do: return it, or register "
-                            f"{owner} as a buffer of the same shape and dtype before the first step"
-                        )
+            for name, tensor in held(module):
+                if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
+                    owner = ".".join(filter(None, (path, name)))
+                    raise CaptureError(
+                        f"forward stores a tensor in {owner}, as no captured step can: return it, or register {owner} "
+                        "as a buffer of its shape and dtype before the first step"
+                    )
 
 
 @contextmanager
@@ -67,6 +60,18 @@ def untouched(module: nn.Module) -> Iterator[Untouched]:
         yield before
     finally:
         before.restore()
+
+
+def held(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What hangs on a module, with its name."""
+    # Weights that a hook like torch.nn.utils.spectral_norm makes anew each time are nobody's news.
+    remade = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+    for name, value in vars(module).items():
+        if type(value) in CONTAINERS:
+            for key, item in _items(value):
+                yield (str(key) if name in ("_buffers", "_parameters") else name), item
+        elif name not in remade:
+            yield name, value
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:

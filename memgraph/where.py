@@ -2,12 +2,13 @@
 
     transformer.h.0.mlp modeling_gpt2.py:312
 
-That is the innermost submodule that was running and the innermost line outside torch.  An op of backward has the place of the op of
-forward that it belongs to: autograd gives both the same sequence number.
+That is the innermost submodule that was running and the innermost line outside torch.  An op of backward has the place
+of the op of forward that it belongs to: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 # `custom` is a field of a node's meta that a second trace copies.
 NOTES = "custom"
-TORCH = str(Path(torch.__file__).parent)
-MEMGRAPH = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent) + os.sep
+MEMGRAPH = str(Path(__file__).parent) + os.sep
 
 
 class Notes:
@@ -55,11 +57,11 @@ class Notes:
 
         tracer.create_node = noting
 
-    def turn(self, roots: Iterable[torch.autograd.graph.Node | None]) -> None:
+    def turn(self, nodes: Iterable[Node]) -> None:
         """What follows is the backward of these autograd nodes."""
         self.phase = "backward"
-        for node in _graph_of(roots):
-            number = node._sequence_nr()  # type: ignore[attr-defined]
+        for node in nodes:
+            number = node._sequence_nr()
             node.register_prehook(lambda _, number=number: self._go_to(number))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -78,13 +80,22 @@ class Notes:
         node.meta[NOTES] = {**node.meta.get(NOTES, {}), "phase": self.phase, "where": self.place}
 
 
+def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:
+    """All autograd nodes that the roots lead to, with them."""
+    waiting = [root for root in roots if root is not None]
+    found = set(waiting)
+    while waiting:
+        new = {following for following, _ in waiting.pop().next_functions if following is not None} - found
+        found |= new
+        waiting.extend(new)
+    return list(found)
+
+
 def source_line(traceback: TracebackType | None) -> str:
     """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
-    inside = [
-        (frame.f_code, line) for frame, line in walk_tb(traceback) if not frame.f_code.co_filename.startswith("<")
-    ]
-    users = [place for place in inside if not place[0].co_filename.startswith((TORCH, MEMGRAPH))]
-    modules = [place for place in inside if "nn/modules" in place[0].co_filename and place[0].co_name == "forward"]
+    places = [(frame.f_code, line) for frame, line in walk_tb(traceback)]
+    users = [place for place in places if not place[0].co_filename.startswith((TORCH, MEMGRAPH, "<"))]
+    modules = [place for place in places if place[0].co_name == "forward"]
     for code, line in reversed(users or modules):
         return f"{code.co_filename}:{line} in {code.co_name}"
     return "an unknown line"
@@ -94,22 +105,9 @@ def _line(frame: FrameType | None) -> str:
     """`file.py:line` of the innermost frame that is the user's; empty if torch's own modules run by themselves."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((TORCH, "<")):
-            if not file.startswith(MEMGRAPH):
-                return f"{file[file.rfind('/') + 1 :]}:{frame.f_lineno}"
-            if file != __file__:
-                return ""  # the call of the module itself
+        if file.startswith(MEMGRAPH) and file != __file__:
+            return ""  # the call of the module itself
+        if not file.startswith((TORCH, MEMGRAPH, "<")):
+            return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _graph_of(roots: Iterable[torch.autograd.graph.Node | None]) -> Iterator[torch.autograd.graph.Node]:
-    """All autograd nodes that the roots lead to."""
-    waiting = [root for root in roots if root is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        found = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= found
-        waiting.extend(found)

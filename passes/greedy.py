@@ -127,6 +127,7 @@ class Costs:
         self.machine = machine
         self.forecast = state.forecast
         self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
+        self.sent = sum(gaps.trace.nbytes[storage] for storage, known in self.fates.items() if known in AWAY)
         self.again = {op.again for op in self.forecast.trace.ops if op.again}
         at = self.forecast.at
         self.present = {life.storage for life in state.forecast.lives if life.first <= at <= life.last}
@@ -160,7 +161,8 @@ class Costs:
             yield self._away(storage, Fate.FETCH, nbytes)
 
     def _can_leave(self, storage: str) -> bool:
-        return storage in self.gaps.root and self.machine.out > 0 and self.machine.back > 0
+        fits = self.sent + self.gaps.trace.nbytes[storage] <= self.machine.capacity
+        return storage in self.gaps.root and self.machine.out > 0 and self.machine.back > 0 and fits
 
     def _away(self, storage: str, new: Fate, nbytes: int) -> Move:
         us = self._offload_us(nbytes) if new is Fate.OFFLOAD else nbytes / self.machine.out + nbytes / self.machine.back

@@ -19,7 +19,7 @@ class Machine:
     out: float = 0.0
     back: float = 0.0
     staging: int = 0
-    capacity: int = 0  # bytes that the far tier takes
+    capacity: int = 1 << 62  # bytes that the far tier takes
 
     def __str__(self) -> str:
         far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"

@@ -3,7 +3,8 @@
     @given(traces())     inputs, 1-25 forward ops, and a backward that walks them the other way and reads what they made
     @given(planned())    a step and a plan for it: of random fates, or of decisions that were placed at random
 
-A step is decoded from bytes, ten an op: these are drawn fast, and shrink to zeros, which spell a plain chain.
+A step is decoded from bytes, ten an op: these are drawn fast, and shrink to zeros, which spell a plain chain.  What fails is
+printed as text as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hypothesis import note
 from hypothesis import strategies as st
 
 from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
@@ -54,6 +56,7 @@ def traces(draw: st.DrawFn, max_forward: int = 25) -> Trace:
     forward = [Gene.of(code, FORWARD) for code, _ in codes]
     backward = [Gene.of(code, BACKWARD) for _, code in codes]
     trace = _Writer().write(forward, backward, late=draw(st.booleans()), updated=draw(st.booleans()))
+    note(str(trace))
     check(trace)
     return trace
 
@@ -80,7 +83,9 @@ def legal_fates(draw: st.DrawFn, gaps: Gaps) -> dict[str, Fate]:
 def plans(draw: st.DrawFn, trace: Trace) -> Plan:
     """A plan that may be carried out on `trace`."""
     way = draw(st.sampled_from((scheduled, recomputes, trips)))
-    return draw(way(trace))
+    plan = draw(way(trace))
+    note("\n".join(map(str, plan)))
+    return plan
 
 
 @st.composite
@@ -211,9 +216,12 @@ class _Writer:
         # The k-th backward op stands opposite the k-th value from the end; `reads` counts back from there.
         opposite = self.values[: max(1, len(self.values) - int(name[1:]))]
         reads = (_back(self.gradients, gene.reads[0] // 3), *(_back(opposite, back) for back in gene.reads))
+        if gene.kind == "view" and gene.hands:
+            self.values.append(self._op(name, gene, reads[1:], "backward")[0])  # of what forward made
+            return
         made = self._op(name, gene, tuple(dict.fromkeys(reads)), "backward")
         self.gradients += made
-        if gene.hands and gene.kind != "view":
+        if gene.hands:
             self.hands.append(("gradient", made[-1]))
 
     def _op(self, name: str, gene: Gene, reads: tuple[str, ...], phase: str) -> list[str]:

@@ -538,7 +538,7 @@ lease.offload(0, torch.ones(1 << 22))
 lease.offload(1, torch.ones(1 << 22))
 lease.reload(0, torch.ones(1 << 22))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "False False False False False False\n", "")
     assert not list(folder.iterdir())
 
