@@ -17,19 +17,20 @@ from .untouched import held
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
     """Give each constant of a graph its fake tensor."""
     for node in graph.graph.find_nodes(op="get_attr"):
-        held = getattr(graph, str(node.target))
-        if isinstance(held, FakeTensor):
-            raise CaptureError(f"a tensor {tuple(held.shape)} was kept from an earlier trace: make it anew in forward")
-        if isinstance(held, Tensor):
-            node.meta["val"] = mode.from_tensor(held)
+        constant = getattr(graph, str(node.target))
+        if isinstance(constant, FakeTensor):
+            raise CaptureError(
+                f"a tensor {tuple(constant.shape)} was kept from an earlier trace: make it anew in forward"
+            )
+        if isinstance(constant, Tensor):
+            node.meta["val"] = mode.from_tensor(constant)
 
 
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
     """Raise if backward reached tensors that are no inputs: they would silently get no gradient."""
-    for tensor in trained:
-        raise CaptureError(
-            f"{_name(tensor, module)} requires a gradient but is no parameter of the module: register it as one"
-        )
+    if trained:
+        name = _name(trained[0], module)
+        raise CaptureError(f"{name} requires a gradient but is no parameter of the module: register it as one")
 
 
 def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
@@ -41,10 +42,10 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
     }
     for node in graph.graph.nodes:
         for written in written_by(node):
-            held = constants.get(written.meta["val"].untyped_storage()._cdata)
-            if held is not None:
+            constant = constants.get(written.meta["val"].untyped_storage()._cdata)
+            if constant is not None:
                 raise CaptureError(
-                    f"forward changes {_name(held, module)} in place, which is no buffer: register it as one"
+                    f"forward changes {_name(constant, module)} in place, which is no buffer: register it as one"
                 )
 
 

@@ -44,7 +44,9 @@ class Gene:
         reads = (near % 4, middle % 8, far)[: 1 + count % 3]
         nbytes = (high * 256 + low) % 10_001
         workspace = max(0, busy - 100) * 30
-        return cls(kinds[kind % len(kinds)], reads, nbytes, hasty / 4, workspace, hands > 128)  # sums of quarters are exact
+        return cls(
+            kinds[kind % len(kinds)], reads, nbytes, hasty / 4, workspace, hands > 128
+        )  # sums of quarters are exact
 
 
 @st.composite
@@ -53,12 +55,20 @@ def traces(draw: st.DrawFn, max_forward: int = 25) -> Trace:
     count = draw(st.integers(1, max_forward))
     code = st.binary(min_size=10, max_size=10)
     codes = draw(st.lists(st.tuples(code, code), min_size=count, max_size=count))
-    forward = [Gene.of(code, FORWARD) for code, _ in codes]
-    backward = [Gene.of(code, BACKWARD) for _, code in codes]
-    trace = _Writer().write(forward, backward, late=draw(st.booleans()), updated=draw(st.booleans()))
+    trace = decoded(codes, late=draw(st.booleans()), updated=draw(st.booleans()))
     note(str(trace))
     check(trace)
     return trace
+
+
+def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: bool = False) -> Trace:
+    """The step whose forward and backward ops `codes` spell.
+
+    `late`: tangents stand at the head of backward; `updated`: the optimizer's update is the last op.
+    """
+    forward = [Gene.of(code, FORWARD) for code, _ in codes]
+    backward = [Gene.of(code, BACKWARD) for _, code in codes]
+    return _Writer().write(forward, backward, late, updated)
 
 
 def machines(links: Sequence[float] = LINKS) -> st.SearchStrategy[Machine]:
@@ -142,11 +152,11 @@ def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
     if views is None:
         return ()
     name = [op.name for op in trace.ops]
-    plan = [Offload(root, name[out], name[free]), Reload(root, name[back], name[use])]
-    again = [Recompute(view, name[use]) for view in views]
+    trip = Offload(root, name[out], name[free]), Reload(root, name[back], name[use])
     later = _between(use, len(name) - 1, places[5])
-    more = [Reload(root, name[later], name[_between(later, len(name) - 1, places[6])])] if places[6] % 2 else []
-    return (*plan, *again, *more)
+    latest = _between(later, len(name) - 1, places[6])
+    second = [Reload(root, name[later], name[latest])] * (places[6] % 2)
+    return (*trip, *(Recompute(view, name[use]) for view in views), *second)
 
 
 def _views_read_from(gaps: Gaps, storage: str, use: int) -> list[str] | None:
@@ -180,7 +190,6 @@ class _Writer:
         self.hands: list[tuple[str, str]] = []
 
     def write(self, forward: Sequence[Gene], backward: Sequence[Gene], late: bool, updated: bool) -> Trace:
-        """`late`: tangents stand at the head of backward; `updated`: the optimizer's update is the last op."""
         self.values += [self._input(kind, 100) for kind in ("buffer", "parameter", "input")]
         inputs = set(self.values)
         if updated:
@@ -201,7 +210,9 @@ class _Writer:
     def _input(self, kind: str, nbytes: int, phase: str = "forward") -> str:
         made = (Storage(kind, nbytes),)
         self.nbytes[kind] = nbytes
-        return self._add(Op(kind, kind, makes=made, holds=(kind,), phase=phase, type=f"u8[{nbytes}]", where=f"at {kind}"))
+        return self._add(
+            Op(kind, kind, makes=made, holds=(kind,), phase=phase, type=f"u8[{nbytes}]", where=f"at {kind}")
+        )
 
     def _forward(self, name: str, gene: Gene, inputs: set[str]) -> None:
         reads = tuple(dict.fromkeys(_back(self.values, back) for back in gene.reads))
@@ -232,7 +243,7 @@ class _Writer:
             reads, holds = reads[:1], self.holds[reads[0]]
         self.nbytes |= {storage.name: storage.nbytes for storage in made}
         # A view shows all of its storage or a piece of it.
-        piece = gene.kind in ("slice", "split") or gene.kind == "view" and gene.us % 1
+        piece = gene.kind in ("slice", "split") or (gene.kind == "view" and gene.us % 1)
         types = ["u8[7]" if piece else f"u8[{self.nbytes[held]}]" for held in holds]
         op = Op(
             name, f"aten.{gene.kind}.default", reads, made, holds, phase, gene.us * bool(made), gene.workspace * bool(made),

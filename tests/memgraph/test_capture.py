@@ -374,6 +374,18 @@ def test_gradients_that_are_one_tensor_are_copied() -> None:
     agrees(Heads())
 
 
+def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.crossed, self.summed = nn.Parameter(torch.randn(4, 2).t()), nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.crossed * x, self.summed.sum()
+
+    agrees(Crossed(), X)
+
+
 def test_recurrent_layers() -> None:
     agrees(nn.LSTM(4, 3, 2, dropout=0.2), X.view(2, 1, 4), context=lambda: torch.backends.mkldnn.flags(enabled=False))
 
@@ -512,7 +524,7 @@ def test_what_would_silently_be_lost_is_refused(then: Callable[[Any, Tensor], An
 
 
 def test_memory_under_two_names_must_not_change() -> None:
-    model = Plain(in_place)
+    model: Any = Plain(in_place)
     model.last = model.mean[:]
     with pytest.raises(CaptureError, match="buffer mean in place, which shares its memory with buffer last"):
         capture(model, (X,), {})

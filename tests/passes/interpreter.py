@@ -67,7 +67,9 @@ class _Interpreter:
         self.landed: set[str] = set()
         self.alive: weakref.WeakSet[Block] = weakref.WeakSet()
         # The caller holds the inputs, whichever line says so; tangents come to be when backward begins.
-        self.inputs = {s.name: self._new(s.name, s.nbytes, s.name) for op in trace.ops if op.fn in INPUTS for s in op.makes}
+        self.inputs = {
+            s.name: self._new(s.name, s.nbytes, s.name) for op in trace.ops if op.fn in INPUTS for s in op.makes
+        }
         self.tangents = sum(op.nbytes for op in trace.ops if op.fn == "tangent")
 
     def run(self) -> Run:

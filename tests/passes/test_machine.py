@@ -1,0 +1,23 @@
+"""A machine says what a step may use."""
+
+from __future__ import annotations
+
+import pickle
+
+from passes import BudgetError, Machine
+
+
+def test_a_machine_with_links_prints_their_speeds() -> None:
+    assert str(Machine(1000, out=2500.0, back=900.4)) == "cpu 1000 bytes, disk 2500/900 MB/s"
+    assert str(Machine(8, device="cuda:0", tier="host", out=1.0, back=1.0)) == "cuda:0 8 bytes, host 1/1 MB/s"
+
+
+def test_a_link_of_one_direction_is_no_far_tier() -> None:
+    assert str(Machine(1000)) == "cpu 1000 bytes, no far tier"
+    assert str(Machine(1000, out=5.0)) == str(Machine(1000, back=5.0)) == "cpu 1000 bytes, no far tier"
+
+
+def test_a_budget_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(BudgetError("too little", 5, 7)))
+    assert (str(error), error.budget, error.smallest) == ("too little", 5, 7)
+    assert isinstance(error, RuntimeError)

@@ -1,0 +1,203 @@
+"""`make_plan` asks the passes in their order, and plans nothing for a step that fits as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+
+from passes import (
+    PASSES,
+    BrokenTrace,
+    BudgetError,
+    Choice,
+    Machine,
+    Plan,
+    Recompute,
+    Trace,
+    apply,
+    make_plan,
+    parse,
+    predict,
+)
+from tests.strategies import machines, traces
+
+STEP = parse("""
+    forward:
+    w = parameter()  # u8[50] | makes w:50
+    x = input()  # u8[100] | makes x:100
+    d = tangent()  # u8[4] | makes d:4
+    a = mm(x, w)  # u8[1000] | makes a:1000 | 10.0 us | at layers.0 model.py:7
+    b = gelu(a)  # u8[1000] | makes b:1000 | 10.0 us | at layers.0 model.py:8
+    o = mm(b, w)  # u8[4] | makes o:4 | 10.0 us | workspace 700 | at head model.py:9
+    backward:
+    p = mm_backward(d, b)  # u8[100] | makes p:100 | 10.0 us | at head model.py:9
+    q = gelu_backward(p, a)  # u8[100] | makes q:100 | 10.0 us | at layers.0 model.py:8
+    r = mm_backward(q, x)  # u8[50] | makes r:50 | 10.0 us | at layers.0 model.py:7
+    return output o, gradient r
+""")
+ONE_OP = parse("forward:\na = f()  # makes a:8 | workspace 2\nreturn output a")
+FORWARD_ONLY = parse("""
+    x = input()  # u8[8] | makes x:8
+    a = f(x)  # u8[8] | makes a:8 | 1.0 us
+    b = f(a)  # u8[8] | makes b:8 | 1.0 us
+    c = f(b, a)  # u8[8] | makes c:8 | 1.0 us
+    return output c
+""")
+BACKWARD_ONLY = parse("backward:\nd = tangent()  # makes d:8\na = f(d)  # makes a:8\nreturn gradient a")
+NO_BYTES = parse("""
+    forward:
+    x = input()  # u8[0] | makes x:0
+    a = f(x)  # u8[0] | makes a:0
+    backward:
+    b = g(a)  # u8[0] | makes b:0
+    return gradient b
+""")
+PEAK, FLOOR = 2854, 2150  # at o; at b, where a is needed to make b
+
+
+def test_a_step_that_fits_is_left_as_it_is() -> None:
+    for budget in (PEAK, PEAK + 1, 10**15):
+        choice = make_plan(STEP, Machine(budget, out=1.0, back=1.0, staging=10**9))
+        assert choice.plan == ()
+        assert choice.forecast is choice.captured
+        assert choice.forecast.trace == STEP
+
+
+def test_the_error_says_what_is_in_the_way() -> None:
+    with pytest.raises(BudgetError) as raised:
+        make_plan(STEP, Machine(1500))
+    assert (raised.value.budget, raised.value.smallest) == (1500, FLOOR)
+    assert_expected_inline(
+        str(raised.value) + "\n",
+        """\
+the step needs 2150 bytes at the least, 1500 are allowed.
+It needs most at b (gelu, layers.0 model.py:8), where these lie on cpu:
+            1000 bytes  temporary  a u8[1000] layers.0 model.py:7
+            1000 bytes  activation b u8[1000] layers.0 model.py:8
+             100 bytes  input      x u8[100]
+              50 bytes  parameter  w u8[50]
+Give budget=2150, a smaller batch, or fewer bytes in what is listed.
+""",
+    )
+
+
+def test_the_error_tells_of_workspace() -> None:
+    with pytest.raises(BudgetError) as raised:
+        make_plan(ONE_OP, Machine(9, device="cuda:0"))
+    assert_expected_inline(
+        str(raised.value) + "\n",
+        """\
+the step needs 10 bytes at the least, 9 are allowed.
+It needs most at a (f), where these lie on cuda:0:
+               8 bytes  output     a
+               2 bytes  workspace  of a itself
+Give budget=10, a smaller batch, or fewer bytes in what is listed.
+""",
+    )
+
+
+def keep_all(trace: Trace, machine: Machine) -> Plan:
+    return ()
+
+
+def make_a_again(trace: Trace, machine: Machine) -> Plan:
+    return (Recompute("a", before="q"),)
+
+
+def test_passes_run_in_order_until_one_fits() -> None:
+    lines: list[str] = []
+    choice = make_plan(STEP, Machine(FLOOR), (keep_all, make_a_again, keep_all), lines.append)
+    assert choice.plan == (Recompute("a", before="q"),)
+    assert_expected_inline(
+        "\n".join(lines) + "\n",
+        """\
+captured         2854 bytes at o, 60 us
+keep_all         2854 bytes at o, 60 us
+make_a_again     2150 bytes at b, 70 us
+""",
+    )
+
+
+def test_the_lowest_of_all_plans_is_what_an_error_names() -> None:
+    with pytest.raises(BudgetError) as raised:
+        make_plan(STEP, Machine(5), (make_a_again, keep_all))
+    assert raised.value.smallest == predict(apply(STEP, (Recompute("a", before="q"),)), Machine(5)).peak < PEAK
+
+
+def test_a_pass_that_breaks_the_step_is_found_out() -> None:
+    def break_it(trace: Trace, machine: Machine) -> Plan:
+        return (Recompute("o", before="r"),)
+
+    once = parse(str(STEP).replace("workspace 700", "workspace 700 | once"))
+    with pytest.raises(BrokenTrace, match="which may run once"):
+        make_plan(once, Machine(5), (break_it,))
+
+
+def test_a_broken_step_is_not_planned() -> None:
+    with pytest.raises(BrokenTrace):
+        make_plan(parse("a = f(b)"), Machine(10**9))
+
+
+@pytest.mark.parametrize(
+    "trace", [ONE_OP, FORWARD_ONLY, BACKWARD_ONLY, NO_BYTES], ids=["one op", "forward", "backward", "no bytes"]
+)
+@pytest.mark.parametrize("link", [0.0, 1.0])
+def test_a_step_in_which_nothing_can_be_decided_fits_or_does_not(trace: Trace, link: float) -> None:
+    machine = Machine(0, out=link, back=link)
+    peak = predict(trace, machine).peak
+    assert make_plan(trace, replace(machine, budget=peak)).plan == ()
+    with pytest.raises(BudgetError) as raised:
+        make_plan(trace, replace(machine, budget=peak - 1))
+    assert raised.value.smallest == peak
+
+
+def test_a_step_of_nothing_fits_in_nothing() -> None:
+    assert make_plan(Trace(()), Machine(0)).plan == ()
+
+
+def test_a_budget_below_nothing_is_refused_with_the_smallest() -> None:
+    with pytest.raises(BudgetError) as raised:
+        make_plan(STEP, Machine(-5))
+    assert raised.value.smallest == FLOOR
+
+
+@settings(max_examples=25)
+@given(traces(), machines())
+def test_a_budget_that_fits_as_it_is_gives_no_decisions(trace: Trace, machine: Machine) -> None:
+    peak = predict(trace, machine).peak
+    assert make_plan(trace, replace(machine, budget=peak)).plan == ()
+    plan = outcome(trace, replace(machine, budget=peak - 1))
+    assert isinstance(plan, int) or (plan.plan and plan.forecast.peak < peak)
+
+
+@settings(max_examples=25)
+@given(traces(), machines())
+def test_the_same_step_gives_the_same_plan(trace: Trace, machine: Machine) -> None:
+    tight = replace(machine, budget=predict(trace, machine).peak * 3 // 4)
+    first, second = outcome(trace, tight), outcome(parse(str(trace)), tight)
+    if isinstance(first, int) or isinstance(second, int):
+        assert first == second
+    else:
+        assert first.plan == second.plan
+        assert str(first.forecast.trace) == str(second.forecast.trace)
+
+
+@settings(max_examples=25)
+@given(traces(), machines())
+def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Machine) -> None:
+    choice = outcome(trace, replace(machine, budget=predict(trace, machine).peak * 3 // 4))
+    if not isinstance(choice, int):
+        assert choice.captured.trace == trace
+        assert choice.forecast.trace == apply(trace, choice.plan)
+        assert choice.forecast.peak <= choice.captured.peak
+
+
+def outcome(trace: Trace, machine: Machine) -> Choice | int:
+    """What is chosen, or the smallest budget."""
+    try:
+        return make_plan(trace, machine, PASSES)
+    except BudgetError as error:
+        return error.smallest
