@@ -56,10 +56,17 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None, share: lis
             kept = row.measured <= row.forecast <= row.budget
             broken += not (kept and row.equal)
             table.add_row(
-                case.name, f"{part:.0%}", *(f"{n / 1e6:.2f}" for n in (row.eager, row.budget, row.forecast, row.measured)),
-                str(row.forecast - row.measured), str(kept), str(row.equal), f"{row.us / row.eager_us:.2f}", f"{row.planned_us / 1e6:.1f}",
-                str(row.recomputes), str(row.offloads),
-            )  # fmt: skip
+                case.name,
+                f"{part:.0%}",
+                *(f"{n / 1e6:.2f}" for n in (row.eager, row.budget, row.forecast, row.measured)),
+                str(row.forecast - row.measured),
+                str(kept),
+                str(row.equal),
+                f"{row.us / row.eager_us:.2f}",
+                f"{row.planned_us / 1e6:.1f}",
+                str(row.recomputes),
+                str(row.offloads),
+            )
             print(".", end="", file=sys.stderr, flush=True)
     Console(width=150).print(table)
     raise typer.Exit(broken > 0)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from memgraph.capture import capture, losses
 from memgraph.planner import Planner, Wishes
-from memgraph.probe import prober
+from memgraph.probe import Prober
 from memgraph.rewrite import rewrite
 from memgraph.split import split
 from memgraph.summarize import summarize
@@ -42,7 +42,7 @@ def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[f
 
     captured = timed("capture", lambda: capture(model, (ids,), {"labels": ids}, wanted=losses))
     graph = captured.graph.graph
-    trace = timed("price (run each distinct op)", lambda: summarize(graph, prober(1 << 60)))
+    trace = timed("price (run each distinct op)", lambda: summarize(graph, Prober(1 << 60)))
     plain = predict(trace, Machine(1 << 60))
     there = sum(op.nbytes for op in trace.ops if op.is_input)
     planner = Planner(model, Wishes(there + int(share * (plain.peak - there))))

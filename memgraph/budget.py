@@ -6,15 +6,28 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import torch
 
 from .device import memory_nbytes, unused_nbytes
 
 UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-FORMS = 'write e.g. "8GB", "8GiB", "500MB", an int of bytes, a float in (0, 1] of the device\'s memory, or None for what is free'
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+FORMS = (
+    'write e.g. "8GB", "8GiB", "500MB", an int of bytes, a float in (0, 1] of the device\'s memory, '
+    "or None for what is free"
+)
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
@@ -49,9 +62,7 @@ def _fraction(budget: float, device: torch.device) -> int:
 
 
 def _parse(budget: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", budget)
     if not found or found[2].upper() not in UNITS:
         raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
-    return (
-        int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]
-    )
+    return int(Fraction(found[1]) * UNITS[found[2].upper()])

@@ -18,9 +18,17 @@ RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """All bytes of the device's memory."""
+    """All bytes of the device's memory.
+
+    Raises:
+        ValueError: it is no CPU and no CUDA device.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        raise ValueError(
+            f"the model lies on {device}, which has no memory to plan for; move it to a CPU or a CUDA device"
+        )
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_control_group()])
 
 

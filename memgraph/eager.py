@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .capture import Captured, Ref
 from .trees import flatten
+from .versions import refuse_changed, version_of
 
 Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
@@ -25,9 +26,12 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     state = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        refuse_changed(seen)
         with torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
             torch.set_rng_state(state)
             if on_gpu:
@@ -35,8 +39,7 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
             named = dict(module.named_parameters())
             result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
-        leaves = [*named.values(), *(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))]
-        gradients = _differentiate(outputs, leaves, tangents)
+        gradients = _differentiate(outputs, [*named.values(), *given], tangents)
         return [*gradients[: len(named)], *[None] * len(buffers), *gradients[len(named) :]]
 
     return run

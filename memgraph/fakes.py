@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .call import Input
+from .chance import no_draws
 from .errors import CaptureError
 
 
@@ -26,7 +27,7 @@ def surroundings(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """What must be on, and what must be off, while a step of this module is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(no_draws())
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         if any(isinstance(child, nn.RNNBase) for child in module.modules()):

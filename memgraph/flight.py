@@ -16,6 +16,7 @@ from torch import Tensor
 from .ops import Lease, running
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
+from .versions import refuse_changed, version_of
 
 
 class Tier(Protocol):
@@ -34,6 +35,7 @@ class Flight:
         self.halves = halves
         self.lease = tier.lease() if tier is not None else None
         self.meter: Meter | None = None
+        self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
         self.ended = False
@@ -50,7 +52,7 @@ class Flight:
         del values[outputs:]
         self.ended = self.halves.backward is None
         theirs = [*tensors, *values]
-        self.seen = [(theirs[i], _version(theirs[i])) for i in self.halves.read]
+        self.seen = [(theirs[i], version_of(theirs[i])) for i in self.halves.read]
         return values
 
     def backward(
@@ -66,7 +68,7 @@ class Flight:
                 "this step has been differentiated already, and what it had saved is gone; "
                 "call backward(retain_graph=True) the first time to go through it twice"
             )
-        self._refuse_changed()
+        refuse_changed(self.seen)
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
         if not keep:
@@ -95,26 +97,13 @@ class Flight:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         window = self.meter.window(given) if self.meter is not None else nullcontext()
         with (
-            running(self.lease),
+            running(self.lease, self.sent),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
             window,
         ):
             yield
-
-    def _refuse_changed(self) -> None:
-        for tensor, version in self.seen:
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation, a tensor of shape {tuple(tensor.shape)}, has been "
-                    f"modified in place since forward (version {_version(tensor)}, expected {version}); "
-                    "clone it before it is changed, or change it after backward"
-                )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _like(fake: Tensor, tangent: Tensor | None) -> Tensor:

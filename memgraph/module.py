@@ -1,6 +1,8 @@
 """The module that `memgraph.compile` returns: the given one, whose step stays under the budget.
 
-model(x)    ->  is there a plan for a call like this?  no: capture and plan.  Then run its forward; backward follows by autograd.
+    model(x)    ->  a plan for calls like this, made now or found; then its forward.  Backward follows by autograd.
+
+Plans are kept by signature, and the one that was used longest ago goes first.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class CompiledModule(Shared):
         wishes = self._planner.wishes
         if wishes.optimizer is not None:
             raise TypeError(
-                "a module that was compiled with an optimizer can't be copied or pickled, since the optimizer would go on "
-                "with the old parameters; copy the plain module, make it an optimizer, and compile both"
+                "a module that was compiled with an optimizer can't be copied or pickled, since the optimizer would go "
+                "on with the old parameters; copy the plain module, make it an optimizer, and compile both"
             )
         return _again, (self._planner.module, wishes)
 
@@ -51,7 +53,8 @@ class CompiledModule(Shared):
         """
         if self._latest is None:
             raise RuntimeError(
-                "there is no plan before the first call; memgraph.plan(model, *args, budget=...) makes one without a step"
+                "there is no plan before the first call; "
+                "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
         return self._latest.report
 
@@ -94,8 +97,8 @@ class CompiledModule(Shared):
         def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             self.__dict__["_wanted"] = everything
             warnings.warn(
-                "a loss was made of outputs besides the scalar ones, for which alone backward was planned; this one step "
-                "runs the plain module again, outside of the budget, and later steps are planned for all outputs",
+                "a loss was made of outputs besides the scalar ones, for which alone backward was planned; this one "
+                "step runs the plain module again, outside of the budget, and later steps are planned for all outputs",
                 RuntimeWarning,
                 stacklevel=2,
             )

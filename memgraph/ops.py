@@ -46,14 +46,19 @@ for _schema in (
 
 
 @contextmanager
-def running(lease: Lease | None) -> Iterator[None]:
-    """Ops of this thread copy to and from `lease`."""
+def running(lease: Lease | None, sent: dict[int, Tensor]) -> Iterator[None]:
+    """Ops of this thread copy to and from `lease`, and note in `sent` what lies there.
+
+    A generator that an error left in an earlier state is set right.
+    """
     before = getattr(_local, "lease", None)
-    _local.lease = lease
+    _local.lease, _local.sent, _local.swapped = lease, sent, None
     try:
         yield
     finally:
         _local.lease = before
+        if _local.swapped is not None:
+            _swap_rng(*_local.swapped)
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
@@ -75,6 +80,7 @@ def _lease() -> Lease:
 
 def _offload(x: Tensor, slot: int) -> Tensor:
     _lease().offload(slot, x)
+    _local.sent[slot] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return x.new_empty(0)
 
 
@@ -85,7 +91,8 @@ def _free(ticket: Tensor, x: Tensor, slot: int) -> None:
 def _reload(
     ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    sent = _local.sent[slot]  # bytes come back as they went, whatever strides were expected
+    tensor = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype, device=device)
     _lease().reload(slot, tensor)
     return tensor
 
@@ -105,6 +112,7 @@ def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+    _local.swapped = None if getattr(_local, "swapped", None) else (before, device)  # every second swap is back
     return before
 
 

@@ -12,22 +12,25 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from passes import Choice, Machine, make_plan, predict
 
 from .accumulation import accumulating
 from .budget import budget_nbytes
 from .capture import Wanted, capture
-from .device import device_of, return_freed_memory
+from .device import device_of, return_freed_memory, unused_nbytes
+from .errors import CaptureError
 from .peak import resident_bytes
-from .probe import prober
+from .probe import Prober
 from .report import Report
-from .rewrite import rewrite, slot_nbytes
+from .rewrite import fake_mode, rewrite, slot_nbytes
 from .signature import has_gradients
 from .split import split
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, linked, tier_name
+from .truth import correct
 from .update import with_update
 
 
@@ -52,6 +55,8 @@ class Planner:
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
         owned = [*self.module.parameters(), *self.module.buffers()]
+        if any(map(is_lazy, owned)):
+            raise CaptureError("parameters have no shape yet: run the lazy module once before it is compiled")
         device = device_of(owned)
         if getattr(self, "device", None) != device:
             self.budget = budget_nbytes(self.wishes.budget, device, resident_bytes(owned))
@@ -67,6 +72,7 @@ class Planner:
         """
         begin = time.perf_counter()
         self._look()
+        self._refuse_hooks()
         captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         graph = accumulating(captured) if has_gradients(self.module) else captured.graph.graph
         machine, choice = self._plan(graph)
@@ -78,8 +84,19 @@ class Planner:
         report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
         return Step(captured, split(planned, captured.graph), tier, report)
 
+    def _refuse_hooks(self) -> None:
+        """A module's backward hooks would run once, while it is captured, and never again."""
+        for name, part in self.module.named_modules():
+            if part._backward_hooks or part._backward_pre_hooks:
+                raise CaptureError(
+                    f"{name or 'the model'} has backward hooks, which a captured step can't call: "
+                    "register them on the compiled module, or hooks on parameters and outputs instead"
+                )
+
     def _plan(self, graph: fx.Graph) -> tuple[Machine, Choice]:
-        trace = summarize(graph, prober(self.budget))
+        prober = Prober(unused_nbytes(self.device) // 2)
+        correct(graph, fake_mode(graph), prober.made)
+        trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
             trace = with_update(trace, self.wishes.optimizer)
         machine = Machine(self.budget, str(self.device))

@@ -1,16 +1,18 @@
-"""What each op takes, by running it: microseconds, and the workspace that no graph shows.
+"""What each op takes, by running it: microseconds, the workspace that no graph shows, and the layout of what it makes.
 
-    convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152)
+    convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152), made f32[16, 64, 32, 32] ...
 
-Each distinct op (target, shapes, strides, dtypes, constants, device) runs once for its workspace, and if it is short a
-few times more for its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so
-never more memory than the step needs.
+Each distinct op (target, shapes, strides, dtypes, constants, device) runs once, and if it is short a few times more for
+its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory
+than the step itself needs.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,36 +20,63 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .nodes import storages
 from .peak import measured, resident_bytes
-from .summarize import Cost, Price, tensors
+from .summarize import Cost, tensors
 
 ENOUGH_US = 2000.0  # an op is run again until this much time has gone into it,
 REPEATS = 5  # but not more often
 MEMORY_RATE = 5000.0  # bytes per microsecond: the price of an op that could not be run
-_known: dict[str, Cost] = {}
+
+Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
-def prober(limit: int) -> Price:
-    """Prices nodes by running them; an op whose own tensors exceed `limit` bytes is not run, but priced by its
-    bytes."""
+@dataclass(frozen=True)
+class Probed:
+    """What an op took, and how its results lie in memory; None if it could not be run."""
 
-    def price(node: fx.Node) -> Cost:
-        if _is_view(node):
-            return Cost()
+    cost: Cost
+    made: tuple[Layout, ...] | None
+
+
+_known: dict[str, Probed] = {}
+
+
+class Prober:
+    """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self, node: fx.Node) -> Cost:
+        """The price of an op."""
+        return Cost() if is_view(node) else self._probed(node).cost
+
+    def made(self, node: fx.Node) -> tuple[Layout, ...] | None:
+        """How an op's results lie in memory, where that is known."""
+        return None if is_view(node) else self._probed(node).made
+
+    def _probed(self, node: fx.Node) -> Probed:
         key = _key(node)
-        if key not in _known:
-            _known[key] = _probe(node) if _touched(node) <= limit else _guess(node)
-        return _known[key]
+        if key in _known:
+            return _known[key]
+        found = _probe(node) if _touched(node) <= self.limit else None
+        if found is not None:
+            _known[key] = found
+        return found or Probed(Cost(_touched(node) / MEMORY_RATE), None)
 
-    return price
 
-
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether the node computes nothing: a view, a part of a tuple, a memory op."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
-    read = {t.untyped_storage()._cdata for source in node.all_input_nodes for t in tensors(source)}
-    return node.target.namespace == "memgraph" or all(t.untyped_storage()._cdata in read for t in tensors(node))
+    return storages(node) <= {storage for source in node.all_input_nodes for storage in storages(source)}
+
+
+def layout(tensor: Tensor) -> Layout:
+    """How a tensor lies in memory; the strides of dimensions of one element say nothing, and are 0."""
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.dtype, tuple(tensor.shape), strides
 
 
 def _key(node: fx.Node) -> str:
@@ -69,16 +98,11 @@ def _describe_tensor(value: object) -> object:
 
 
 def _touched(node: fx.Node) -> int:
-    values = [value for source in (*node.all_input_nodes, node) for value in tensors(source)]
-    return sum({v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values}.values())
+    return resident_bytes(value for source in (*node.all_input_nodes, node) for value in tensors(source))
 
 
-def _guess(node: fx.Node) -> Cost:
-    return Cost(_touched(node) / MEMORY_RATE, 0)
-
-
-def _probe(node: fx.Node) -> Cost:
-    """Run the op of `node` on made-up values."""
+def _probe(node: fx.Node) -> Probed | None:
+    """Run the op of `node` on made-up values; None if that was to no avail."""
     device = next((value.device for value in tensors(node)), torch.device("cpu"))
     with torch.no_grad(), torch.random.fork_rng():
         try:
@@ -86,10 +110,15 @@ def _probe(node: fx.Node) -> Cost:
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             (result, us), allocated = measured(lambda: _timed(run, device), device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
-            return _guess(node)  # values matter to this op, and made-up ones do not do
-        made = resident_bytes(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        del result
-        return Cost(_shortest(run, device, us), max(0, allocated.peak - made) if allocated else 0)
+            return None  # values matter to this op, and made-up ones do not do
+        if allocated is None:
+            message = "a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return None
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made, nbytes = tuple(map(layout, results)), resident_bytes(results)
+        del result, results
+        return Probed(Cost(_shortest(run, device, us), max(0, allocated.peak - nbytes)), made)
 
 
 def _made_up(node: fx.Node) -> Any:

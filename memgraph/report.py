@@ -96,7 +96,8 @@ class Report:
         plain = self.choice.captured
         lines = [
             f"fits: forecast {_mb(self.peak)}, measured {self._measured()}, budget {_mb(self.budget)}",
-            f"time: forecast {_ms(self.forecast.us)}, {self.overhead:+.1%} of {_ms(plain.us)} for the step as it is, which needs {_mb(plain.peak)}",
+            f"time: forecast {_ms(self.forecast.us)}, {self.overhead:+.1%}; "
+            f"as it is, the step takes {_ms(plain.us)} and needs {_mb(plain.peak)}",
         ]
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")

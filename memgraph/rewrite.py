@@ -17,6 +17,7 @@ from passes import Op, Trace
 
 from .nodes import derived, returned
 from .summarize import tensors
+from .truth import REAL, again
 
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
@@ -37,7 +38,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph) -> None:
         self.old = {node.name: node for node in graph.nodes}
         self.graph = graph
-        self.mode = _fake_mode(graph)
+        self.mode = fake_mode(graph)
         self.new = fx.Graph()
         self.env: dict[str, fx.Node] = {}
         self.fresh: set[fx.Node] = set()
@@ -63,14 +64,22 @@ class _Rewriter:
         node.meta = dict(source.meta) | {"phase": op.phase} | ({"again": op.again} if op.again else {})
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
-        return self._derive(node, op) if op.again or moved else self._named(node, op)
+        if op.again and REAL in source.meta:
+            node.meta["val"] = again(node, self.mode)
+            self.fresh.add(node)
+        elif op.again or moved:
+            node.meta["val"] = derived(node, self.mode)
+            self.fresh.add(node)
+        return self._named(node, op)
 
     def _memory_op(self, op: Op) -> fx.Node:
         verb = op.fn.split(".")[1]
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
         node.meta = {"phase": op.phase, "where": op.where}
-        return self._derive(node, op)
+        node.meta["val"] = derived(node, self.mode)
+        self.fresh.add(node)
+        return self._named(node, op)
 
     def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[Any, ...]:
         """The arguments of a memory op behind the values that it reads."""
@@ -85,18 +94,12 @@ class _Rewriter:
         sent = self.sent[slot]
         return (slot, list(sent.shape), list(sent.stride()), sent.dtype, sent.device) if verb == "reload" else (slot,)
 
-    def _derive(self, node: fx.Node, op: Op) -> fx.Node:
-        """Give `node` the fake value that it has where it stands now."""
-        node.meta["val"] = derived(node, self.mode)
-        self.fresh.add(node)
-        return self._named(node, op)
-
     def _named(self, node: fx.Node, op: Op) -> fx.Node:
         node.name = op.name
         return node
 
 
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     for node in graph.nodes:
         for tensor in tensors(node):
             if isinstance(tensor, FakeTensor):

@@ -1,6 +1,6 @@
 """A module that is another one, but for its forward.
 
-    same = Shared(model)      same.state_dict(), same.to(...), same.train(), same.config, same.weight = ...: all of it is model's
+    same = Shared(model)      same.state_dict(), same.to(...), same.train(), same.config: all of it is model's
 
 Parameters, buffers and submodules are the very dictionaries of the other module, so names have no prefix and nothing is
 held twice.
@@ -41,7 +41,8 @@ class Shared(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "_module":  # not yet there while a copy or an unpickled object is being filled
             raise AttributeError(name)
-        return getattr(self._module, name)
+        own = getattr(type(self), name, None)
+        return own.__get__(self) if isinstance(own, property) else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ or name in dir(type(self)):

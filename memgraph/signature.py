@@ -1,27 +1,32 @@
 """What a captured graph depends on: the key under which it may be used again.
 
-model(x, mask=None)  ->  the call's structure and constants; shape, stride, dtype, device and requires_grad of every tensor;
-                         every module's `training`; autocast and grad mode; which parameters are frozen, which have
-                         gradients
+    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, every module's `training`, ..., grad mode)
+
+In the key are the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor; the
+plain attributes and the hooks of every submodule; autocast and grad mode.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from .shared import Shared
+
+PLAIN = (bool, int, float, str, types.NoneType)
+
 
 def signature(module: nn.Module, spec: Hashable, leaves: Sequence[object]) -> Hashable:
-    """The guard key of a call; equal keys may share a graph.  Leaves that are no tensors are in the key by type and
-    value."""
+    """The guard key of a call; equal keys may share a graph.  What is no tensor is in the key by type and value."""
     return (
         spec,
         tuple(_tensor(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves),
         tuple(map(_tensor, module.parameters())),
         tuple(map(_tensor, module.buffers())),
-        tuple(part.training for part in module.modules()),
+        tuple(_python(part) for part in (*module.modules(), *([module._module] if isinstance(module, Shared) else []))),
         _modes(),
     )
 
@@ -29,6 +34,13 @@ def signature(module: nn.Module, spec: Hashable, leaves: Sequence[object]) -> Ha
 def has_gradients(module: nn.Module) -> bool:
     """Whether gradients are there already, to which backward will add."""
     return any(parameter.grad is not None for parameter in module.parameters())
+
+
+def _python(part: nn.Module) -> Hashable:
+    """What forward may read of a module besides its tensors: `training`, its other plain attributes, and its hooks."""
+    attributes = tuple((name, value) for name, value in vars(part).items() if type(value) in PLAIN)
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return type(part), attributes, tuple(id(hook) for found in hooks for hook in found.values())
 
 
 def _tensor(tensor: Tensor) -> Hashable:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
-from .nodes import returned, storages
+from .nodes import changes_inputs, returned, storages
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -50,7 +50,8 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
         return Halves(forward, None)
     tangents = tuple(node.meta["val"] for node in given if node.meta["kind"] == "tangent")
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
-    kept = {storage for node in saved for storage in storages(node)}
+    written = {storage for node in graph.nodes if changes_inputs(node) for storage in storages(node)}
+    kept = {storage for node in saved for storage in storages(node)} - written
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, tangents, theirs)
 

@@ -1,6 +1,6 @@
 """A joint fx graph -> the trace that `passes` plan on.
 
-    %mm : call_function[aten.mm.default](%x, %w)     ->     mm = aten.mm.default(x, w)  # f32[8, 16] | makes mm:512 | 3.1 us
+    %mm : call_function[aten.mm.default](%x, %w)  ->  mm = aten.mm.default(x, w)  # f32[8, 16] | makes mm:512 | 3 us
 
 One line a node; storages are found on the fake tensors, so views show as values that hold what others made.
 """
@@ -21,9 +21,19 @@ from .nodes import is_random, returned
 from .ops import accumulate, state_nbytes
 
 SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 # Batch norm in training reads the running statistics only to update them: running it again gives the same output.
 PURE_AGAIN = (torch.ops.aten._native_batch_norm_legit_functional.default,)
 
@@ -84,10 +94,20 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
     cost = price(node) if node.op == "call_function" else Cost()
     drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
     return Op(
-        name=node.name, fn=_fn(node), reads=tuple(read.name for read in node.all_input_nodes), makes=tuple(makes),
-        holds=tuple(dict.fromkeys(holds)), phase=node.meta.get("phase", "forward"), us=cost.us, workspace=cost.workspace, draws=drawn,
-        once=_once(node, mutated), again=node.meta.get("again", ""), type=", ".join(map(_type, values)), where=node.meta.get("where", ""),
-    )  # fmt: skip
+        name=node.name,
+        fn=_fn(node),
+        reads=tuple(read.name for read in node.all_input_nodes),
+        makes=tuple(makes),
+        holds=tuple(dict.fromkeys(holds)),
+        phase=node.meta.get("phase", "forward"),
+        us=cost.us,
+        workspace=cost.workspace,
+        draws=drawn,
+        once=_once(node, mutated),
+        again=node.meta.get("again", ""),
+        type=", ".join(map(_type, values)),
+        where=node.meta.get("where", ""),
+    )
 
 
 def _fn(node: fx.Node) -> str:

@@ -10,6 +10,29 @@ from .pipeline import PASSES, Choice, make_plan
 from .trace import INPUTS, Op, Storage, Trace, parse
 
 __all__ = [
-    "INPUTS", "KINDS", "PASSES", "BrokenTrace", "BudgetError", "Choice", "Copy", "Decision", "Forecast", "Life", "Machine", "Offload", "Op", "Plan",
-    "Recompute", "Reload", "Storage", "Trace", "apply", "check", "lifetimes", "make_plan", "parse", "parse_plan", "predict",
-]  # fmt: skip
+    "INPUTS",
+    "KINDS",
+    "PASSES",
+    "BrokenTrace",
+    "BudgetError",
+    "Choice",
+    "Copy",
+    "Decision",
+    "Forecast",
+    "Life",
+    "Machine",
+    "Offload",
+    "Op",
+    "Plan",
+    "Recompute",
+    "Reload",
+    "Storage",
+    "Trace",
+    "apply",
+    "check",
+    "lifetimes",
+    "make_plan",
+    "parse",
+    "parse_plan",
+    "predict",
+]

@@ -144,23 +144,24 @@ class _Writer:
                 self.before.setdefault(decision.use, []).append((self._wait, value))
 
     def _note_state(self, op: Op, phase: str) -> None:
-        self._runtime(f"{op.name}__rng", "rng_state", (), phase, op.draws)
+        self._runtime(f"{op.name}__rng", "rng_state", (), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _recompute(self, op: Op, phase: str) -> None:
         self.copies[op.name] = number = self.copies.get(op.name, 0) + 1
         name = f"{op.name}__{number}"
         if op.draws:
-            self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws)
+            self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws, type=f"u8[{op.draws}]")
         makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
         own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
         read = self._renamed(op)
         holds = tuple(own.get(held, held) for held in read.holds)
         self.newest[op.name] = self._add(replace(read, name=name, phase=phase, again=op.name, makes=makes, holds=holds))
         if op.draws:
-            self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws)
+            self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _offload(self, op: Op, phase: str) -> None:
-        self._runtime(f"{op.name}__out", "offload", (self.newest[op.name].name,), phase)
+        empty = op.type.partition("[")[0] + "[0]"
+        self._runtime(f"{op.name}__out", "offload", (self.newest[op.name].name,), phase, 0, type=empty)
 
     def _free(self, op: Op, phase: str) -> None:
         self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", self.newest[op.name].name), phase)
@@ -179,10 +180,10 @@ class _Writer:
         )
 
     def _runtime(
-        self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int = 0,
+        self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
         holds: tuple[str, ...] = (), type: str = "", where: str = "",
     ) -> Op:  # fmt: skip
-        makes = (Storage(name, nbytes),) if nbytes else ()
+        makes = () if nbytes is None else (Storage(name, nbytes),)
         holds = holds or tuple(storage.name for storage in makes)
         return self._add(Op(name, f"memgraph.{fn}.default", reads, makes, holds, phase, type=type, where=where))
 

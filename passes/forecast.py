@@ -20,8 +20,18 @@ from .machine import Machine
 from .trace import Trace
 
 KINDS = (
-    "parameter", "buffer", "state", "input", "gradient", "tangent", "output", "activation", "temporary", "workspace", "staging",
-)  # fmt: skip
+    "parameter",
+    "buffer",
+    "state",
+    "input",
+    "gradient",
+    "tangent",
+    "output",
+    "activation",
+    "temporary",
+    "workspace",
+    "staging",
+)
 Bytes = npt.NDArray[np.int64]
 
 

@@ -17,8 +17,20 @@ from functools import cached_property
 from .trace import Trace
 
 ITEMSIZE = {
-    "f64": 8, "f32": 4, "f16": 2, "bf16": 2, "f8": 1, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1, "c64": 8, "c128": 16,
-}  # fmt: skip
+    "f64": 8,
+    "f32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "f8": 1,
+    "i64": 8,
+    "i32": 4,
+    "i16": 2,
+    "i8": 1,
+    "u8": 1,
+    "b8": 1,
+    "c64": 8,
+    "c128": 16,
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ repeat, worse on others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .decisions import Plan, apply
 from .forecast import Forecast, predict
@@ -35,6 +35,11 @@ def descend(trace: Trace, machine: Machine) -> Plan:
             return _first_between(gaps, machine, before, after).plan
         lowest = after
     return lowest.plan
+
+
+def descend_at_home(trace: Trace, machine: Machine) -> Plan:
+    """The same without the far tier."""
+    return descend(trace, replace(machine, out=0.0, back=0.0)) if machine.out else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +210,8 @@ class Costs:
         return us, kept
 
     def _comes_anyway(self, value: str, fates: dict[str, Fate]) -> bool:
-        return (
-            value in self.again and Fate.BRIEF not in fates.values() or any(known in AWAY for known in fates.values())
+        return (value in self.again and Fate.BRIEF not in fates.values()) or any(
+            known in AWAY for known in fates.values()
         )
 
     def _offload_us(self, nbytes: int) -> float:

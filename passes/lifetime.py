@@ -57,6 +57,6 @@ def last_reads(trace: Trace) -> dict[str, int]:
 def _kind(op: Op, crosses: bool) -> str:
     if op.is_input:
         return op.fn
-    if op.phase == "forward" and crosses or op.fn == "memgraph.reload.default":
+    if (op.phase == "forward" and crosses) or op.fn == "memgraph.reload.default":
         return "activation"
     return "temporary"

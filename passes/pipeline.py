@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .decisions import Plan, apply
 from .errors import BudgetError
 from .forecast import Forecast, predict
-from .greedy import descend
+from .greedy import descend, descend_at_home
 from .invariants import check
 from .machine import Machine
 from .trace import Trace
@@ -20,8 +20,8 @@ from .trace import Trace
 Pass = Callable[[Trace, Machine], Plan]
 Log = Callable[[str], None]
 
-# From the cheapest search to the dearest; the first whose plan fits ends the search.
-PASSES: tuple[Pass, ...] = (descend,)
+# The first whose plan fits ends the search.  The second helps where the far tier's staging is more than it would free.
+PASSES: tuple[Pass, ...] = (descend, descend_at_home)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def _over(forecast: Forecast, machine: Machine) -> str:
     op = forecast.trace.ops[forecast.at]
     lines = [
         f"the step needs {forecast.peak} bytes at the least, {machine.budget} are allowed.",
-        f"It needs most at {op.name} ({op.fn}{', ' + op.where if op.where else ''}), where these lie on {machine.device}:",
+        f"It needs most at {op.name} ({', '.join(filter(None, (op.fn, op.where)))}); on {machine.device} lie there:",
     ]
     for life in forecast.alive(forecast.at)[:6]:
         maker = forecast.trace.op[life.maker]

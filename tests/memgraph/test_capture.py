@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -41,7 +43,7 @@ def agrees(
         result = twin(*twin_args, **twin_kwargs)
     outputs = outputs_of(captured, result, twins)
     assert captured.differentiable == tuple(i for i, output in enumerate(outputs) if output.requires_grad)
-    tangents = [torch.randn(outputs[i].shape, dtype=outputs[i].dtype) for i in captured.tangents]
+    tangents = [torch.randn_like(outputs[i]) for i in captured.tangents]
     if tangents:
         torch.autograd.backward([outputs[i] for i in captured.tangents], tangents)
 
@@ -111,12 +113,14 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def assert_owned(handed: Mapping[Output, Tensor], given: Sequence[Tensor]) -> None:
-    """A parameter's gradient fills its storage, and nothing else holds it."""
+    """A parameter's gradient fills its storage, and nothing else holds it.  An output is no view of an input."""
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in given}
     storages = [tensor.untyped_storage().data_ptr() for tensor in [*handed.values(), *given]]
     for role, tensor in handed.items():
         if role.kind == "gradient":
             assert storages.count(tensor.untyped_storage().data_ptr()) == 1, role
             assert is_whole(tensor)
+        assert role.kind != "output" or tensor.untyped_storage().data_ptr() not in inputs
 
 
 def assert_well_formed(graph: fx.Graph) -> None:
@@ -312,6 +316,10 @@ def test_dropout_on_a_transposed_tensor_draws_in_the_order_of_memory() -> None:
     agrees(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), X.view(1, 2, 4))
 
 
+def test_what_is_drawn_and_not_used_is_drawn() -> None:
+    agrees(Plain(lambda m, h: (torch.rand(3), F.dropout(h))[1]), X)
+
+
 def test_a_parameter_that_forward_changes() -> None:
     agrees(nn.Sequential(nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 2)), TOKENS)
 
@@ -381,13 +389,15 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
             self.crossed, self.summed = nn.Parameter(torch.randn(4, 2).t()), nn.Parameter(torch.randn(2, 4))
 
         def forward(self, x: Tensor) -> Any:
-            return self.crossed * x, self.summed.sum()
+            return x * 2 * self.crossed, self.summed.sum()
 
     agrees(Crossed(), X)
 
 
 def test_recurrent_layers() -> None:
     agrees(nn.LSTM(4, 3, 2, dropout=0.2), X.view(2, 1, 4), context=lambda: torch.backends.mkldnn.flags(enabled=False))
+    graph = capture(nn.GRU(4, 3), (X.view(2, 1, 4),), {}).graph.graph
+    assert not [node for node in graph.nodes if "mkldnn" in str(node.target)]  # it would not run without autograd
 
 
 def test_an_expanded_input_and_one_that_is_no_leaf() -> None:
@@ -486,6 +496,14 @@ def test_a_users_own_error_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="broadcast") as caught:
         capture(Plain(lambda m, h: h + torch.ones(3)), (X,), {})
     assert not isinstance(caught.value, CaptureError)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_decision_that_python_draws_is_refused(draw: Callable[[], float]) -> None:
+    states = random.getstate(), str(numpy.random.get_state())
+    with pytest.raises(CaptureError, match="which would be the same in every step"):
+        capture(Plain(lambda m, h: h if draw() < 0.5 else -h), (X,), {})
+    assert states == (random.getstate(), str(numpy.random.get_state()))
 
 
 def keep(model: Any, h: Tensor) -> Tensor:

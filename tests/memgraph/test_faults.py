@@ -35,7 +35,7 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        block = (nn.Sequential(nn.Linear(width, width), self.norm(width), nn.GELU(), nn.Dropout(0.2)) for _ in range(2))
+        block = (nn.Sequential(nn.Linear(width, width), self.norm(width), nn.GELU(), nn.Dropout(0.2)) for _ in range(1))
         self.blocks, self.last = nn.Sequential(*block), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -442,7 +442,6 @@ def test_what_backward_does_not_need_may_be_changed_before_it() -> None:
         loss = model(batch()).square().mean()
         with torch.no_grad():
             module.last.bias.zero_()
-            module.blocks[1][1].bias.zero_()  # type: ignore[index,union-attr,operator]
         loss.backward()
         found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
     assert all(map(torch.equal, *found))

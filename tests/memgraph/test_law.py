@@ -26,7 +26,7 @@ from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses, operands
 from memgraph.disk import STAGING
 from memgraph.peak import measured, resident_bytes
-from memgraph.probe import prober
+from memgraph.probe import Prober
 from memgraph.report import Report
 from memgraph.rewrite import rewrite, slot_nbytes
 from memgraph.split import split
@@ -178,7 +178,7 @@ def subject(name: str) -> Subject:
 
 def price(node: fx.Node) -> Cost:
     """Real workspace, but a time that is the same in every run."""
-    cost = prober(1 << 40)(node)
+    cost = Prober(1 << 40)(node)
     return Cost(5.0, cost.workspace) if cost.us else cost
 
 

@@ -153,6 +153,29 @@ f = relu_backward(e, a__back_2)  # makes f:128
     )
 
 
+def test_what_is_sent_away_is_the_newest_copy() -> None:
+    plan = (
+        Recompute("a", before="b"), Recompute("v", before="b"), Offload("a", out="b", free="b"), Reload("a", back="e", use="e"),
+        Recompute("v", before="e"),
+    )  # fmt: skip
+    assert_expected_inline(changed(STEP, plan), """\
+forward:
+a = relu(x)  # f32[8, 4] | makes a:128 | 10.0 us | at model.py:1
+v = view(a)  # f32[32] | holds a
+a__1 = relu(x)  # f32[8, 4] | makes a__1:128 | 10.0 us | again a | at model.py:1
+v__1 = view(a__1)  # f32[32] | holds a__1 | again v
+b = mm(v__1, w)  # makes b:128
+a__out = memgraph.offload.default(a__1)
+a__free = memgraph.free.default(a__out, a__1)
+backward:
+a__in_1 = memgraph.reload.default(a__out)  # f32[8, 4] | makes a__in_1:128 | at model.py:1
+a__back_1 = memgraph.wait.default(a__in_1)  # f32[8, 4] | holds a__in_1 | at model.py:1
+v__2 = view(a__back_1)  # f32[32] | holds a__in_1 | again v
+e = mm_backward(d, v__2)  # makes e:64
+f = relu_backward(e, a__back_1)  # makes f:128
+""")
+
+
 def test_random_numbers_are_drawn_again_from_the_state_of_their_first_time() -> None:
     plan = (Recompute("n", before="g"), Recompute("y", before="g"), Recompute("m", before="g"))
     assert_expected_inline(

@@ -1,0 +1,66 @@
+"""Correct the fake values of a graph where real ops make something else.
+
+    native_layer_norm under autocast:   fake says bf16[8, 1] for its statistics, the CPU's kernel makes f32[8, 1]
+
+A forecast is made of fake values, so it is as true as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .nodes import derived, storages
+from .probe import Layout, is_view, layout
+
+REAL = "real"  # in a node's meta: its fake value is not what its op would give on fake tensors
+
+
+def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[Layout, ...] | None]) -> None:
+    """Give every op that makes something else than its fake value the value that it makes, and its views after it."""
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_view(node):
+            if not changed.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = derived(node, mode)
+                changed.add(node)
+            continue
+        real, expected = made(node), tuple(layout(value) for value in _leaves(node))
+        # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
+        if real is not None and len(real) == len(expected) and real != expected:
+            node.meta |= {"val": _like(node, real, mode), REAL: True}
+            changed.add(node)
+
+
+def again(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """A new fake value like that of a corrected node, in storages of its own."""
+    return _like(node, tuple(layout(value) for value in _leaves(node)), mode)
+
+
+def _leaves(node: fx.Node) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(node.meta["val"])[0] if isinstance(leaf, Tensor)]
+
+
+def _like(node: fx.Node, layouts: tuple[Layout, ...], mode: FakeTensorMode) -> Any:
+    """The node's value with tensors that lie as `layouts` say; what it took over from its inputs stays."""
+    leaves, form = tree_flatten(node.meta["val"])
+    given = {storage for source in node.all_input_nodes for storage in storages(source)}
+    rest = iter(layouts)
+    new: list[Any] = []
+    for leaf in leaves:
+        lies = next(rest) if isinstance(leaf, Tensor) else None
+        mine = lies is not None and leaf.untyped_storage()._cdata not in given
+        new.append(_empty(leaf, lies, mode) if mine and lies is not None else leaf)
+    return tree_unflatten(new, form)
+
+
+def _empty(old: Tensor, lies: Layout, mode: FakeTensorMode) -> Tensor:
+    dtype, shape, strides = lies
+    with mode:
+        return old.new_empty_strided(shape, [stride or 1 for stride in strides], dtype=dtype)
