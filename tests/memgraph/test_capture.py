@@ -396,7 +396,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
 
 def test_recurrent_layers() -> None:
     agrees(nn.LSTM(4, 3, 2, dropout=0.2), X.view(2, 1, 4), context=lambda: torch.backends.mkldnn.flags(enabled=False))
-    graph = capture(nn.GRU(4, 3), (X.view(2, 1, 4),), {}).graph.graph
+    graph = capture(nn.LSTM(4, 3), (X.view(2, 1, 4),), {}).graph.graph
     assert not [node for node in graph.nodes if "mkldnn" in str(node.target)]  # it would not run without autograd
 
 

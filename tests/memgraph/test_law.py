@@ -28,17 +28,19 @@ from memgraph.disk import STAGING
 from memgraph.peak import measured, resident_bytes
 from memgraph.probe import Prober
 from memgraph.report import Report
-from memgraph.rewrite import rewrite, slot_nbytes
+from memgraph.rewrite import fake_mode, rewrite, slot_nbytes
 from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import Cost, summarize
 from memgraph.tiers import far_tier
+from memgraph.truth import correct
 from passes import Choice, Machine, Op, Plan, Trace, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import AWAY, Fate, schedule
 
 MACHINE = Machine(1 << 40, out=10.0, back=10.0, staging=STAGING, capacity=1 << 40)
 CPU = torch.device("cpu")
+PROBER = Prober(1 << 30)
 # What the forecast may count too much of: a tangent is there from the first backward op on, but the engine hands it in when it likes.
 SLACK = 4096
 
@@ -83,7 +85,9 @@ class Pictures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
         self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(inplace=True))
         self.head = nn.Linear(8, 5)
 
@@ -172,8 +176,11 @@ def subject(name: str) -> Subject:
     model = make()
     args, kwargs = batch()
     captured = capture(model, args, kwargs, wanted=losses)
+    graphs = captured.graph.graph, accumulating(captured)
+    for graph in graphs:
+        correct(graph, fake_mode(graph), PROBER.made)
     begin = {key: value.clone() for key, value in model.state_dict().items()}
-    return Subject(model, args, kwargs, captured, (captured.graph.graph, accumulating(captured)), begin)
+    return Subject(model, args, kwargs, captured, graphs, begin)
 
 
 def price(node: fx.Node) -> Cost:
@@ -270,7 +277,6 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool
     assert str(without_tickets(found)) == str(without_tickets(text))
 
 
-@pytest.mark.xfail(strict=True, reason="the applied text gives tickets and generator states no type, and tickets no storage of 0 bytes")
 @pytest.mark.parametrize("only", [Fate.OFFLOAD, Fate.RECOMPUTE])
 def test_the_law_holds_to_the_letter(only: Fate) -> None:
     gaps = Gaps(traced("normed", False))
@@ -299,7 +305,9 @@ def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Fate) -> None
 @pytest.mark.parametrize("name", MODELS)
 @thorough
 @given(data=st.data())
-def test_any_plan_is_bit_equal_with_eager_and_measures_itself_within_its_forecast(name: str, data: st.DataObject) -> None:
+def test_any_plan_is_bit_equal_with_eager_and_measures_itself_within_its_forecast(
+    name: str, data: st.DataObject
+) -> None:
     its = subject(name)
     with step_of(name, False, planned(name, False, data.draw(fates(name, False)))) as step:
         its.again()

@@ -97,7 +97,6 @@ def test_a_block_of_one_window_may_go_in_the_next() -> None:
     del between, other
 
 
-
 def test_threads_of_others_are_not_counted() -> None:
     def work() -> None:
         thread = threading.Thread(target=block)

@@ -115,7 +115,7 @@ def test_an_offload_leaves_and_comes_back_at_four_places() -> None:
 forward:
 a = relu(x)  # f32[8, 4] | makes a:128 | 10.0 us | at model.py:1
 v = view(a)  # f32[32] | holds a
-a__out = memgraph.offload.default(a)
+a__out = memgraph.offload.default(a)  # f32[0] | makes a__out:0
 b = mm(v, w)  # makes b:128
 a__free = memgraph.free.default(a__out, a)
 backward:
@@ -139,7 +139,7 @@ forward:
 a = relu(x)  # f32[8, 4] | makes a:128 | 10.0 us | at model.py:1
 v = view(a)  # f32[32] | holds a
 b = mm(v, w)  # makes b:128
-a__out = memgraph.offload.default(a)
+a__out = memgraph.offload.default(a)  # f32[0] | makes a__out:0
 a__free = memgraph.free.default(a__out, a)
 backward:
 a__in_1 = memgraph.reload.default(a__out)  # f32[8, 4] | makes a__in_1:128 | at model.py:1
@@ -158,14 +158,16 @@ def test_what_is_sent_away_is_the_newest_copy() -> None:
         Recompute("a", before="b"), Recompute("v", before="b"), Offload("a", out="b", free="b"), Reload("a", back="e", use="e"),
         Recompute("v", before="e"),
     )  # fmt: skip
-    assert_expected_inline(changed(STEP, plan), """\
+    assert_expected_inline(
+        changed(STEP, plan),
+        """\
 forward:
 a = relu(x)  # f32[8, 4] | makes a:128 | 10.0 us | at model.py:1
 v = view(a)  # f32[32] | holds a
 a__1 = relu(x)  # f32[8, 4] | makes a__1:128 | 10.0 us | again a | at model.py:1
 v__1 = view(a__1)  # f32[32] | holds a__1 | again v
 b = mm(v__1, w)  # makes b:128
-a__out = memgraph.offload.default(a__1)
+a__out = memgraph.offload.default(a__1)  # f32[0] | makes a__out:0
 a__free = memgraph.free.default(a__out, a__1)
 backward:
 a__in_1 = memgraph.reload.default(a__out)  # f32[8, 4] | makes a__in_1:128 | at model.py:1
@@ -173,7 +175,8 @@ a__back_1 = memgraph.wait.default(a__in_1)  # f32[8, 4] | holds a__in_1 | at mod
 v__2 = view(a__back_1)  # f32[32] | holds a__in_1 | again v
 e = mm_backward(d, v__2)  # makes e:64
 f = relu_backward(e, a__back_1)  # makes f:128
-""")
+""",
+    )
 
 
 def test_random_numbers_are_drawn_again_from_the_state_of_their_first_time() -> None:
@@ -182,15 +185,15 @@ def test_random_numbers_are_drawn_again_from_the_state_of_their_first_time() -> 
         changed(RANDOM, plan),
         """\
 forward:
-n__rng = memgraph.rng_state.default()  # makes n__rng:16
+n__rng = memgraph.rng_state.default()  # u8[16] | makes n__rng:16
 n = dropout(x)  # makes n.0:100, n.1:25 | draws 16
 y = getitem(n)  # u8[100] | holds n.0
 m = getitem(n)  # u8[25] | holds n.1
 z = noise(y)  # makes z:100 | draws 16
 backward:
-n__1__swap = memgraph.swap_rng.default(n__rng)  # makes n__1__swap:16
+n__1__swap = memgraph.swap_rng.default(n__rng)  # u8[16] | makes n__1__swap:16
 n__1 = dropout(x)  # makes n__1.0:100, n__1.1:25 | draws 16 | again n
-n__1__back = memgraph.swap_rng.default(n__1__swap)  # makes n__1__back:16
+n__1__back = memgraph.swap_rng.default(n__1__swap)  # u8[16] | makes n__1__back:16
 y__1 = getitem(n__1)  # u8[100] | holds n__1.0 | again y
 m__1 = getitem(n__1)  # u8[25] | holds n__1.1 | again m
 g = dropout_backward(d, y__1, m__1)  # makes g:100

@@ -74,7 +74,7 @@ def test_the_error_says_what_is_in_the_way() -> None:
         str(raised.value) + "\n",
         """\
 the step needs 2150 bytes at the least, 1500 are allowed.
-It needs most at b (gelu, layers.0 model.py:8), where these lie on cpu:
+It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
             1000 bytes  temporary  a u8[1000] layers.0 model.py:7
             1000 bytes  activation b u8[1000] layers.0 model.py:8
              100 bytes  input      x u8[100]
@@ -91,7 +91,7 @@ def test_the_error_tells_of_workspace() -> None:
         str(raised.value) + "\n",
         """\
 the step needs 10 bytes at the least, 9 are allowed.
-It needs most at a (f), where these lie on cuda:0:
+It needs most at a (f); on cuda:0 lie there:
                8 bytes  output     a
                2 bytes  workspace  of a itself
 Give budget=10, a smaller batch, or fewer bytes in what is listed.
