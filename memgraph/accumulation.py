@@ -8,6 +8,8 @@ return g                            ...
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import fx
 
 from .capture import Captured
@@ -15,8 +17,8 @@ from .nodes import returned
 from .ops import accumulate
 
 
-def accumulating(captured: Captured) -> fx.Graph:
-    """A copy of the joint graph that takes the parameters' gradients as inputs and adds to them."""
+def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
+    """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
@@ -29,8 +31,9 @@ def accumulating(captured: Captured) -> fx.Graph:
         if role.kind == "gradient":
             with graph.inserting_after(last_input):
                 last_input = _gradient_input(graph, parameters[role.name])
-            with graph.inserting_after(handed[place]):
-                handed[place] = _accumulate(graph, last_input, handed[place])
+            if role.name not in watched:
+                with graph.inserting_after(handed[place]):
+                    handed[place] = _accumulate(graph, last_input, handed[place])
     output.args = (tuple(handed),)
     return graph
 

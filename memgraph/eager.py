@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Captured, Ref
+from .nodes import changes_inputs
 from .trees import flatten
 from .versions import refuse_changed, version_of
 
@@ -25,7 +26,8 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     inputs."""
     state = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    written = _written(captured)
+    buffers = {name: buffer.clone() if name in written else buffer for name, buffer in module.named_buffers()}
     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -43,6 +45,14 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
         return [*gradients[: len(named)], *[None] * len(buffers), *gradients[len(named) :]]
 
     return run
+
+
+def _written(captured: Captured) -> set[str]:
+    """The names of the buffers that forward changes."""
+    graph = captured.graph.graph
+    changed = {node.args[0] for node in graph.nodes if changes_inputs(node)}
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
+    return {role.name for node, role in inputs if node in changed and role.kind == "buffer"}
 
 
 @contextmanager

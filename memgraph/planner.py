@@ -25,7 +25,7 @@ from .peak import resident_bytes
 from .probe import Prober
 from .report import Report
 from .rewrite import fake_mode, rewrite, slot_nbytes
-from .signature import has_gradients
+from .signature import has_gradients, is_watched
 from .split import split
 from .step import Step
 from .summarize import summarize
@@ -74,7 +74,8 @@ class Planner:
         self._look()
         self._refuse_hooks()
         captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
-        graph = accumulating(captured) if has_gradients(self.module) else captured.graph.graph
+        watched = {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
+        graph = accumulating(captured, watched) if has_gradients(self.module) else captured.graph.graph
         machine, choice = self._plan(graph)
         planned = rewrite(graph, choice.forecast.trace)
         tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)

@@ -23,8 +23,8 @@ def signature(module: nn.Module, spec: Hashable, leaves: Sequence[object]) -> Ha
     """The guard key of a call; equal keys may share a graph.  What is no tensor is in the key by type and value."""
     return (
         spec,
-        tuple(_tensor(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves),
-        tuple(map(_tensor, module.parameters())),
+        tuple(_tensor(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
+        tuple((*_tensor(parameter), is_watched(parameter)) for parameter in module.parameters()),
         tuple(map(_tensor, module.buffers())),
         tuple(_python(part) for part in (*module.modules(), *([module._module] if isinstance(module, Shared) else []))),
         _modes(),
@@ -36,6 +36,13 @@ def has_gradients(module: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in module.parameters())
 
 
+def is_watched(parameter: Tensor) -> bool:
+    """Whether somebody is told of the parameter's gradient, so that autograd itself has to accumulate it."""
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    # A data-parallel wrapper's hooks on the accumulation can't be seen from here.
+    return bool(hooks) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def _python(part: nn.Module) -> Hashable:
     """What forward may read of a module besides its tensors: `training`, its other plain attributes, and its hooks."""
     attributes = tuple((name, value) for name, value in vars(part).items() if type(value) in PLAIN)
@@ -43,7 +50,11 @@ def _python(part: nn.Module) -> Hashable:
     return type(part), attributes, tuple(id(hook) for found in hooks for hook in found.values())
 
 
-def _tensor(tensor: Tensor) -> Hashable:
+def _constant(leaf: object) -> Hashable:
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex | slice) else leaf  # 0.0 == -0.0
+
+
+def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
     return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 

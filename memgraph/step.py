@@ -15,6 +15,7 @@ from torch import Tensor
 from .capture import Captured
 from .flight import Flight, Tier
 from .report import Report
+from .signature import is_watched
 from .split import Halves
 
 # The gradients of all inputs, if a gradient arrives for an output for which none was planned.
@@ -113,10 +114,8 @@ def _taker(ctx: Any, place: int) -> Tensor | None:
     """The parameter at `place`, if autograd would only accumulate into its `.grad` and nobody is told of it."""
     node = ctx.next_functions[place][0]
     parameter: Tensor | None = getattr(node, "variable", None)
-    if parameter is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if parameter is None or is_watched(parameter):
         return None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None  # a data-parallel wrapper's hooks on the accumulation can't be seen from here
     try:
         return parameter if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # torch.autograd.grad asks for this gradient

@@ -115,6 +115,7 @@ def is_whole(tensor: Tensor) -> bool:
 def assert_owned(handed: Mapping[Output, Tensor], given: Sequence[Tensor]) -> None:
     """A parameter's gradient fills its storage, and nothing else holds it.  An output is no view of an input."""
     inputs = {tensor.untyped_storage().data_ptr() for tensor in given}
+    assert len(set(map(id, handed.values()))) == len(handed)  # `h` and `h.detach()` are two
     storages = [tensor.untyped_storage().data_ptr() for tensor in [*handed.values(), *given]]
     for role, tensor in handed.items():
         if role.kind == "gradient":
