@@ -244,7 +244,7 @@ class _Writer:
             return
         made = self._op(name, gene, tuple(dict.fromkeys(reads)), "backward")
         self.gradients += made
-        if gene.hands:
+        if gene.hands and gene.kind != "view":
             self.hands.append(("gradient", made[-1]))
 
     def _op(self, name: str, gene: Gene, reads: tuple[str, ...], phase: str) -> list[str]:
