@@ -194,12 +194,10 @@ class _Writer:
     def _renamed(self, op: Op) -> Op:
         """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
         newest = [self.newest[name] for name in op.reads]
-        reads = tuple(new.name for new in newest)
-        if reads == op.reads:
-            return op
         moved = {
             old: new
             for name, definition in zip(op.reads, newest, strict=True)
             for old, new in zip(self.trace.op[name].holds, definition.holds, strict=True)
         }
-        return replace(op, reads=reads, holds=tuple(moved.get(held, held) for held in op.holds))
+        reads, holds = tuple(new.name for new in newest), tuple(moved.get(held, held) for held in op.holds)
+        return op if (reads, holds) == (op.reads, op.holds) else replace(op, reads=reads, holds=holds)

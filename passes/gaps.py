@@ -98,7 +98,10 @@ class Gaps:
         found: dict[str, str] = {}
         for value, storages in self.held.items():
             op = self.trace.op[value]
-            if len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[storages[0]]:
+            own = (
+                bool(op.makes) or op.fn == "getitem"
+            )  # a view of what may not run again could not be made again itself
+            if own and len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[storages[0]]:
                 found.setdefault(storages[0], value)
         return found
 

@@ -74,7 +74,9 @@ def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[Stat
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in gaps.maker)
     lowest = state
     while moves := _moves(gaps, machine, state):
-        state = _state(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN)))
+        away = {storage for storage, known in state.fates.items() if known in AWAY}
+        room = machine.capacity - sum(gaps.trace.nbytes[storage] for storage in away)
+        state = _state(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
         if state.peak < lowest.peak:
             yield lowest, state
             lowest = state
@@ -82,15 +84,17 @@ def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[Stat
         yield lowest, state  # with nothing movable left at the peak it shows best what is in the way
 
 
-def _batch(moves: list[Move], nbytes: int) -> dict[str, Fate]:
-    """The cheapest moves that make up `nbytes`, one at the least."""
+def _batch(moves: list[Move], nbytes: int, away: set[str], room: int) -> dict[str, Fate]:
+    """The cheapest moves that make up `nbytes`, one at the least; what is not yet `away` has to fit in `room`."""
     batch: dict[str, Fate] = {}
     for move in sorted(moves, key=lambda move: (move.price, move.storage)):
         if batch and nbytes <= 0:
             break
-        if move.storage not in batch:
+        leaves = move.nbytes if move.fate in AWAY and move.storage not in away else 0
+        if move.storage not in batch and leaves <= room:
             batch[move.storage] = move.fate
             nbytes -= move.nbytes
+            room -= leaves
     return batch
 
 

@@ -10,7 +10,7 @@ settings.register_profile(
     "memgraph",
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
-    max_examples=50,
+    max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy with something else
 )
 settings.load_profile("memgraph")

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hypothesis import assume, note
+from hypothesis import note
 from hypothesis import strategies as st
 
-from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, apply, check
+from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
 from passes.decisions import Decision
 from passes.gaps import Gaps
 from passes.schedule import AWAY, Fate, schedule
@@ -23,9 +23,6 @@ from passes.schedule import AWAY, Fate, schedule
 FORWARD = ("plain", "plain", "view", "several", "random", "dropout", "split", "once", "slice", "empty")
 BACKWARD = ("plain", "plain", "skip", "view", "several", "random")
 LINKS = (0.0, 0.5, 3.0, 100.0, 1e6)  # bytes per microsecond
-# A view of a view is left behind where the first view's base is defined anew (decisions._Writer._renamed): no such step is drawn.
-# Put True with the mend, and then take this out.
-VIEWS_FOLLOW = False
 STATE = 16  # bytes of the generator's state
 
 
@@ -98,16 +95,7 @@ def plans(draw: st.DrawFn, trace: Trace) -> Plan:
     way = draw(st.sampled_from((scheduled, recomputes, trips)))
     plan = draw(way(trace))
     note("\n".join(map(str, plan)))
-    assume(VIEWS_FOLLOW or not _left_behind(apply(trace, plan)))
     return plan
-
-
-def _left_behind(trace: Trace) -> bool:
-    own = {
-        op.name: {storage.name for storage in op.makes}.union(*(trace.op[r].holds for r in op.reads))
-        for op in trace.ops
-    }
-    return any(not own[op.name].issuperset(op.holds) for op in trace.ops)
 
 
 @st.composite
@@ -239,7 +227,7 @@ class _Writer:
         # The k-th backward op stands opposite the k-th value from the end; `reads` counts back from there.
         opposite = self.values[: max(1, len(self.values) - int(name[1:]))]
         reads = (_back(self.gradients, gene.reads[0] // 3), *(_back(opposite, back) for back in gene.reads))
-        if gene.kind == "view" and gene.hands and VIEWS_FOLLOW:
+        if gene.kind == "view" and gene.hands:
             self.values.append(self._op(name, gene, reads[1:], "backward")[0])  # of what forward made
             return
         made = self._op(name, gene, tuple(dict.fromkeys(reads)), "backward")

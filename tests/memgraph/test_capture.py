@@ -130,6 +130,11 @@ def assert_well_formed(graph: fx.Graph) -> None:
     forward = [node for node in nodes if node.meta["phase"] == "forward"]
     assert nodes[: len(forward)] == forward
     assert all({"val", "where", "phase"} <= node.meta.keys() for node in graph.nodes if node.op != "output")
+    late = {node for node in graph.nodes if node.meta.get("kind") == "tangent"}
+    for node in nodes:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+            assert node.meta["phase"] == "backward"
     changing = [node for node in nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
     assert forward[len(forward) - len(changing) :] == changing
     for node in changing:
@@ -201,6 +206,14 @@ def test_a_tied_weight_is_one_input_with_one_gradient() -> None:
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast(cache: bool) -> None:
     agrees(Tied(), TOKENS, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=cache))
+
+
+def test_backward_is_outside_of_autocast() -> None:
+    def precise(model: Any, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return h.float() @ model.linear.weight
+
+    agrees(Plain(precise), X, context=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 IDS = torch.arange(1, 25).view(2, 12)
@@ -338,12 +351,18 @@ def in_place(model: Any, h: Tensor) -> Tensor:
     return h * model.last
 
 
+def last_of_all(model: Any, h: Tensor) -> Tensor:
+    out = h * 2
+    model.mean[1:].add_(h.detach()[0, 1:])
+    return out
+
+
 def old_value(model: Any, h: Tensor) -> tuple[Tensor, Tensor]:
     old, model.mean = model.mean, model.mean * 2
     return h * model.mean, old
 
 
-@pytest.mark.parametrize("then", [swap, in_place, old_value])
+@pytest.mark.parametrize("then", [swap, in_place, last_of_all, old_value])
 def test_buffers_that_forward_changes(then: Callable[[Any, Tensor], Any]) -> None:
     agrees(Plain(then), X)
 

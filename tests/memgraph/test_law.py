@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,7 @@ from memgraph.step import Step
 from memgraph.summarize import Cost, summarize
 from memgraph.tiers import far_tier
 from memgraph.truth import correct
-from passes import Choice, Machine, Op, Plan, Trace, apply, check, predict
+from passes import Choice, Machine, Plan, Trace, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import AWAY, Fate, schedule
 
@@ -45,7 +45,7 @@ PROBER = Prober(1 << 30)
 SLACK = 4096
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-thorough = settings(max_examples=4, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=3, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 
 
 class Normed(nn.Module):
@@ -176,7 +176,7 @@ def subject(name: str) -> Subject:
     model = make()
     args, kwargs = batch()
     captured = capture(model, args, kwargs, wanted=losses)
-    graphs = captured.graph.graph, accumulating(captured)
+    graphs = captured.graph.graph, accumulating(captured, watched=())
     for graph in graphs:
         correct(graph, fake_mode(graph), PROBER.made)
     begin = {key: value.clone() for key, value in model.state_dict().items()}
@@ -224,19 +224,6 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
         tier.close()
 
 
-def without_tickets(trace: Trace) -> Trace:
-    """The trace, in which the values of memory ops have no type, and what has no bytes is not there."""
-
-    def plain(op: Op) -> Op:
-        if not op.fn.startswith("memgraph."):
-            return op
-        makes = tuple(made for made in op.makes if made.nbytes)
-        empty = {made.name for made in op.makes} - {made.name for made in makes}
-        return replace(op, type="", makes=makes, holds=tuple(held for held in op.holds if held not in empty))
-
-    return Trace(tuple(map(plain, trace.ops)), trace.outputs)
-
-
 def run(its: Subject, step: Step, times: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     for _ in range(times):
@@ -274,15 +261,8 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool
     text = apply(traced(name, adds), plan)
     check(text)
     found = summarize(rewrite(subject(name).graphs[adds], text), price)
-    assert str(without_tickets(found)) == str(without_tickets(text))
-
-
-@pytest.mark.parametrize("only", [Fate.OFFLOAD, Fate.RECOMPUTE])
-def test_the_law_holds_to_the_letter(only: Fate) -> None:
-    gaps = Gaps(traced("normed", False))
-    chosen = {storage: only if only in legal(gaps, storage) else Fate.KEEP for storage in gaps.maker}
-    text = apply(gaps.trace, planned("normed", False, chosen))
-    assert str(summarize(rewrite(subject("normed").graphs[False], text), price)) == str(text)
+    assert str(found) == str(text)  # first, for its difference can be read
+    assert found == text
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -292,7 +272,7 @@ def test_no_decisions_leave_the_graph_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("only", list(Fate))
-@pytest.mark.parametrize("name", ["attention", "normed", "views"])
+@pytest.mark.parametrize("name", ["attention", "normed"])
 def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Fate) -> None:
     gaps = Gaps(traced(name, False))
     chosen = {storage: only if only in legal(gaps, storage) else Fate.KEEP for storage in gaps.maker}
@@ -328,7 +308,7 @@ def test_any_plan_adds_to_gradients_as_eager_does(name: str, data: st.DataObject
 
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-@settings(thorough, max_examples=3)
+@settings(thorough, max_examples=2)
 @given(data=st.data())
 def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data: st.DataObject) -> None:
     its = subject(name)

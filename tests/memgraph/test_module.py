@@ -1,6 +1,7 @@
 """A compiled module in an ordinary training loop is the module it was made of, to the bit.
 
-Most of what follows is run twice: with room for everything, and with a plan that gives up all that can be given up.
+Most of what follows is run with a plan that gives up all that can be given up, and some of it with room for everything
+as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import pickle
 import re
 import threading
+import types
 import warnings
 import zlib
 from collections import namedtuple
@@ -52,6 +54,12 @@ def all_given_up(trace: Trace, machine: Machine) -> Choice:
     return Choice(plan, predict(trace, machine), predict(apply(trace, plan), machine))
 
 
+@pytest.fixture
+def given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans leave nothing as it is."""
+    monkeypatch.setattr(planner, "make_plan", all_given_up)
+
+
 @pytest.fixture(params=["room", "tight"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether plans leave everything as it is, or nothing."""
@@ -61,6 +69,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 SECOND = "autograd, and not the graph, adds to the gradients that are there, so that there is a second set of them"
 HOOKS = "hooks of saved tensors that the caller has set run while the step is captured"
 both = pytest.mark.usefixtures("kind")
+tight = pytest.mark.usefixtures("given_up")
 
 
 class Net(nn.Module):
@@ -203,7 +212,7 @@ def test_named_parameters_buffers_and_modules_are_the_same_objects() -> None:
     assert isinstance(compiled, nn.Module)
 
 
-@both
+@tight
 def test_load_state_dict_after_a_step_takes_effect() -> None:
     torch.manual_seed(9)
     other = {key: value + 1 for key, value in Running().state_dict().items()}
@@ -229,7 +238,7 @@ def test_what_is_saved_of_the_compiled_module_loads_into_the_plain_one() -> None
     )
 
 
-@both
+@tight
 def test_train_and_eval_switch_back_and_forth() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
@@ -243,7 +252,7 @@ def test_train_and_eval_switch_back_and_forth() -> None:
     assert_alike(loop, Running)
 
 
-@both
+@tight
 def test_another_dtype_is_planned_anew() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
@@ -261,7 +270,7 @@ def test_attributes_are_those_of_the_module() -> None:
     module.note = "a"  # type: ignore[assignment]
     assert compiled.note == "a"
     compiled.note = "b"
-    assert module.note == "b"  # type: ignore[comparison-overlap]
+    assert module.note == "b"
     del compiled.note
     assert not hasattr(module, "note")
     with pytest.raises(AttributeError, match=r"'Net' object has no attribute 'nothing'"):
@@ -321,6 +330,23 @@ def test_what_forward_counts_in_python_goes_on() -> None:
     assert_alike(lambda model: [model(batch()), model(batch())], Counting)
 
 
+@pytest.mark.xfail(strict=True, reason="of the attributes of a module only plain values are in the signature")
+@pytest.mark.parametrize("kind_of", [tuple, list, dict, types.SimpleNamespace])
+def test_what_forward_reads_in_containers_takes_effect_when_it_changes(kind_of: Any) -> None:
+    named = kind_of in (dict, types.SimpleNamespace)
+
+    def function(linear: Any, x: Tensor) -> Tensor:
+        held = vars(linear.held) if kind_of is types.SimpleNamespace else linear.held
+        return linear(x) * held["scale" if named else 0]
+
+    module = Function(function)
+    compiled = memgraph.compile(module, ROOM)
+    for scale in (1.0, 2.0):
+        module.linear.held = kind_of(scale=scale) if named else kind_of([scale])
+        found = compiled(batch())
+    assert torch.equal(found, module(batch()))
+
+
 @pytest.mark.xfail(strict=True, reason="forward gets a list that was made of the caller's, which stays as it was")
 def test_a_list_that_forward_fills_is_filled_or_refused() -> None:
     def function(linear: Any, x: Tensor, found: list[Tensor]) -> Tensor:
@@ -344,7 +370,7 @@ def test_reparametrized_weights_train() -> None:
     assert_alike(steps, make)
 
 
-@both
+@tight
 def test_functional_call_puts_other_tensors_in_the_place_of_parameters() -> None:
     def loop(model: Any) -> list[Fact]:
         seeds = {name: torch.full_like(p, 0.1, requires_grad=True) for name, p in model.named_parameters()}
@@ -440,7 +466,7 @@ def test_zero_grad_between_forward_and_backward(first: bool, to_none: bool) -> N
     assert_alike(loop)
 
 
-@both
+@tight
 def test_gradients_that_come_between_forward_and_backward_are_added_to() -> None:
     def loop(model: Any) -> list[Fact]:
         loss = model(batch()).square().mean()
@@ -452,7 +478,7 @@ def test_gradients_that_come_between_forward_and_backward_are_added_to() -> None
     assert_alike(loop)
 
 
-@both
+@tight
 def test_a_gradient_tensor_that_the_loop_holds_is_added_to_in_place() -> None:
     def loop(model: Any) -> list[Fact]:
         model(batch()).sum().backward()
@@ -464,7 +490,7 @@ def test_a_gradient_tensor_that_the_loop_holds_is_added_to_in_place() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_no_two_gradients_share_memory() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -498,7 +524,7 @@ def test_clipping_and_a_schedule_of_the_learning_rate() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_parameters_are_frozen_and_unfrozen_between_steps() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
@@ -515,7 +541,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_a_parameter_that_forward_does_not_read_has_no_gradient() -> None:
     assert_alike(lambda model: steps(model, 1), lambda: Function(lambda linear, x: x * linear.bias))
 
@@ -539,10 +565,10 @@ def test_hooks_of_parameters_see_and_change_the_gradient() -> None:
     assert_alike(loop, Running)
 
 
-@both
+@tight
 def test_hooks_after_accumulation_may_step_and_drop_the_gradient() -> None:
-    def loop(model: Any) -> list[Fact]:
-        seen: list[Fact] = []
+    def loop(model: Any) -> Sequence[Fact]:
+        seen: list[Tensor] = []
 
         def update(p: Tensor) -> None:
             assert p.grad is not None
@@ -554,12 +580,13 @@ def test_hooks_after_accumulation_may_step_and_drop_the_gradient() -> None:
             p.register_post_accumulate_grad_hook(update)
         for step in range(2):
             model(batch(seed=step)).square().mean().backward()
-        return sorted((s for s in seen if s is not None), key=lambda s: s.dim())
+        seen.sort(key=Tensor.dim)
+        return seen
 
     assert_alike(loop)
 
 
-@both
+@tight
 def test_a_hook_of_several_gradients_sees_them() -> None:
     def loop(model: Any) -> list[Fact]:
         seen: list[Fact] = []
@@ -582,7 +609,7 @@ def test_a_hook_before_the_accumulation_sees_the_gradient() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_hooks_of_outputs_see_and_change_the_gradient() -> None:
     def loop(model: Any) -> list[Fact]:
         seen: list[Fact] = []
@@ -596,7 +623,7 @@ def test_hooks_of_outputs_see_and_change_the_gradient() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_hooks_of_the_compiled_module_run_around_each_call() -> None:
     def loop(model: Any) -> list[Fact]:
         seen: list[Fact] = []
@@ -614,7 +641,7 @@ def test_hooks_of_the_compiled_module_run_around_each_call() -> None:
 def test_a_backward_hook_of_a_submodule_sees_gradients_or_is_refused() -> None:
     module = Net()
     seen: list[Tensor] = []
-    module.second.register_full_backward_hook(lambda part, into, out: seen.append(out[0]))
+    module.second.register_full_backward_hook(lambda part, into, out: seen.extend(out))
     compiled = memgraph.compile(module, ROOM)
     try:
         for _ in range(2):
@@ -629,9 +656,9 @@ def test_a_backward_hook_of_a_submodule_sees_gradients_or_is_refused() -> None:
 
 @both
 def test_autograd_grad_leaves_every_grad_alone() -> None:
-    def loop(model: Any) -> list[Fact]:
+    def loop(model: Any) -> Sequence[Fact]:
         x = batch().requires_grad_()
-        found = torch.autograd.grad(model(x).square().mean(), [*model.parameters(), x])
+        found = list(torch.autograd.grad(model(x).square().mean(), [*model.parameters(), x]))
         assert x.grad is None
         assert all(p.grad is None for p in model.parameters())
         model(x).sum().backward()
@@ -643,7 +670,7 @@ def test_autograd_grad_leaves_every_grad_alone() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_inputs_that_require_a_gradient_get_it() -> None:
     def loop(model: Any) -> list[Fact]:
         found: list[Fact] = []
@@ -659,7 +686,7 @@ def test_inputs_that_require_a_gradient_get_it() -> None:
     assert_alike(loop, Plain)
 
 
-@both
+@tight
 def test_an_input_that_is_used_elsewhere_too_gets_the_sum() -> None:
     def loop(model: Any) -> list[Fact]:
         x = batch().requires_grad_()
@@ -669,7 +696,7 @@ def test_an_input_that_is_used_elsewhere_too_gets_the_sum() -> None:
     assert_alike(loop, Plain)
 
 
-@both
+@tight
 def test_a_parameter_that_is_an_argument_too_gets_the_sum() -> None:
     def loop(model: Any) -> list[Fact]:
         model(batch(), model.linear.weight).sum().backward()
@@ -678,7 +705,7 @@ def test_a_parameter_that_is_an_argument_too_gets_the_sum() -> None:
     assert_alike(loop, lambda: Function(lambda linear, x, w: linear(x).sin() @ w))
 
 
-@both
+@tight
 def test_backward_for_some_inputs_only() -> None:
     def loop(model: Any) -> list[Fact]:
         x = batch().requires_grad_()
@@ -690,7 +717,7 @@ def test_backward_for_some_inputs_only() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_the_same_graph_is_gone_through_twice_if_it_is_retained() -> None:
     def loop(model: Any) -> list[Fact]:
         loss = model(batch()).square().mean()
@@ -702,7 +729,7 @@ def test_the_same_graph_is_gone_through_twice_if_it_is_retained() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
     def loop(model: Any) -> list[Fact]:
@@ -729,7 +756,7 @@ def test_two_forwards_of_a_batch_norm_before_their_backwards(fate: str, monkeypa
     assert_alike(loop, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8)))
 
 
-@both
+@tight
 def test_a_sum_of_two_forwards() -> None:
     def loop(model: Any) -> list[Fact]:
         loss = model(batch(seed=3)).square().mean() + model(batch(seed=4)).mean() + model(batch(4)).mean()
@@ -739,7 +766,7 @@ def test_a_sum_of_two_forwards() -> None:
     assert_alike(loop, Plain)
 
 
-@both
+@tight
 def test_a_forward_whose_backward_never_comes_gives_back_what_it_held() -> None:
     compiled = memgraph.compile(Net(), ROOM)
     compiled(batch()).sum().backward()
@@ -755,7 +782,7 @@ def living() -> int:
     return sum(type(thing) is Tensor for thing in gc.get_objects())
 
 
-@both
+@tight
 def test_two_compiled_modules_at_once() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -777,7 +804,7 @@ def test_two_compiled_modules_at_once() -> None:
     assert_alike(loop, Two)
 
 
-@both
+@tight
 def test_a_step_in_another_thread() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
@@ -866,7 +893,7 @@ def test_a_scaled_loss() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any) -> None:
     def loop(model: Any) -> list[Fact]:
@@ -884,7 +911,7 @@ def test_without_gradients(mode: Any) -> None:
     assert_alike(loop, Running)
 
 
-@both
+@tight
 def test_a_module_without_parameters() -> None:
     def loop(model: Any) -> list[Fact]:
         x = batch().requires_grad_()
@@ -942,7 +969,7 @@ def test_zeros_of_either_sign_are_different_arguments() -> None:
     assert_alike(loop, lambda: Function(lambda linear, x, scale: linear(x) * scale))
 
 
-@both
+@tight
 def test_batches_of_changing_shape() -> None:
     def loop(model: Any) -> list[Fact]:
         found: list[Fact] = []
@@ -979,7 +1006,7 @@ def test_inputs_of_other_strides_are_planned_anew() -> None:
     assert_alike(loop)
 
 
-@both
+@tight
 def test_arguments_and_results_in_any_nesting() -> None:
     Point = namedtuple("Point", "a b")
 
@@ -1010,7 +1037,7 @@ class Result:
     name: str
 
 
-@both
+@tight
 def test_a_dataclass_comes_out_as_one() -> None:
     def loop(model: Any) -> list[Fact]:
         found: list[Fact] = []
@@ -1024,12 +1051,12 @@ def test_a_dataclass_comes_out_as_one() -> None:
     assert_alike(loop, lambda: Function(lambda linear, x: Result((y := linear(x)).sum(), y.exp(), "it")))
 
 
-@both
+@tight
 def test_a_slice_may_be_an_argument() -> None:
     assert_alike(lambda model: [model(batch(), slice(1, 3))], lambda: Function(lambda linear, x, rows: linear(x)[rows]))
 
 
-@both
+@tight
 def test_outputs_that_are_integers_have_no_gradient() -> None:
     def loop(model: Any) -> list[Fact]:
         values, best = model(batch())
@@ -1040,7 +1067,7 @@ def test_outputs_that_are_integers_have_no_gradient() -> None:
     assert_alike(loop, lambda: Function(lambda linear, x: linear(x).max(dim=1)))
 
 
-@both
+@tight
 def test_an_input_that_is_handed_through_is_the_very_input() -> None:
     def loop(model: Any) -> list[Fact]:
         x = batch().requires_grad_()
@@ -1069,7 +1096,7 @@ def test_outputs_that_are_views_of_inputs_parameters_and_one_another() -> None:
     assert_alike(loop, lambda: Function(function))
 
 
-@both
+@tight
 def test_outputs_may_be_changed_in_place_where_backward_does_not_need_them() -> None:
     def loop(model: Any) -> list[Fact]:
         out = model(batch())
@@ -1095,7 +1122,7 @@ def test_outputs_that_are_views_of_values_may_be_changed_in_place(shape: str) ->
     assert_alike(loop, lambda: Function(lambda linear, x: linear(x).view(-1) if shape == "view" else linear(x)))
 
 
-@both
+@tight
 def test_inputs_that_forward_changes_in_place_are_changed() -> None:
     def function(linear: Any, x: Tensor) -> Tensor:
         x.mul_(0.5)
@@ -1127,7 +1154,7 @@ def test_inputs_that_come_to_share_memory_are_noticed() -> None:
         return
 
 
-@both
+@tight
 def test_what_the_user_checkpoints_is_recomputed_with_the_same_random_numbers() -> None:
     class Checkpointed(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -1161,7 +1188,7 @@ def test_loss_is_part_of_the_step() -> None:
         module.zero_grad()
 
 
-@both
+@tight
 def test_a_loss_without_a_target() -> None:
     def loop(model: Any) -> list[Fact]:
         found: list[Fact] = []
@@ -1186,7 +1213,7 @@ def test_state_dict_with_a_loss_has_the_keys_of_the_module() -> None:
     assert not hasattr(compiled, "nothing")
 
 
-@both
+@tight
 def test_a_scalar_output_is_taken_for_the_loss() -> None:
     def loop(model: Any) -> list[Fact]:
         found: list[Fact] = []
@@ -1229,9 +1256,9 @@ def test_the_warning_names_the_line_of_the_loop() -> None:
     assert "outside of the budget" in str(caught[0].message)
 
 
-@both
+@tight
 def test_a_loss_of_other_outputs_through_autograd_grad_and_retained() -> None:
-    def loop(model: Any) -> list[Fact]:
+    def loop(model: Any) -> Sequence[Fact]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = model(batch())
@@ -1244,7 +1271,55 @@ def test_a_loss_of_other_outputs_through_autograd_grad_and_retained() -> None:
             result["left"].square().sum().backward()
         return found
 
-    assert_alike(loop, lambda: Left())
+    assert_alike(loop, Left)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the plain module runs again on the input that forward has changed, and changes it again"
+)
+def test_a_loss_of_other_outputs_of_a_forward_that_changes_its_input() -> None:
+    def function(linear: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x.mul_(0.5)
+        y = linear(x).sin()
+        return y.sum(), y
+
+    def loop(model: Any) -> list[Fact]:
+        x = batch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(x)[1].square().sum().backward()
+        return [x]
+
+    assert_alike(loop, lambda: Function(function))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the second run of the plain module begins with the buffers that the first one left"
+)
+def test_a_retained_loss_of_other_outputs_of_a_forward_that_changes_its_buffers() -> None:
+    class Centred(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = (self.linear(x) - self.mean).sin()
+            with torch.no_grad():
+                self.mean.add_(1)
+            return y.sum(), y
+
+    def loop(model: Any) -> list[Fact]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = model(batch())[1].square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return []
+
+    assert_alike(loop, Centred)
 
 
 class Left(Heads):
@@ -1256,7 +1331,7 @@ class Left(Heads):
         return {"loss": left.square().mean() + self.right(h).mean() * 0, "left": left + self.right(h).sum() * 0}
 
 
-@both
+@tight
 def test_the_first_planned_step_after_the_warning_is_measured() -> None:
     compiled = memgraph.compile(Heads(), ROOM)
     with warnings.catch_warnings():
@@ -1323,7 +1398,7 @@ def test_a_copy_before_the_first_call_trains_by_itself() -> None:
     assert all(map(torch.equal, before, compiled.parameters()))
 
 
-@both
+@tight
 def test_a_copy_after_steps_trains_by_itself() -> None:
     def loop(model: Any) -> list[Fact]:
         steps(model, 1)

@@ -85,7 +85,7 @@ def test_states_of_frozen_parameters_are_counted_where_there_are_some(name: str)
     optimizer = OPTIMIZERS[name](module.parameters())
     square(module(batch())).backward()
     optimizer.step()
-    module[0].requires_grad_(False)  # type: ignore[operator,index]
+    module[0].requires_grad_(False)  # type: ignore[index]
     report = memgraph.plan(module, batch(), budget=ROOM, optimizer=optimizer, loss=square)
     assert forecast_states(report) >= resident_bytes(state_tensors(optimizer))
 
@@ -159,11 +159,11 @@ def test_the_update_is_the_last_op_and_the_report_says_what_it_takes() -> None:
 def test_groups_with_settings_of_their_own_are_counted_each_by_its_own() -> None:
     module = net()
     parts: list[dict[str, Any]] = [
-        {"params": module[0].parameters(), "momentum": 0.9},  # type: ignore[operator,index]
-        {"params": module[2].parameters()},  # type: ignore[operator,index]
+        {"params": module[0].parameters(), "momentum": 0.9},  # type: ignore[index]
+        {"params": module[2].parameters()},  # type: ignore[index]
     ]
     states, _ = update_nbytes(optim.SGD(parts, lr=0.1))
-    assert states == sum(p.nbytes for p in module[0].parameters())  # type: ignore[operator,index]
+    assert states == sum(p.nbytes for p in module[0].parameters())  # type: ignore[index]
 
 
 def test_states_that_are_there_already_are_not_counted_twice() -> None:

@@ -86,6 +86,31 @@ f = relu_backward(e, a__1)  # makes f:128
     )
 
 
+def test_a_view_of_a_view_follows_what_its_base_now_is() -> None:
+    step = parse("""
+        forward:
+        x = input()  # makes x:8
+        a = f(x)  # makes a:8
+        backward:
+        t = view(a)  # holds a
+        u = view(t)  # holds a
+        g = f(u)  # makes g:8
+        return gradient g
+    """)
+    assert_expected_inline(
+        changed(step, (Recompute("a", before="t"),)),
+        """\
+forward:
+a = f(x)  # makes a:8
+backward:
+a__1 = f(x)  # makes a__1:8 | again a
+t = view(a__1)  # holds a__1
+u = view(t)  # holds a__1
+g = f(u)  # makes g:8
+""",
+    )
+
+
 def test_a_value_can_be_made_again_for_each_use() -> None:
     plan = (Recompute("a", before="e"), Recompute("v", before="e"), Recompute("a", before="f"))
     assert_expected_inline(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Recompute, Trace, apply, check, make_plan, parse, predict
+from passes import BudgetError, Machine, Offload, Recompute, Trace, apply, check, make_plan, parse, predict
 from passes.greedy import descend
 from tests.passes.interpreter import run
-from tests.strategies import decoded, machines, traces
+from tests.strategies import LINKS, decoded, machines, traces
 
 # Convolutions are dear and relus cheap; all weigh the same, but e, which weighs more.
 STEP = parse("""
@@ -221,7 +222,7 @@ def test_the_peak_falls_with_the_budget(trace: Trace, machine: Machine) -> None:
     assert last == least
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(max_forward=18), machines())
 def test_the_smallest_budget_works_and_one_byte_less_does_not(trace: Trace, machine: Machine) -> None:
     least = floor(trace, machine)
@@ -231,7 +232,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(trace: Trace, mach
         assert floor(trace, replace(machine, budget=budget)) == least
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(traces(), machines())
 def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, machine: Machine) -> None:
     applied = apply(trace, descend(trace, machine))
@@ -241,7 +242,7 @@ def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, 
     assert max(decided.nbytes) <= max(plain.nbytes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(), machines(links=(0.0,)))
 def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
     assert all(isinstance(decision, Recompute) for decision in descend(trace, machine))
@@ -249,16 +250,25 @@ def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
     assert all(isinstance(decision, Recompute) for decision in descend(trace, one_way))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
+@given(traces(), machines(LINKS[1:]), st.integers(0, 30_000))
+def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Machine, capacity: int) -> None:
+    plan = descend(trace, replace(machine, capacity=capacity))
+    sent = [trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload)]
+    assert sum(trace.nbytes[storage] for storage in sent) <= capacity
+
+
+@settings(max_examples=20)
 @given(traces(), machines())
 def test_what_may_run_once_runs_once(trace: Trace, machine: Machine) -> None:
-    once = replace(trace, ops=tuple(replace(op, once=not op.is_input and bool(op.makes)) for op in trace.ops))
+    whole = [op.makes and not op.is_input and op.fn != "aten.slice.default" for op in trace.ops]
+    once = replace(trace, ops=tuple(replace(op, once=bool(alone)) for op, alone in zip(trace.ops, whole, strict=True)))
     plan = descend(once, machine)
     check(apply(once, plan))
-    assert not any(once.op[decision.value].makes for decision in plan if isinstance(decision, Recompute))
+    assert not any(once.op[decision.value].once for decision in plan if isinstance(decision, Recompute))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(), machines())
 def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine) -> None:
     free = replace(trace, ops=tuple(replace(op, us=0.0) for op in trace.ops))

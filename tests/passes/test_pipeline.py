@@ -164,7 +164,7 @@ def test_a_budget_below_nothing_is_refused_with_the_smallest() -> None:
     assert raised.value.smallest == FLOOR
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(), machines())
 def test_a_budget_that_fits_as_it_is_gives_no_decisions(trace: Trace, machine: Machine) -> None:
     peak = predict(trace, machine).peak
@@ -173,7 +173,7 @@ def test_a_budget_that_fits_as_it_is_gives_no_decisions(trace: Trace, machine: M
     assert isinstance(plan, int) or (plan.plan and plan.forecast.peak < peak)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(), machines())
 def test_the_same_step_gives_the_same_plan(trace: Trace, machine: Machine) -> None:
     tight = replace(machine, budget=predict(trace, machine).peak * 3 // 4)
@@ -185,7 +185,7 @@ def test_the_same_step_gives_the_same_plan(trace: Trace, machine: Machine) -> No
         assert str(first.forecast.trace) == str(second.forecast.trace)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(traces(), machines())
 def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Machine) -> None:
     choice = outcome(trace, replace(machine, budget=predict(trace, machine).peak * 3 // 4))

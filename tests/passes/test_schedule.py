@@ -183,7 +183,17 @@ recompute m: before p
 
 def test_an_op_with_several_results_runs_anew_for_each_brief_use() -> None:
     step = parse(str(PARTS).replace("g(q, v)", "g(q, m)"))
-    assert_expected_inline(decided(step, n_1=Fate.BRIEF), """""")
+    assert_expected_inline(
+        decided(step, n_1=Fate.BRIEF),
+        """\
+recompute a: before p
+recompute v: before p
+recompute n: before p
+recompute m: before p
+recompute n: before r
+recompute m: before r
+""",
+    )
 
 
 def test_a_part_can_be_sent_away_and_the_other_made_again() -> None:
