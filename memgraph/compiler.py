@@ -47,7 +47,8 @@ def compile(
 
     Raises:
         TypeError: `model` is no module, or an argument has a wrong type.
-        ValueError: the budget can't be read or is more than the device has; the model lies on several devices.
+        ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
+            optimizer is of another model.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
     """
@@ -75,4 +76,8 @@ def _planner(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) 
         )
     if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
+    if wishes.optimizer is not None:
+        owned = set(model.parameters())
+        if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
+            raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
     return Planner(model if loss is None else WithLoss(model, loss), wishes)

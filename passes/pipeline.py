@@ -17,6 +17,8 @@ from .invariants import check
 from .machine import Machine
 from .trace import Trace
 
+TOP = 8  # of what is in the way, so many are named
+
 Pass = Callable[[Trace, Machine], Plan]
 Log = Callable[[str], None]
 
@@ -65,12 +67,15 @@ def _over(forecast: Forecast, machine: Machine) -> str:
     """What was wanted, what is, where, and what to do."""
     op = forecast.trace.ops[forecast.at]
     lines = [
-        f"the step needs {forecast.peak} bytes at the least, {machine.budget} are allowed.",
+        f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {forecast.peak}.",
         f"It needs most at {op.name} ({', '.join(filter(None, (op.fn, op.where)))}); on {machine.device} lie there:",
     ]
-    for life in forecast.alive(forecast.at)[:6]:
+    there = forecast.alive(forecast.at)
+    for life in there[:TOP]:
         maker = forecast.trace.op[life.maker]
         lines.append(f"  {life.nbytes:>14} bytes  {life.kind:<10} {life.storage} {maker.type} {maker.where}".rstrip())
+    rest = forecast.peak - op.workspace - sum(life.nbytes for life in there[:TOP])
+    lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
     if op.workspace:
         lines.append(f"  {op.workspace:>14} bytes  workspace  of {op.name} itself")
     lines.append(f"Give budget={forecast.peak}, a smaller batch, or fewer bytes in what is listed.")

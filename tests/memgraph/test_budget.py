@@ -181,7 +181,7 @@ def test_a_budget_below_the_parameters_names_one_that_does() -> None:
     error = smallest_of(module, batch())
     assert error.budget == 100
     assert error.smallest > sum(p.nbytes for p in module.parameters())
-    assert f"{error.smallest} bytes at the least, 100 are allowed" in str(error)
+    assert f"100 bytes are allowed; the smallest budget for which a plan was found is {error.smallest}" in str(error)
     assert f"budget={error.smallest}" in str(error)
 
 

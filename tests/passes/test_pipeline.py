@@ -73,12 +73,13 @@ def test_the_error_says_what_is_in_the_way() -> None:
     assert_expected_inline(
         str(raised.value) + "\n",
         """\
-the step needs 2150 bytes at the least, 1500 are allowed.
+1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
 It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
             1000 bytes  temporary  a u8[1000] layers.0 model.py:7
             1000 bytes  activation b u8[1000] layers.0 model.py:8
              100 bytes  input      x u8[100]
               50 bytes  parameter  w u8[50]
+               0 bytes  in 0 smaller tensors and the staging of copies
 Give budget=2150, a smaller batch, or fewer bytes in what is listed.
 """,
     )
@@ -90,9 +91,10 @@ def test_the_error_tells_of_workspace() -> None:
     assert_expected_inline(
         str(raised.value) + "\n",
         """\
-the step needs 10 bytes at the least, 9 are allowed.
+9 bytes are allowed; the smallest budget for which a plan was found is 10.
 It needs most at a (f); on cuda:0 lie there:
                8 bytes  output     a
+               0 bytes  in 0 smaller tensors and the staging of copies
                2 bytes  workspace  of a itself
 Give budget=10, a smaller batch, or fewer bytes in what is listed.
 """,
