@@ -67,11 +67,10 @@ class CompiledModule(Shared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        step = self._step(
-            args, kwargs, (signature(self._module, spec, leaves), has_gradients(self._module), self._wanted)
-        )
-        parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
-        tensors = [*parameters.values(), *buffers.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
+        guard = signature(self._module, [*parameters, *buffers], spec, leaves)
+        step = self._step(args, kwargs, (guard, has_gradients(parameters), self._wanted))
+        tensors = [*parameters, *buffers, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         self.__dict__["_latest"] = step
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)

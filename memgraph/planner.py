@@ -75,7 +75,7 @@ class Planner:
         self._refuse_hooks()
         captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         watched = {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
-        graph = accumulating(captured, watched) if has_gradients(self.module) else captured.graph.graph
+        graph = accumulating(captured, watched) if has_gradients(self.module.parameters()) else captured.graph.graph
         machine, choice = self._plan(graph)
         planned = rewrite(graph, choice.forecast.trace)
         tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)

@@ -9,7 +9,7 @@ plain attributes and the hooks of every submodule; autocast and grad mode.
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,24 @@ from .shared import Shared
 PLAIN = (bool, int, float, str, types.NoneType)
 
 
-def signature(module: nn.Module, spec: Hashable, leaves: Sequence[object]) -> Hashable:
-    """The guard key of a call; equal keys may share a graph.  What is no tensor is in the key by type and value."""
+def signature(module: nn.Module, owned: Sequence[Tensor], spec: Hashable, leaves: Sequence[object]) -> Hashable:
+    """The guard key of a call; equal keys may share a graph.  What is no tensor is in it by type and value.
+
+    `owned` are the module's parameters and buffers.
+    """
     return (
         spec,
         tuple(_tensor(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
-        tuple((*_tensor(parameter), is_watched(parameter)) for parameter in module.parameters()),
-        tuple(map(_tensor, module.buffers())),
+        tuple(map(_tensor, owned)),
+        tuple(map(is_watched, owned)),
         tuple(_python(part) for part in (*module.modules(), *([module._module] if isinstance(module, Shared) else []))),
         _modes(),
     )
 
 
-def has_gradients(module: nn.Module) -> bool:
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Whether gradients are there already, to which backward will add."""
-    return any(parameter.grad is not None for parameter in module.parameters())
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def is_watched(parameter: Tensor) -> bool:
