@@ -51,12 +51,12 @@ def running(lease: Lease | None, sent: dict[int, Tensor]) -> Iterator[None]:
 
     A generator that an error left in an earlier state is set right.
     """
-    before = getattr(_local, "lease", None)
+    before = getattr(_local, "lease", None), getattr(_local, "sent", {})
     _local.lease, _local.sent, _local.swapped = lease, sent, None
     try:
         yield
     finally:
-        _local.lease = before
+        _local.lease, _local.sent = before
         if _local.swapped is not None:
             _swap_rng(*_local.swapped)
 
