@@ -608,11 +608,14 @@ def test_a_tensor_that_forward_leaves_on_the_module_is_refused_by_its_name() -> 
 @pytest.mark.usefixtures("spilling")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_steps_too_or_says_why_it_can_not() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of OpenMP's threads the child has none either, and torch itself waits for them
     module, compiled = fresh()
     step(compiled)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        signal.alarm(5)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(3)
         step(module)
         os.write(write, b"e")
         with suppress(memgraph.MemgraphError):
@@ -620,6 +623,7 @@ def test_a_forked_child_steps_too_or_says_why_it_can_not() -> None:
         os.write(write, b"c")
         os._exit(0)
     os.waitpid(child, 0)
+    torch.set_num_threads(threads)
     os.close(write)
     said = os.read(read, 2)
     os.close(read)

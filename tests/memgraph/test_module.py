@@ -139,9 +139,10 @@ class Pair(nn.Module):
 class Function(nn.Module):
     """A linear layer, and then any function."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], layer: nn.Module | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.linear.layer = layer
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -368,6 +369,21 @@ def test_reparametrized_weights_train() -> None:
         return nn.Sequential(normed, nn.ReLU(), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
 
     assert_alike(steps, make)
+
+
+@pytest.mark.parametrize(
+    "kind_of",
+    [
+        nn.RNN,
+        nn.GRU,
+        pytest.param(nn.LSTM, marks=pytest.mark.xfail(strict=True, reason="captured without oneDNN's LSTM")),
+    ],
+)
+def test_recurrent_layers_train(kind_of: Any) -> None:
+    assert_alike(
+        lambda model: [model(batch(12).view(3, 4, 8)).square().mean().backward()],
+        lambda: Function(lambda linear, x: linear.layer(linear(x))[0], kind_of(8, 8)),
+    )
 
 
 @tight
