@@ -1,9 +1,7 @@
 """Train any module under a byte budget."""
 
-from passes import BudgetError
-
 from .compiler import compile, plan
-from .errors import CaptureError, MemgraphError
+from .errors import BudgetError, CaptureError, MemgraphError
 from .module import CompiledModule
 from .report import Report
 from .spill import SpillError

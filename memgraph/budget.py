@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
+from numbers import Integral
 
 import torch
 
@@ -37,6 +39,8 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
         TypeError: it is no str, int, float or None.
         ValueError: it can't be read, is not positive, or is more than the device has.
     """
+    if isinstance(budget, Integral) and not isinstance(budget, bool):
+        budget = int(budget)  # numpy's as well
     if isinstance(budget, bool) or not isinstance(budget, str | int | float | None):
         raise TypeError(f"budget is a {type(budget).__name__}, {budget!r}; {FORMS}")
     if budget is None:
@@ -56,6 +60,8 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
 
 
 def _fraction(budget: float, device: torch.device) -> int:
+    if math.isnan(budget):
+        raise ValueError(f"budget={budget!r} is not a number, so a computation before it went wrong; {FORMS}")
     if not 0 < budget <= 1:
         raise ValueError(f"budget={budget!r} is a float, which means a share of the device's memory in (0, 1]; {FORMS}")
     return int(budget * memory_nbytes(device))

@@ -68,7 +68,7 @@ def capture(
     call = Call.of(module, args, kwargs, loss)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
-    with surroundings(module, mode), torch.set_grad_enabled(grad), explained():
+    with surroundings(mode), torch.set_grad_enabled(grad), explained():
         joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         _refuse_shared(call, functional.changed)

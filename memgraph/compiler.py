@@ -20,6 +20,7 @@ from .module import CompiledModule
 from .planner import Planner, Wishes
 from .report import Report
 from .shared import WithLoss
+from .spill import spill_folder
 
 Budget = str | int | float | None
 
@@ -38,7 +39,8 @@ def compile(
             and copies, and with `optimizer` its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of
             the device's memory, or None for what is free now.  The interpreter and the libraries are not counted, nor
             is what the caller's own code allocates between forward and backward: for that, give `loss`.
-        optimizer: an optimizer of `model`'s parameters, to be counted; it is `model.optimizer` then.
+        optimizer: an optimizer of `model`'s parameters, to be counted; it is `model.optimizer` then.  A copy of the
+            compiled module, or a pickle of it, has none: it would go on with the old parameters.
         loss: makes the loss part of the step.  The result of a call is `loss(model(*args, **kwargs), target)` if the
             call has a keyword `target`, otherwise `loss(model(*args, **kwargs))`.
         offload: where activations may go: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that the device
@@ -49,6 +51,7 @@ def compile(
         TypeError: `model` is no module, or an argument has a wrong type.
         ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
             optimizer is of another model.
+        SpillError: `spill_dir` is no folder.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
     """
@@ -76,6 +79,10 @@ def _planner(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) 
         )
     if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
+    if wishes.spill_dir is not None:
+        if not isinstance(wishes.spill_dir, str | PathLike):
+            raise TypeError(f"spill_dir is a {type(wishes.spill_dir).__name__}; give the path of a folder")
+        spill_folder(wishes.spill_dir)
     if wishes.optimizer is not None:
         owned = set(model.parameters())
         if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):

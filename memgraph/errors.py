@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import passes
+
 
 class MemgraphError(RuntimeError):
     """What all of memgraph's own errors are."""
@@ -9,3 +11,12 @@ class MemgraphError(RuntimeError):
 
 class CaptureError(MemgraphError):
     """A module whose step can't be written down as one graph; says where, and what to change."""
+
+
+class BudgetError(passes.BudgetError, MemgraphError):
+    """No plan of this step fits the budget.
+
+    Attributes:
+        budget: the bytes that were allowed.
+        smallest: a budget with which it works, gradients that are there to be added to included.
+    """

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
@@ -23,16 +23,13 @@ from .errors import CaptureError
 
 
 @contextmanager
-def surroundings(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """What must be on, and what must be off, while a step of this module is traced."""
+def surroundings(mode: FakeTensorMode) -> Iterator[None]:
+    """What must be on, and what must be off, while a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(no_draws())
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        if any(isinstance(child, nn.RNNBase) for child in module.modules()):
-            # oneDNN's recurrent layers keep what backward needs only where autograd is on; the graph runs without it.
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())

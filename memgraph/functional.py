@@ -22,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from .constants import describe_constants, refuse_changed_constants
 from .errors import CaptureError
 from .joint import Joint
-from .nodes import returned
+from .nodes import returned, written_by
+from .probe import layout
 from .temporaries import renew_temporaries
 from .where import NOTES
 
@@ -94,7 +95,24 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if self.last is None and n.op == "call_function" and n.meta[NOTES]["phase"] == "backward":
             self.last = self.turned()
-        return super().run_node(n)
+        result = super().run_node(n)
+        if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
+            for written in written_by(n):
+                _lay(self.env[written], written.meta["val"])
+        return result
+
+
+def _lay(value: Any, like: Tensor) -> None:
+    """Let a value that was changed in place lie as it does in eager, where the new one lies otherwise.
+
+    A view gets its strides from what it is a view of.  But the pieces of `unsafe_split` are no views here.
+    """
+    now: Any = from_fun(value)
+    if layout(now) != layout(like):
+        again = from_fun(torch.ops.memgraph_kernels.laid(value, like.stride()))
+        value.replace_(again)
+        value.commit_update()
+        value.sync()
 
 
 def _note_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:

@@ -28,6 +28,7 @@ from .checkpoint import without_checkpoint
 from .constants import describe_constants, refuse_trained_constants
 from .errors import CaptureError
 from .fakes import fake, without_autocast
+from .kernels import keep_workspaces
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
 from .trees import Spec, flatten
@@ -56,6 +57,7 @@ def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
         step = _Step(call, mode, wanted, before)
         with step.notes.following(), mode.knowing():
             graph = make_fx(step)(*fakes)
+    keep_workspaces(graph.graph)
     drop_aliases(graph.graph, kept=set(returned(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     describe_constants(graph, mode)

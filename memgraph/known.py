@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .kernels import as_made
 from .nodes import changes_inputs, is_random, storages, written_by
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ class KnowingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
-        return super().dispatch(func, types, args, kwargs)
+        return as_made(func, super().dispatch(func, types, args, kwargs), self)
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The real value of a traced tensor, if no input goes into it."""

@@ -10,11 +10,15 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .alone import ALONE, undisturbed
+from .attributes import Attributes
 from .capture import Captured, everything, losses
 from .eager import eager_gradients
 from .planner import Planner, Wishes
@@ -22,7 +26,7 @@ from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
 from .step import Step
-from .trees import flatten
+from .trees import Spec, flatten
 
 PLANS = 8  # kept; the one that was used longest ago goes first
 
@@ -33,15 +37,11 @@ class CompiledModule(Shared):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
+        self.__dict__["_attributes"] = Attributes(planner.module)
 
     def __reduce__(self) -> Any:
-        """A copy is the copied module, compiled anew."""
-        wishes = self._planner.wishes
-        if wishes.optimizer is not None:
-            raise TypeError(
-                "a module that was compiled with an optimizer can't be copied or pickled, since the optimizer would go "
-                "on with the old parameters; copy the plain module, make it an optimizer, and compile both"
-            )
+        """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
+        wishes = replace(self._planner.wishes, optimizer=None)
         return _again, (self._planner.module, wishes)
 
     @property
@@ -62,28 +62,46 @@ class CompiledModule(Shared):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that was given to `memgraph.compile`."""
         if self._planner.wishes.optimizer is None:
-            raise AttributeError("no optimizer was given to memgraph.compile")
+            raise AttributeError("no optimizer was given to memgraph.compile, or this is a copy, which has none")
         return self._planner.wishes.optimizer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
-        guard = signature(self._module, [*parameters, *buffers], spec, leaves)
-        step = self._step(args, kwargs, (guard, has_gradients(parameters), self._wanted))
-        tensors = [*parameters, *buffers, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
+        step = self._step(args, kwargs, key)
         self.__dict__["_latest"] = step
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)
 
+    def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Hashable]:
+        """All tensors that a call reads, and the key of its plan."""
+        parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
+        owned = [*parameters, *buffers]
+        guard = signature(self._module, owned, spec, leaves, self._attributes)
+        tensors = [*owned, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        return tensors, (guard, has_gradients(parameters), self._wanted)
+
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
         """The planned step for a call, from the cache or made now."""
+        step: Step | None = self._steps.get(key)
+        return self._planned(args, kwargs, key) if step is None else self._used(key, step)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
         steps: OrderedDict[Hashable, Step] = self._steps
-        if key not in steps:
-            steps[key] = self._planner.step(args, kwargs, self._wanted)
+        with ALONE:
+            if key not in steps:  # another thread may have planned it by now
+                steps[key] = self._planner.step(args, kwargs, self._wanted)
             while len(steps) > PLANS:
                 steps.popitem(last=False)
-        steps.move_to_end(key)
-        return steps[key]
+            return self._used(key, steps[key])
+
+    def _used(self, key: Hashable, step: Step) -> Step:
+        with suppress(KeyError):  # another thread may have let it go by now
+            self._steps.move_to_end(key)
+        return step
 
     def _unforeseen(
         self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -71,6 +71,35 @@ def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def drop_detours(graph: fx.Graph, kept: set[fx.Node]) -> None:
+    """Let a view that lies as something does that it is a view of be that: `t(t(x))` is `x`."""
+    behind: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        source = _viewed(node)
+        if source is None:
+            continue
+        behind[node] = [source, *behind.get(source, ())]
+        same = next((other for other in behind[node] if _lies(other) == _lies(node)), None)
+        if same is not None and node not in kept:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, if it is one tensor's view of one tensor."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable or len(node.all_input_nodes) != 1:
+        return None
+    source = node.all_input_nodes[0]
+    tensors = isinstance(node.meta.get("val"), Tensor) and isinstance(source.meta.get("val"), Tensor)
+    return source if tensors and storages(node) == storages(source) else None
+
+
+def _lies(node: fx.Node) -> object:
+    value: Tensor = node.meta["val"]
+    lazy = value.is_conj(), value.is_neg()
+    return value.dtype, value.shape, value.stride(), value.storage_offset(), lazy
+
+
 def gather_constants(graph: fx.Graph) -> None:
     """Let each constant be fetched once, before all ops."""
     placeholders = graph.find_nodes(op="placeholder")

@@ -23,6 +23,8 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile
 
+from .alone import ALONE
+
 T = TypeVar("T")
 Block = tuple[int, int]
 GIVEN = -1  # no block has this address
@@ -69,6 +71,10 @@ class Meter:
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
         """A piece of the work; `given` bytes lie there for it, that came since the last."""
+        with ALONE:
+            yield from self._window(given)
+
+    def _window(self, given: int) -> Iterator[None]:
         if _profiler_enabled():
             self._whole = False
             yield

@@ -11,16 +11,20 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
+import passes
 from passes import Choice, Machine, make_plan, predict
 
 from .accumulation import accumulating
+from .alone import ALONE, capturing
 from .budget import budget_nbytes
-from .capture import Wanted, capture
+from .capture import Captured, Wanted, capture
 from .device import device_of, return_freed_memory, unused_nbytes
-from .errors import CaptureError
+from .errors import BudgetError, CaptureError
+from .first_update import FirstUpdate
 from .peak import resident_bytes
 from .probe import Prober
 from .report import Report
@@ -30,6 +34,7 @@ from .split import split
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, linked, tier_name
+from .trees import flatten
 from .truth import correct
 from .update import with_update
 
@@ -51,6 +56,13 @@ class Planner:
         self.module = module
         self.wishes = wishes
         self._look()
+        optimizer = wishes.optimizer
+        self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None else None
+
+    def _trained(self, captured: Captured) -> list[Tensor]:
+        """The parameters that the step makes gradients of."""
+        names = {role.name for role in captured.outputs if role.kind == "gradient"}
+        return [parameter for name, parameter in self.module.named_parameters() if name in names]
 
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
@@ -70,20 +82,44 @@ class Planner:
             BudgetError: no plan fits the budget.
             CaptureError: the module can't be captured.
         """
+        with ALONE:
+            return self._step(args, kwargs, wanted)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         begin = time.perf_counter()
         self._look()
         self._refuse_hooks()
-        captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+        captured = self._capture(args, kwargs, wanted)
         watched = {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
-        graph = accumulating(captured, watched) if has_gradients(self.module.parameters()) else captured.graph.graph
-        machine, choice = self._plan(graph)
+        trained = self._trained(captured)
+        adds = has_gradients(self.module.parameters())
+        graph = accumulating(captured, watched) if adds else captured.graph.graph
+        try:
+            machine, choice = self._plan(graph, trained)
+        except passes.BudgetError as error:
+            later = None if adds or not trained else accumulating(captured, watched)
+            raise self._over(error, later, trained) from None
         planned = rewrite(graph, choice.forecast.trace)
         tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
         report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
-        return Step(captured, split(planned, captured.graph), tier, report)
+        step = Step(captured, split(planned, captured.graph), tier, report)
+        step.trained, step.landed = trained, self._first_update
+        return step
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
+        try:
+            with capturing(self.module):
+                return capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+        except FakeTensorDeviceMismatchError as error:
+            given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            there = ", ".join(sorted({str(device) for device in given if device != self.device})) or "several devices"
+            raise CaptureError(
+                f"an input lies on {there}, but {self.device} is wanted, where the model is: "
+                f"move it with .to({str(self.device)!r})\ntorch says: {error}"
+            ) from error
 
     def _refuse_hooks(self) -> None:
         """A module's backward hooks would run once, while it is captured, and never again."""
@@ -94,12 +130,27 @@ class Planner:
                     "register them on the compiled module, or hooks on parameters and outputs instead"
                 )
 
-    def _plan(self, graph: fx.Graph) -> tuple[Machine, Choice]:
+    def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: list[Tensor]) -> BudgetError:
+        """The error, with what the same call needs `later`, when there are gradients to add to."""
+        if later is None:
+            return BudgetError(str(error), error.budget, error.smallest)
+        needed = self._smallest(later, trained)
+        smallest = max(error.smallest, needed)
+        text = f"A call that adds to gradients, as with accumulation, needs {needed}: budget={smallest} does for both."
+        return BudgetError(f"{error}\n{text}", error.budget, smallest)
+
+    def _smallest(self, graph: fx.Graph, trained: list[Tensor]) -> int:
+        try:
+            return self._plan(graph, trained)[1].forecast.peak
+        except passes.BudgetError as error:
+            return error.smallest
+
+    def _plan(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Machine, Choice]:
         prober = Prober(unused_nbytes(self.device) // 2)
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
-            trace = with_update(trace, self.wishes.optimizer)
+            trace = with_update(trace, self.wishes.optimizer, trained)
         machine = Machine(self.budget, str(self.device))
         if predict(trace, machine).peak > self.budget:
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .nodes import storages
 from .peak import measured, resident_bytes
+from .signature import kernel_modes
 from .summarize import Cost, tensors
 
 ENOUGH_US = 2000.0  # an op is run again until this much time has gone into it,
@@ -88,7 +89,7 @@ def _key(node: fx.Node) -> str:
         return leaf
 
     args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
-    return f"{node.target}{args!r}{kwargs!r}{torch.get_num_threads()}"
+    return f"{node.target}{args!r}{kwargs!r}{kernel_modes()}"
 
 
 def _describe_tensor(value: object) -> object:
@@ -106,7 +107,7 @@ def _probe(node: fx.Node) -> Probed | None:
     device = next((value.device for value in tensors(node)), torch.device("cpu"))
     with torch.no_grad(), torch.random.fork_rng():
         try:
-            args, kwargs = _made_up(node)
+            args, kwargs = _made_up(node, device)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             (result, us), allocated = measured(lambda: _timed(run, device), device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -121,10 +122,12 @@ def _probe(node: fx.Node) -> Probed | None:
         return Probed(Cost(_shortest(run, device, us), max(0, allocated.peak - nbytes)), made)
 
 
-def _made_up(node: fx.Node) -> Any:
+def _made_up(node: fx.Node, device: torch.device) -> Any:
     """The op's arguments, with tensors for what it reads."""
 
     def make(read: fx.Node) -> Any:
+        if "val" not in read.meta:  # a generator of the module's own, which shall not be drawn from
+            return torch.Generator(device)
         return tree_map(lambda value: _fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
     return fx.node.map_arg((node.args, dict(node.kwargs)), make)

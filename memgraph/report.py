@@ -69,6 +69,11 @@ class Report:
         there = sum(op.nbytes for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent")
         return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
 
+    def with_update(self, nbytes: int) -> Report:
+        """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""
+        there = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
+        return replace(self, measured=max(self.measured or 0, there + nbytes))
+
     @cached_property
     def overhead(self) -> float:
         """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
@@ -95,7 +100,7 @@ class Report:
     def _verdict(self) -> str:
         plain = self.choice.captured
         lines = [
-            f"fits: forecast {_mb(self.peak)}, measured {self._measured()}, budget {_mb(self.budget)}",
+            self._bytes(),
             f"time: forecast {_ms(self.forecast.us)}, {self.overhead:+.1%}; "
             f"as it is, the step takes {_ms(plain.us)} and needs {_mb(plain.peak)}",
         ]
@@ -103,8 +108,12 @@ class Report:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
         return "\n".join(lines)
 
-    def _measured(self) -> str:
-        return "not yet" if self.measured is None else _mb(self.measured)
+    def _bytes(self) -> str:
+        """The three that the promise is about, to the byte where they would look alike."""
+        found = [self.peak, self.budget, *([] if self.measured is None else [self.measured])]
+        alike = len(set(map(_mb, found))) < len(set(found))
+        forecast, budget, *measured = [f"{nbytes} B" if alike else _mb(nbytes) for nbytes in found]
+        return f"fits: forecast {forecast}, measured {(*measured, 'not yet')[0]}, budget {budget}"
 
     def _decided(self) -> RenderableType:
         if not self.plan:

@@ -19,7 +19,7 @@ from .call import Input
 from .desk import Desk
 from .functional import Functional
 from .joint import Joint
-from .nodes import drop_aliases, drop_dead, gather_constants, returned
+from .nodes import drop_aliases, drop_dead, drop_detours, gather_constants, returned
 from .where import NOTES
 
 
@@ -28,7 +28,9 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     graph = found.graph.graph
     outputs = [role.kind == "output" for role in joint.outputs]
     graph.output_node().args = ((*found.handed, *found.changed.values()),)
-    drop_aliases(graph, kept=set(compress(found.handed, outputs)))
+    shown = set(compress(found.handed, outputs))
+    drop_aliases(graph, kept=shown)
+    drop_detours(graph, kept=shown)
     gather_constants(graph)
     desk = Desk(graph, joint.mode)
     desk.shield({place: joint.inputs[place].label for place in found.changed})

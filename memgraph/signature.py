@@ -1,35 +1,43 @@
 """What a captured graph depends on: the key under which it may be used again.
 
-    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, every module's `training`, ..., grad mode)
+    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, what forward may read of the module, ..., modes)
 
 In the key are the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor; the
-plain attributes and the hooks of every submodule; autocast and grad mode.
+attributes and the hooks of every submodule; and the modes of torch that change which kernels run.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
-from .shared import Shared
+from .attributes import Attributes
 
-PLAIN = (bool, int, float, str, types.NoneType)
+GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
 
-def signature(module: nn.Module, owned: Sequence[Tensor], spec: Hashable, leaves: Sequence[object]) -> Hashable:
+def signature(
+    module: nn.Module,
+    owned: Sequence[Tensor],
+    spec: Hashable,
+    leaves: Sequence[object],
+    attributes: Attributes | None = None,
+) -> Hashable:
     """The guard key of a call; equal keys may share a graph.  What is no tensor is in it by type and value.
 
-    `owned` are the module's parameters and buffers.
+    `owned` are the module's parameters and buffers; `attributes` are its own, from the call before.
     """
     return (
         spec,
         tuple(_tensor(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
         tuple(map(_tensor, owned)),
-        tuple(map(is_watched, owned)),
-        tuple(_python(part) for part in (*module.modules(), *([module._module] if isinstance(module, Shared) else []))),
+        tuple(map(has_hooks, owned)),
+        (attributes or Attributes(module)).key,
+        in_process_group(),
         _modes(),
     )
 
@@ -41,16 +49,35 @@ def has_gradients(parameters: Iterable[Tensor]) -> bool:
 
 def is_watched(parameter: Tensor) -> bool:
     """Whether somebody is told of the parameter's gradient, so that autograd itself has to accumulate it."""
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    # A data-parallel wrapper's hooks on the accumulation can't be seen from here.
-    return bool(hooks) or (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return has_hooks(parameter) or in_process_group()
 
 
-def _python(part: nn.Module) -> Hashable:
-    """What forward may read of a module besides its tensors: `training`, its other plain attributes, and its hooks."""
-    attributes = tuple((name, value) for name, value in vars(part).items() if type(value) in PLAIN)
-    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    return type(part), attributes, tuple(id(hook) for found in hooks for hook in found.values())
+def kernel_modes() -> Hashable:
+    """The settings of torch by which it chooses kernels, whatever it computes."""
+    backends, cuda = torch.backends, torch.backends.cuda
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_nnpack_enabled(),
+        tuple(torch._C._get_fp32_precision_getter(*place) for place in PRECISIONS),
+        (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
+        tuple(torch._C._get_sdp_priority_order()),
+        backends.cudnn.enabled and (backends.cudnn.benchmark, backends.cudnn.deterministic),
+        backends.mha.get_fastpath_enabled(),
+    )
+
+
+def in_process_group() -> bool:
+    """Whether a data-parallel wrapper may hear of gradients: its hooks on the accumulation can't be seen."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of the parameter itself want its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _constant(leaf: object) -> Hashable:
@@ -58,14 +85,17 @@ def _constant(leaf: object) -> Hashable:
 
 
 def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _modes() -> Hashable:
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return (
         tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_cache_enabled(),
         torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        tuple(id(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
+        kernel_modes(),
     )

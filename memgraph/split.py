@@ -10,12 +10,14 @@ has read it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph import PythonCode, _BoxedCodeGen
 
 from .nodes import changes_inputs, returned, storages
 
@@ -65,7 +67,7 @@ def _module(
 ) -> fx.GraphModule:
     """The part of `graph` for whose nodes `mine` holds, as a module from `inputs` to `outputs`."""
     part = fx.Graph()
-    part.set_codegen(_BoxedCodeGen())
+    part.set_codegen(_DirectCode())
     env = {}
     for node in inputs:
         env[node] = part.placeholder(node.name)
@@ -74,3 +76,20 @@ def _module(
             env[node] = part.node_copy(node, env.__getitem__)
     part.output(tuple(env[node] for node in outputs))
     return fx.GraphModule(root, part)
+
+
+class _DirectCode(_BoxedCodeGen):
+    """Calls what an op's Python object would call: that takes half a microsecond less, of two or three."""
+
+    def _gen_python_code(self, *args: Any, **kwargs: Any) -> PythonCode:
+        code = super()._gen_python_code(*args, **kwargs)
+        direct: dict[str, Any] = {}
+
+        def name(found: re.Match[str]) -> str:
+            namespace, packet, overload = found.groups()
+            name = f"op_{namespace}_{packet}_{overload}"
+            direct[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+            return f" = {name}("
+
+        src = re.sub(r" = torch\.ops\.(\w+)\.(\w+)\.(\w+)\(", name, code.src)
+        return replace(code, src=src, globals=code.globals | direct)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .capture import Captured
 from .flight import Flight, Tier
 from .report import Report
-from .signature import is_watched
+from .signature import has_hooks, in_process_group
 from .split import Halves
 
 # The gradients of all inputs, if a gradient arrives for an output for which none was planned.
@@ -26,6 +26,8 @@ class Step:
     """One signature's step, ready to run.  `report` is replaced once the first run has been measured."""
 
     def __init__(self, captured: Captured, halves: Halves, tier: Tier | None, report: Report) -> None:
+        self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
+        self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.captured = captured
         self.halves = halves
         self.tier = tier
@@ -54,6 +56,12 @@ class Step:
         allocated = flight.land()
         if allocated is not None:
             self.report = self.report.with_measured(allocated.peak)
+            if self.landed is not None and self.halves.backward is not None:
+                self.landed(self)
+
+    def gradients_there(self) -> list[Tensor]:
+        """The gradients that the parameters have now."""
+        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def target(self, role: Any) -> int:
         """The place among the inputs of what a gradient is of."""
@@ -96,7 +104,12 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody
     watches."""
     step, flight = ctx.step, ctx.flight
-    takers = [_taker(ctx, step.target(role)) if role.kind == "gradient" else None for role in step.gradients]
+    behind = ctx.next_functions  # is made anew whenever it is read
+    seen = in_process_group()
+    takers = [
+        _taker(behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
+        for role in step.gradients
+    ]
     there = [taker.grad if taker is not None else None for taker in takers]
     added = (
         [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
@@ -110,11 +123,10 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     return [_give(taker, gradient) for taker, gradient in zip(takers, gradients, strict=True)]
 
 
-def _taker(ctx: Any, place: int) -> Tensor | None:
-    """The parameter at `place`, if autograd would only accumulate into its `.grad` and nobody is told of it."""
-    node = ctx.next_functions[place][0]
+def _taker(node: Any) -> Tensor | None:
+    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
     parameter: Tensor | None = getattr(node, "variable", None)
-    if parameter is None or is_watched(parameter):
+    if parameter is None or has_hooks(parameter):
         return None
     try:
         return parameter if torch._C._will_engine_execute_node(node) else None

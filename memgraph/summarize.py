@@ -74,12 +74,17 @@ def tensors(node: fx.Node) -> list[Tensor]:
 
 def draws(node: fx.Node) -> bool:
     """Whether the op draws random numbers.  Attention with dropout_p=0 draws none, though torch 2.13 tags it so."""
-    if not is_random(node):
+    if not is_random(node) or has_own_generator(node):
         return False
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.name == "dropout_p":
             return bool(value != 0.0)
     return "scaled_dot_product" not in str(node.target) or bool(node.kwargs.get("dropout_p", 0.0) != 0.0)
+
+
+def has_own_generator(node: fx.Node) -> bool:
+    """Whether it draws from a generator of the module's own, which changes with it as a buffer does."""
+    return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 
 
 def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated: set[fx.Node]) -> Op:
@@ -128,6 +133,8 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     """An op that changes what it reads, or reads what the step will have changed, may not run again in backward."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
+    if has_own_generator(node):
+        return True
     schema = getattr(node.target, "_schema", None)
     changes = node.target is accumulate or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))

@@ -2,7 +2,7 @@
 
 Attributes are put back, and what forward put into lists and dicts on the module is taken out again.  A fake tensor that
 was left behind is an error: the module hands something out beside its outputs (an auxiliary loss, a cache), which the
-graph would not make.
+graph would not make. So is a number that forward counts on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 from .errors import CaptureError
 
 CONTAINERS = (dict, OrderedDict, list)
+COUNTERS = (bool, int, float, str)
 
 
 class Untouched:
@@ -41,7 +42,9 @@ class Untouched:
                 container.extend(before) if isinstance(container, list) else container.update(before)
 
     def refuse_leaks(self, inputs: set[int]) -> None:
-        """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`."""
+        """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`, or changed a
+        number there."""
+        self._refuse_counters()
         for path, module in self.modules:
             for name, tensor in held(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
@@ -50,6 +53,30 @@ class Untouched:
                         f"forward stores a tensor in {owner}, as no captured step can: return it, or register {owner} "
                         "as a buffer of its shape and dtype before the first step"
                     )
+
+    def _refuse_counters(self) -> None:
+        """A number that forward changes would be the same in every step, and what depends on it as well."""
+        names = {id(container): "" for container, _ in self.contents}
+        for (path, module), before in zip(self.modules, self.attributes, strict=True):
+            prefix = f"{path}." if path else ""
+            _refuse_changed(vars(module), before, prefix + "{}")
+            names |= {id(value): prefix + name for name, value in before.items()}
+        for container, before in self.contents:
+            _refuse_changed(_by_key(container), _by_key(before), names[id(container)] + "[{!r}]")
+
+
+def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> None:
+    for key, old in before.items():
+        new = now.get(key)
+        if type(old) in COUNTERS and type(new) in COUNTERS and repr(old) != repr(new):
+            raise CaptureError(
+                f"forward changes {label.format(key)} from {old!r} to {new!r}, but a captured step runs no Python: "
+                "make it a buffer (register_buffer, a tensor), or change it outside of forward"
+            )
+
+
+def _by_key(container: Any) -> dict[Any, Any]:
+    return dict(_items(container))
 
 
 @contextmanager

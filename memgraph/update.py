@@ -1,17 +1,17 @@
-"""What an optimizer keeps on the device, and what its update allocates: found by stepping it, one parameter at a time.
+"""What an optimizer keeps on the device, and what its update allocates: found by stepping it on made-up parameters.
 
     AdamW over 25.3M parameters  ->  states 202.4 MB, workspace of the update 8.4 MB
 
-A copy of the optimizer steps on a made-up parameter of each distinct shape, so that no rule about any optimizer is
-written here.
+A copy of the optimizer steps on one parameter of each distinct shape, and on each two that may follow one another where
+that may take more, so that no rule about any optimizer is written here.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,32 @@ from passes import Op, Storage, Trace
 from .peak import measured, resident_bytes
 
 STEPS = 7  # RAdam's update takes more from the sixth on
+PAIRS = 32  # are tried; beyond, both together are assumed to be there
+
+Pair = tuple["Kind", "Kind"]
 
 
-def with_update(trace: Trace, optimizer: torch.optim.Optimizer) -> Trace:
-    """The trace with the optimizer's states among its inputs and its update as its last op."""
-    nbytes, workspace = update_nbytes(optimizer)
+@dataclass(frozen=True)
+class Kind:
+    """What parameters have in common whose update is alike."""
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def made_up(self) -> Tensor:
+        parameter = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True)
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter
+
+
+def with_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> Trace:
+    """The trace with the optimizer's states among its inputs and its update as its last op.
+
+    All of `trained` have a gradient then; without it, all parameters.
+    """
+    nbytes, workspace = update_nbytes(optimizer, trained)
     made = (Storage("optimizer_state", nbytes),)
     name = type(optimizer).__name__
     state = Op("optimizer_state", "state", makes=made, holds=("optimizer_state",), where=name)
@@ -36,24 +57,24 @@ def with_update(trace: Trace, optimizer: torch.optim.Optimizer) -> Trace:
     return replace(trace, ops=(state, *trace.ops, update))
 
 
-def update_nbytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:
     """Bytes of all states, and at most what one update allocates and frees.
 
     Raises:
         TypeError: its step can't be called without a closure, or not with dense gradients.
     """
-    states, works, together = 0, list[int](), False
-    for group in optimizer.param_groups:
-        shapes = Counter(
-            (p.shape, p.dtype, p.device) for p in group["params"] if p.requires_grad or p in optimizer.state
-        )
-        for (shape, dtype, device), count in shapes.items():
-            state, work = _step(optimizer, group, torch.zeros(shape, dtype=dtype, device=device))
-            states += state * count
-            works += [work] * count if _foreach(group, device) else [work] * min(count, 2)
-            together |= _foreach(group, device)
-    # One after the other, an update's last temporaries are there while those of the next parameter are made.
-    return states, sum(works) if together else sum(sorted(works)[-2:])
+    sure = None if trained is None else set(map(id, trained))
+    rows = [[p for p in group["params"] if p.requires_grad or p in optimizer.state] for group in optimizer.param_groups]
+    trial = _Trial(optimizer)
+    kinds = [[(_kind(i, p), sure is None or id(p) in sure) for p in row] for i, row in enumerate(rows)]
+    for row in kinds:
+        for kind, _ in row:
+            trial.run(kind)
+    together = [i for i, row in enumerate(kinds) if row and _foreach(optimizer.param_groups[i], row[0][0].device)]
+    works = [sum(trial.works[kind,] for kind, _ in kinds[i]) for i in together]
+    apart = [pair for pair in _in_a_row(kinds) if not {pair[0].group, pair[1].group} & set(together)]
+    states = sum(trial.states[kind] for row in kinds for kind, _ in row)
+    return states, max([*trial.works.values(), *works, trial.most(apart)], default=0)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -61,22 +82,78 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
-def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
-    """Bytes of state and of workspace of one parameter."""
-    parameter.requires_grad_()
-    parameter.grad = torch.zeros_like(parameter)
-    alone = copy.copy(optimizer)
-    alone.state = defaultdict(dict)
-    alone.param_groups = [{**group, "params": [parameter]}]
-    try:
-        allocated = [measured(lambda: type(optimizer).step(alone), parameter.device)[1] for _ in range(STEPS)]
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(
-            f"{type(optimizer).__name__} can't be planned, since its step can't be tried on a dense gradient: {error}"
-        ) from error
-    kept = resident_bytes(state_tensors(alone))
-    first, *later = [seen.peak if seen else 0 for seen in allocated]
-    return kept, max(first - kept, *later)
+class _Trial:
+    """A copy of an optimizer that steps on made-up parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.works: dict[tuple[Kind, ...], int] = {}
+        self.states: dict[Kind, int] = {}
+
+    def most(self, pairs: Collection[Pair]) -> int:
+        """The most that two take of which one follows the other: its last temporaries are there while those of the
+        other are made."""
+        found = 0
+        runs = sorted((self._before(pair) + pair for pair in pairs), key=self._bound, reverse=True)
+        for tried, kinds in enumerate(runs):
+            if self._bound(kinds) <= found:
+                break
+            found = max(found, self.run(*kinds) if tried < PAIRS else self._bound(kinds))
+        return found
+
+    def run(self, *kinds: Kind) -> int:
+        """What an update of these takes, one after the other."""
+        if kinds not in self.works:
+            self.works[kinds] = self._run(kinds)
+        return self.works[kinds]
+
+    def _bound(self, kinds: Sequence[Kind]) -> int:
+        return sum(self.run(kind) for kind in kinds)
+
+    def _before(self, pair: Pair) -> tuple[Kind, ...]:
+        """Where vectors and matrices are updated each in a way of its own, the last temporaries of one stay until the
+        next of its sort comes.  Between them stands a parameter of one element."""
+        sorts = {len(kind.shape) for kind in pair}
+        others: dict[int, Kind] = {}
+        for kind in sorted(self.states, key=lambda kind: self.works[kind,]):
+            if kind.group == pair[0].group and len(kind.shape) not in sorts:
+                others[len(kind.shape)] = kind
+        between = replace(pair[0], shape=(1,) * len(pair[0].shape))
+        return tuple(one for kind in others.values() for one in (kind, between))
+
+    def _run(self, kinds: Sequence[Kind]) -> int:
+        alone = copy.copy(self.optimizer)
+        alone.state = defaultdict(dict)
+        made = [(kind.group, kind.made_up()) for kind in kinds]
+        alone.param_groups = [
+            {**self.optimizer.param_groups[i], "params": [p for group, p in made if group == i]}
+            for i in sorted({kind.group for kind in kinds})
+        ]
+        name = type(alone).__name__
+        try:
+            allocated = [measured(lambda: type(alone).step(alone), made[0][1].device)[1] for _ in range(STEPS)]
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} can't be planned, since its step can't be tried on a dense gradient: {error}"
+            ) from error
+        kept = resident_bytes(state_tensors(alone))
+        if len(kinds) == 1:
+            self.states[kinds[0]] = kept
+        first, *later = [seen.peak if seen else 0 for seen in allocated]
+        return max(0, first - kept, *later)
+
+
+def _in_a_row(rows: Sequence[Sequence[tuple[Kind, bool]]]) -> set[Pair]:
+    """Each two that may follow one another, if those that are not sure to be trained may be left out."""
+    pairs, after = set[Pair](), set[Kind]()
+    for kind, sure in reversed([one for row in rows for one in row]):
+        pairs |= {(kind, other) for other in after}
+        after = {kind} if sure else after | {kind}
+    return pairs
+
+
+def _kind(group: int, parameter: Tensor) -> Kind:
+    return Kind(group, tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
 def _foreach(group: dict[str, Any], device: torch.device) -> bool:

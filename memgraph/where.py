@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ class Notes:
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(child): path for path, child in module.named_modules()}
         self.running: list[str] = [""]
+        self.thread = threading.get_ident()  # the hooks hear of all modules of the process
         self.phase = "forward"
         self.places: dict[int, str] = {}  # by autograd's sequence number
         self.place = ""  # of the autograd node that runs
@@ -65,10 +67,12 @@ class Notes:
             node.register_prehook(lambda _, number=number: self._go_to(number))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self.running.append(self.paths.get(id(module), self.running[-1]))
+        if threading.get_ident() == self.thread:
+            self.running.append(self.paths.get(id(module), self.running[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.running.pop()
+        if threading.get_ident() == self.thread:
+            self.running.pop()
 
     def _go_to(self, number: int) -> None:
         self.place = self.places.get(number, self.place)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memgraph
+import passes
 from memgraph import probe
 from memgraph.budget import UNITS, budget_nbytes
 from memgraph.device import device_of, memory_nbytes, unused_nbytes
@@ -135,7 +138,40 @@ def test_a_number_without_end_is_refused_like_any_other() -> None:
         memgraph.compile(net(), "9" * 400 + ".5GB")
 
 
+def test_what_is_not_a_number_is_said_to_be_none() -> None:
+    with pytest.raises(ValueError, match="budget=nan is not a number"):
+        memgraph.compile(net(), math.nan)
+
+
+@pytest.mark.parametrize("kind_of", [np.int64, np.int32, np.uint64])
+def test_integers_of_numpy_are_bytes(kind_of: Any) -> None:
+    assert budget_nbytes(kind_of(12345), CPU) == 12345
+    report = memgraph.plan(net(), batch(), budget=kind_of(10**9))
+    assert type(report.budget) is int
+
+
 # --- the other arguments
+
+
+@pytest.mark.parametrize("folder", [7, b"/tmp", ["/tmp"], 1.5])
+def test_a_folder_of_another_type_is_refused_at_once(folder: Any) -> None:
+    with pytest.raises(TypeError, match=f"spill_dir is a {type(folder).__name__}; give the path of a folder"):
+        memgraph.compile(net(), ROOM, spill_dir=folder)
+
+
+@pytest.mark.parametrize("offload", ["auto", "disk", None])
+def test_a_folder_that_is_not_there_is_refused_at_once(offload: str | None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        with pytest.raises(memgraph.SpillError, match=f"{name}: it is not a folder"):
+            memgraph.compile(net(), ROOM, spill_dir=tmp_path / name, offload=offload)
+
+
+def test_an_input_on_another_device_is_refused_with_the_device_that_is_wanted() -> None:
+    compiled = memgraph.compile(net(), ROOM)
+    compiled(batch())
+    with pytest.raises(memgraph.CaptureError, match="an input lies on meta, but cpu is wanted"):
+        compiled(batch().to("meta"))
 
 
 @pytest.mark.parametrize("model", [None, 7, "model", nn.Linear, torch.nn.functional.relu, torch.ones(2)])
@@ -181,7 +217,8 @@ def test_a_budget_below_the_parameters_names_one_that_does() -> None:
     error = smallest_of(module, batch())
     assert error.budget == 100
     assert error.smallest > sum(p.nbytes for p in module.parameters())
-    assert f"100 bytes are allowed; the smallest budget for which a plan was found is {error.smallest}" in str(error)
+    assert "100 bytes are allowed; the smallest budget for which a plan was found is " in str(error)
+    assert f"budget={error.smallest}" in str(error)
     assert f"budget={error.smallest}" in str(error)
 
 
@@ -228,10 +265,43 @@ def test_the_smallest_budget_trains_within_it_bit_equal_with_eager(rows: int, of
 def test_one_byte_less_than_the_smallest_is_refused() -> None:
     module, x = net(), batch()
     smallest = smallest_of(module, x).smallest
+    for p in module.parameters():  # with gradients to add to, the step needs most
+        p.grad = torch.zeros_like(p)
     assert memgraph.plan(module, x, budget=smallest).peak <= smallest
     with pytest.raises(memgraph.BudgetError) as caught:
         memgraph.plan(module, x, budget=smallest - 1)
     assert caught.value.smallest == smallest
+
+
+@pytest.mark.parametrize("offload", ["auto", None])
+def test_the_smallest_budget_does_for_accumulation(offload: str | None) -> None:
+    module, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), batch(4, 64)
+    error = smallest_of(module, x, offload=offload)
+    compiled = memgraph.compile(module, error.smallest, offload=offload)
+    for _ in range(3):
+        compiled(x).sum().backward()
+        assert compiled.plan.measured is not None
+        assert compiled.plan.measured <= compiled.plan.peak <= error.smallest
+    numbers = [int(found) for found in re.findall(r"(?:found is|needs) (\d+)", str(error))]
+    assert len(numbers) == 2
+    assert max(numbers) == error.smallest > min(numbers)
+    assert f"budget={error.smallest}" in str(error)
+
+
+def test_a_step_without_gradients_needs_no_more_than_it_says() -> None:
+    with torch.no_grad():
+        error = smallest_of(net(), batch())
+        assert memgraph.plan(net(), batch(), budget=error.smallest).peak == error.smallest
+    assert "accumulation" not in str(error)
+
+
+def test_a_budget_error_is_one_of_memgraphs() -> None:
+    error = smallest_of(net(), batch())
+    again = pickle.loads(pickle.dumps(error))
+    for one in (error, again):
+        assert isinstance(one, memgraph.MemgraphError)
+        assert isinstance(one, passes.BudgetError)
+    assert (again.budget, again.smallest) == (100, error.smallest)
 
 
 def test_after_a_budget_error_a_smaller_batch_trains() -> None:

@@ -414,10 +414,21 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
     agrees(Crossed(), X)
 
 
-def test_recurrent_layers() -> None:
-    agrees(nn.LSTM(4, 3, 2, dropout=0.2), X.view(2, 1, 4), context=lambda: torch.backends.mkldnn.flags(enabled=False))
+@pytest.mark.parametrize("onednn", [True, False])
+def test_recurrent_layers(onednn: bool) -> None:
+    agrees(nn.LSTM(4, 3, 2, dropout=0.2), X.view(2, 1, 4), context=lambda: torch.backends.mkldnn.flags(enabled=onednn))
+
+
+def test_onednns_recurrent_layer_makes_its_workspace_in_a_graph() -> None:
     graph = capture(nn.LSTM(4, 3), (X.view(2, 1, 4),), {}).graph.graph
-    assert not [node for node in graph.nodes if "mkldnn" in str(node.target)]  # it would not run without autograd
+    targets = {str(node.target) for node in graph.nodes}
+    assert "memgraph_kernels.rnn_layer.default" in targets and "aten.mkldnn_rnn_layer.default" not in targets
+
+
+def test_a_view_that_leads_back_is_no_op() -> None:
+    graph = capture(nn.Linear(4, 4), (X,), {}).graph.graph
+    transposed = [node for node in graph.nodes if node.target is torch.ops.aten.t.default]
+    assert not [node for node in transposed if node.args[0] in transposed]
 
 
 def test_an_expanded_input_and_one_that_is_no_leaf() -> None:

@@ -143,14 +143,12 @@ def refused(folder: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("spilling")
-def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    refused(tmp_path / "missing", "is not a folder")
-
-
-@pytest.mark.usefixtures("spilling")
-def test_a_file_in_the_place_of_a_folder_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "is not a folder")
+def test_a_folder_that_is_gone_since_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    _, compiled = fresh(spill_dir=tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(memgraph.SpillError, match=r"gone: it is not a folder.*spill_dir="):
+        compiled(batch())
 
 
 @pytest.mark.usefixtures("spilling")
@@ -183,7 +181,9 @@ def test_a_full_disk_is_an_error_of_the_first_call_and_the_call_after_it_is_empt
 
 @pytest.mark.usefixtures("spilling")
 def test_after_a_bad_folder_a_good_one_works(tmp_path: Path) -> None:
+    (tmp_path / "missing").mkdir()
     module, compiled = fresh(spill_dir=tmp_path / "missing")
+    (tmp_path / "missing").rmdir()
     with pytest.raises(memgraph.SpillError):
         compiled(batch())
     assert_next_step_right(module, memgraph.compile(module, ROOM, spill_dir=tmp_path))

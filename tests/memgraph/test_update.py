@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import probe
+from memgraph.alone import ALONE
 from memgraph.peak import measured, resident_bytes
 from memgraph.update import state_tensors, update_nbytes
 
@@ -29,6 +31,9 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop centered": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
     "Adamax": lambda p: optim.Adamax(p, lr=0.01),
     "RAdam": lambda p: optim.RAdam(p, lr=0.01),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.01),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.01),
+    "SGD foreach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
 }
 
 
@@ -228,3 +233,169 @@ def test_planning_under_a_profiler_warns_and_is_not_remembered(monkeypatch: pyte
     with torch.autograd.profiler.profile(), pytest.warns(RuntimeWarning, match="a profiler is running"):
         workspaces()
     assert workspaces() == expected
+
+
+# --- tight
+
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "layers": [(128, 128), (128,), (128, 128), (128,)],
+    "alike": [(128, 128)] * 3,
+    "mixed": [(30, 100), (30,), (50, 3, 5, 5), (50,), (100, 30), (64, 100), (300, 20), (100,), (100,)],
+    "falling": [(size, size) for size in range(96, 48, -8)],
+    "small between": [(96, 96), (3,), (80, 80), (2, 2), (64, 64, 2)],
+    "one": [(77, 3)],
+}
+
+
+def stepped(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter], steps: int = 8) -> int:
+    """The most bytes of states and workspace together."""
+    most = 0
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    for _ in range(steps):
+        there = resident_bytes(state_tensors(optimizer))
+        _, allocated = measured(optimizer.step)
+        assert allocated is not None
+        most = max(most, there + allocated.peak)
+    return most
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_takes_what_was_forecast_and_little_less(name: str, shapes: str) -> None:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES[shapes]]
+    optimizer = OPTIMIZERS[name](parameters)
+    states, workspace = update_nbytes(optimizer)
+    most = stepped(optimizer, parameters)
+    assert most <= states + workspace <= 1.02 * most
+
+
+def test_groups_follow_one_another() -> None:
+    parameters = [nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    optimizer = optim.AdamW([{"params": [p]} for p in parameters])
+    states, workspace = update_nbytes(optimizer)
+    assert stepped(optimizer, parameters) <= states + workspace
+
+
+def test_a_parameter_without_a_gradient_brings_its_neighbours_together() -> None:
+    big, small, other = (nn.Parameter(torch.ones(n, n)) for n in (128, 2, 128))
+    optimizer = optim.AdamW([big, small, other])
+    for trained in ([big, small, other], [big, other]):
+        states, workspace = update_nbytes(optimizer, trained)
+        optimizer.zero_grad()
+        assert stepped(optimizer, trained) <= states + workspace
+    assert update_nbytes(optimizer)[1] < update_nbytes(optimizer, [big, other])[1] == update_nbytes(optimizer, [])[1]
+
+
+def heavy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+
+
+def test_the_forecast_of_a_step_whose_peak_is_the_update_is_tight() -> None:
+    module, x = heavy(), torch.randn(8, 256)
+    optimizer = optim.AdamW(module.parameters())
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+    step(compiled, optimizer, x)
+    report = compiled.plan
+    assert report.forecast.trace.ops[report.forecast.at].name == "optimizer_step"
+    assert report.measured is not None
+    assert report.measured <= report.peak <= report.measured + 64
+
+
+def test_a_budget_error_lists_the_workspace_of_the_update() -> None:
+    module = heavy()
+    with pytest.raises(memgraph.BudgetError) as caught:
+        memgraph.plan(module, torch.randn(8, 256), budget=1000, optimizer=optim.AdamW(module.parameters()), loss=square)
+    assert "It needs most at optimizer_step (AdamW.step)" in str(caught.value)
+    _, workspace = update_nbytes(optim.AdamW(module.parameters()))
+    assert f"{workspace} bytes  workspace  of optimizer_step itself" in str(caught.value)
+
+
+# --- the first real update is measured
+
+
+def test_the_update_is_measured_as_well() -> None:
+    module, x = heavy(), torch.randn(8, 256)
+    optimizer = optim.AdamW(module.parameters())
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+    compiled(x).backward()
+    before = compiled.plan.measured
+    optimizer.step()
+    after = compiled.plan.measured
+    assert before is not None
+    assert after is not None
+    assert before < after <= compiled.plan.peak
+    assert "step" not in vars(optimizer)
+    optimizer.zero_grad()
+    step(compiled, optimizer, x)
+    assert compiled.plan.measured == after
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_measured_with_the_update_is_within_the_forecast(name: str) -> None:
+    module = net()
+    optimizer = OPTIMIZERS[name](module.parameters())
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+    for _ in range(2):  # the second accumulates
+        compiled(batch()).backward()
+    optimizer.step()
+    reports = [planned.report for planned in compiled._steps.values()]
+    assert len(reports) == 2
+    assert all(report.measured is not None and report.measured <= report.peak for report in reports)
+
+
+def test_an_update_that_fails_is_not_measured_and_leaves_the_optimizer_as_it_was() -> None:
+    module = net()
+    optimizer = optim.AdamW(module.parameters())
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+    compiled(batch()).backward()
+    before = compiled.plan.measured
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    hook.remove()
+    assert "step" not in vars(optimizer)
+    optimizer.step()
+    assert compiled.plan.measured == before
+    assert not ALONE._is_owned()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_schedule_goes_on_beside_the_measurement(first: bool) -> None:
+    module = net()
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    make: Callable[[], Any] = lambda: optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    schedule = make() if first else None
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+    compiled(batch()).backward()
+    schedule = schedule or make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.step()
+            schedule.step()
+    assert schedule.get_last_lr() == [0.125]
+    assert compiled.plan.measured is not None
+
+
+def test_a_closure_runs_the_model_and_is_not_measured() -> None:
+    module = net()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = compiled(batch())
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert compiled.plan.measured is not None
+    assert compiled.plan.measured <= compiled.plan.peak

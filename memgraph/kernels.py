@@ -1,0 +1,64 @@
+"""Ops that aten lacks, so that a graph without ops in place and without grad mode runs the kernels that eager runs.
+
+    x.add_(y), x with gaps in its memory      ->  laid(add(x, y), x's strides)
+    mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
+
+Kernels look at strides: the last bits of a sigmoid depend on how many numbers stand in a row.  And oneDNN's recurrent
+layer makes the workspace that its backward reads only where grad mode is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+
+from .nodes import aten
+
+LAYER = aten.mkldnn_rnn_layer.default
+
+_library = torch.library.Library("memgraph_kernels", "DEF")
+_library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
+_library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
+
+
+def laid(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """A copy of `x` with these strides."""
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def keep_workspaces(graph: fx.Graph) -> None:
+    """Let the recurrent layers that ran in grad mode do so in the graph as well."""
+    for node in graph.find_nodes(op="call_function", target=LAYER):
+        if node.meta["val"][3].numel():
+            node.target = torch.ops.memgraph_kernels.rnn_layer.default
+
+
+def as_made(func: OpOverload, result: Any, mode: FakeTensorMode) -> Any:
+    """The fake result of an op, where torch's own has not the storages that the kernel makes."""
+    if func is LAYER and torch.is_grad_enabled():
+        with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
+            return (*result[:3], result[3].new_empty(1))
+    if func is aten.mkldnn_rnn_layer_backward.default:
+        with mode:
+            return (*result[:4], torch.empty_like(result[3]), *result[5:])
+    return result
+
+
+def _rnn_layer(*args: Any) -> Any:
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return LAYER(*args)
+
+
+def _fake_rnn_layer(*args: Any) -> Any:
+    output, hy, cy, workspace = LAYER(*args)
+    return output, hy, cy, workspace.new_empty(1)
+
+
+for _name, _run, _fake in (("laid", laid, laid), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_kernels::{_name}", _fake, lib=_library)
