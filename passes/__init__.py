@@ -1,12 +1,13 @@
 """A step as text, and what to do about its bytes.  Knows no torch."""
 
+from .choice import Choice, Proposal
 from .decisions import Decision, Offload, Plan, Recompute, Reload, apply, parse_plan
 from .errors import BudgetError
 from .forecast import KINDS, Copy, Forecast, predict
 from .invariants import BrokenTrace, check
 from .lifetime import Life, lifetimes
 from .machine import Machine
-from .pipeline import PASSES, Choice, make_plan
+from .pipeline import PASSES, make_plan
 from .trace import INPUTS, Op, Storage, Trace, parse
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Offload",
     "Op",
     "Plan",
+    "Proposal",
     "Recompute",
     "Reload",
     "Storage",

@@ -28,13 +28,19 @@ MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traf
 
 def descend(trace: Trace, machine: Machine) -> Plan:
     """The decisions of the first state on the way down that fits the budget; of the lowest, if none does."""
-    gaps = Gaps(trace)
-    lowest = State({}, (), predict(trace, machine))
+    return descend_from(Gaps(trace), machine, {}).plan
+
+
+def descend_from(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
+    """The first state that fits on the way down from where `fates` are given; the lowest, if none does."""
+    lowest = _state(gaps, machine, fates)
+    if lowest.peak <= machine.budget and fates:
+        return lowest
     for before, after in _way_down(gaps, machine, lowest):
         if after.peak <= machine.budget:
-            return _first_between(gaps, machine, before, after).plan
+            return _first_between(gaps, machine, before, after)
         lowest = after
-    return lowest.plan
+    return lowest
 
 
 def descend_at_home(trace: Trace, machine: Machine) -> Plan:

@@ -1,38 +1,33 @@
 """The passes, in the order in which they run, and the loop that runs them.
 
 A pass looks at a trace and a machine and returns decisions: those after which the step fits the budget, or, if it finds
-none, those that bring the peak lowest.  It changes nothing, logs nothing, and may count on `check(trace)`.
+none, those that bring the peak lowest.  It may add what it has proven.  It changes nothing, logs nothing, and may count
+on `check(trace)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
+from .chain import rerun_slices
+from .choice import Choice, Proposal
 from .decisions import Plan, apply
 from .errors import BudgetError
-from .forecast import Forecast, predict
+from .forecast import predict
 from .greedy import descend, descend_at_home
 from .invariants import check
 from .machine import Machine
+from .obstacle import obstacle
+from .optimize import optimize
 from .trace import Trace
 
-TOP = 8  # of what is in the way, so many are named
-
-Pass = Callable[[Trace, Machine], Plan]
+Pass = Callable[[Trace, Machine], Plan | Proposal]
 Log = Callable[[str], None]
 
-# The first whose plan fits ends the search.  The second helps where the far tier's staging is more than it would free.
-PASSES: tuple[Pass, ...] = (descend, descend_at_home)
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """A plan, the step as captured and as it will run, each with its forecast."""
-
-    plan: Plan
-    captured: Forecast
-    forecast: Forecast
+# Of the greedy passes the second helps where the far tier's staging is more than it would free.
+PASSES: tuple[Pass, ...] = (optimize, rerun_slices, descend, descend_at_home)
+NEAR = 0.02  # a gap at which no further pass is asked
 
 
 def quiet(line: str) -> None:
@@ -40,7 +35,7 @@ def quiet(line: str) -> None:
 
 
 def make_plan(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet) -> Choice:
-    """The plan of the first pass with which the step fits; no decisions at all, if the step fits as it is.
+    """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
@@ -49,34 +44,30 @@ def make_plan(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES,
     captured = predict(trace, machine)
     log(f"{'captured':<16} {captured}")
     best = Choice((), captured, captured)
+    if captured.peak <= machine.budget:
+        return best
     for find in passes:
-        if best.forecast.peak <= machine.budget:
+        best = _better(best, find(trace, machine), machine)
+        log(f"{find.__name__:<16} {best.forecast}")
+        if best.forecast.peak <= machine.budget and best.gap <= NEAR:
             break
-        plan = find(trace, machine)
-        applied = apply(trace, plan)
-        check(applied)
-        choice = Choice(plan, captured, predict(applied, machine))
-        log(f"{find.__name__:<16} {choice.forecast}")
-        best = min(best, choice, key=lambda choice: choice.forecast.peak)
     if best.forecast.peak > machine.budget:
-        raise BudgetError(_over(best.forecast, machine), machine.budget, best.forecast.peak)
+        raise BudgetError(obstacle(best.forecast, machine, trace), machine.budget, best.forecast.peak)
     return best
 
 
-def _over(forecast: Forecast, machine: Machine) -> str:
-    """What was wanted, what is, where, and what to do."""
-    op = forecast.trace.ops[forecast.at]
-    lines = [
-        f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {forecast.peak}.",
-        f"It needs most at {op.name} ({', '.join(filter(None, (op.fn, op.where)))}); on {machine.device} lie there:",
-    ]
-    there = forecast.alive(forecast.at)
-    for life in there[:TOP]:
-        maker = forecast.trace.op[life.maker]
-        lines.append(f"  {life.nbytes:>14} bytes  {life.kind:<10} {life.storage} {maker.type} {maker.where}".rstrip())
-    rest = forecast.peak - op.workspace - sum(life.nbytes for life in there[:TOP])
-    lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
-    if op.workspace:
-        lines.append(f"  {op.workspace:>14} bytes  workspace  of {op.name} itself")
-    lines.append(f"Give budget={forecast.peak}, a smaller batch, or fewer bytes in what is listed.")
-    return "\n".join(lines)
+def _better(best: Choice, found: Plan | Proposal, machine: Machine) -> Choice:
+    """The better of the best so far and what was found: what fits before what does not, then what is faster, or what
+    needs less; with all that is proven."""
+    proposal = found if isinstance(found, Proposal) else Proposal(found)
+    applied = apply(best.captured.trace, proposal.plan)
+    check(applied)
+    forecast = predict(applied, machine)
+    new = replace(best, plan=proposal.plan, forecast=forecast)
+
+    def rank(choice: Choice) -> tuple[bool, float, float]:
+        over = choice.forecast.peak > machine.budget
+        return over, choice.forecast.peak if over else choice.forecast.us, choice.forecast.peak
+
+    bound_us, any_us = max(best.bound_us, proposal.bound_us), max(best.any_us, proposal.any_us)
+    return replace(min(best, new, key=rank), bound_us=bound_us, any_us=any_us)

@@ -80,7 +80,8 @@ It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
              100 bytes  input      x u8[100]
               50 bytes  parameter  w u8[50]
                0 bytes  in 0 smaller tensors and the staging of copies
-Give budget=2150, a smaller batch, or fewer bytes in what is listed.
+No plan can do with less than 2150 bytes: so many are in use at b at the same time.
+Give budget=2150, a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
 
@@ -96,7 +97,8 @@ It needs most at a (f); on cuda:0 lie there:
                8 bytes  output     a
                0 bytes  in 0 smaller tensors and the staging of copies
                2 bytes  workspace  of a itself
-Give budget=10, a smaller batch, or fewer bytes in what is listed.
+No plan can do with less than 10 bytes: so many are in use at a at the same time.
+Give budget=10, a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
 
@@ -119,6 +121,7 @@ def test_passes_run_in_order_until_one_fits() -> None:
 captured         2854 bytes at o, 60 us
 keep_all         2854 bytes at o, 60 us
 make_a_again     2150 bytes at b, 70 us
+keep_all         2150 bytes at b, 70 us
 """,
     )
 

@@ -1,0 +1,58 @@
+"""A plan beside what it was chosen from: the step as captured, the step as it will run, and what is proven of both.
+
+captured 35.7 ms, 2.5 GB   ->   40.3 ms, 1.0 GB, overhead 12.8 %, at least 12.4 % for any plan of the class
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from .decisions import Plan, Recompute, Reload
+from .forecast import Forecast
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A plan, and microseconds that every plan adds to the step.
+
+    Attributes:
+        bound_us: of those in which a value runs again at most once and comes back at most once.
+        any_us: of all that recompute in backward only, however often.
+    """
+
+    plan: Plan
+    bound_us: float = 0.0
+    any_us: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A plan, the step as captured and as it will run, each with its forecast, and what every plan adds."""
+
+    plan: Plan
+    captured: Forecast
+    forecast: Forecast
+    bound_us: float = 0.0
+    any_us: float = 0.0
+
+    @property
+    def lower_bound(self) -> float:
+        """Microseconds of a step, less than which no plan of this plan's class takes.  See `Proposal`."""
+        return self.captured.us + (self.bound_us if self.is_single else self.any_us)
+
+    @property
+    def overhead(self) -> float:
+        """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
+        return self.forecast.us / self.captured.us - 1 if self.captured.us else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How much of the bound's time the plan's is above it: at most so much could be won."""
+        return self.forecast.us / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def is_single(self) -> bool:
+        """Whether no value runs again twice, or comes back twice."""
+        said = Counter((type(d), d.value) for d in self.plan if isinstance(d, Recompute | Reload))
+        return max(said.values(), default=0) <= 1

@@ -1,0 +1,139 @@
+"""A linear program that grows, solved by HiGHS: as it is, or with some columns whole.
+
+    x = linear.column(cost=2.0)
+    linear.row(1.0, INFINITY, {x: 1.0})
+    linear.solve()   ->   Solved(us=2.0, values=[1.0], prices=[0.0])
+
+Work is limited in nodes, not in seconds, so that the same program always has the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .program import Floats
+
+try:
+    import highspy
+except ImportError:  # the greedy pass does without
+    highspy = None  # type: ignore[assignment]
+
+INFINITY = math.inf
+OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "random_seed": 1,
+    "mip_rel_gap": 2e-4,
+    "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
+}
+Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A point: its objective, a bound below all others, the value of every column, and what one more would cost."""
+
+    us: float
+    bound_us: float
+    values: Floats
+    prices: Floats
+
+
+def there() -> bool:
+    """Whether HiGHS is installed."""
+    return highspy is not None
+
+
+class Linear:
+    """Columns and rows; both are handed over in batches."""
+
+    def __init__(self) -> None:
+        self.highs: Any = highspy.Highs()
+        for option, value in OPTIONS.items():
+            self.highs.setOptionValue(option, value)
+        self.bounds: list[tuple[float, float]] = []
+        self.costs: list[float] = []
+        self.rows = 0
+        self.waiting: list[Row] = []
+        self.given = 0  # columns that HiGHS knows
+
+    def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+        self.bounds.append((least, most))
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def row(self, least: float, most: float, coefficients: dict[int, float]) -> int:
+        self.waiting.append((least, most, coefficients))
+        self.rows += 1
+        return self.rows - 1
+
+    def bound_row(self, row: int, most: float) -> None:
+        """Give a row another upper end."""
+        self._hand_over()
+        self.highs.changeRowBounds(row, -INFINITY, most)
+
+    def solve(self) -> Solved | None:
+        """The least objective; None if there is no point."""
+        self._hand_over()
+        self.highs.run()
+        if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        us = self.highs.getInfo().objective_function_value
+        solution = self.highs.getSolution()
+        return Solved(us, us, np.array(solution.col_value), np.array(solution.col_dual))
+
+    def solve_whole(
+        self, whole: Iterable[int], fixed: dict[int, float], nodes: int, target: float
+    ) -> tuple[Solved | None, float]:
+        """The best point found whose columns `whole` are integers, and a bound below all such points.
+
+        The search ends at `target`, at `nodes`, or when all is known.
+        """
+        self._hand_over()
+        columns = np.fromiter(whole, dtype=np.int32)
+        for column, value in fixed.items():
+            self.highs.changeColBounds(column, value, value)
+        self._kind(columns, highspy.HighsVarType.kInteger)
+        for option, value in {"mip_max_nodes": nodes, "objective_target": target}.items():
+            self.highs.setOptionValue(option, value)
+        self.highs.run()
+        found = self.highs.getInfo()
+        point = np.array(self.highs.getSolution().col_value)
+        status = self.highs.getModelStatus()
+        self._kind(columns, highspy.HighsVarType.kContinuous)
+        for column in fixed:
+            self.highs.changeColBounds(column, *self.bounds[column])
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return None, INFINITY
+        if found.primal_solution_status != highspy.kSolutionStatusFeasible:
+            return None, found.mip_dual_bound
+        return Solved(found.objective_function_value, found.mip_dual_bound, point, point), found.mip_dual_bound
+
+    def _kind(self, columns: Any, kind: Any) -> None:
+        self.highs.changeColsIntegrality(len(columns), columns, np.array([kind] * len(columns)))
+
+    def _hand_over(self) -> None:
+        """Tell HiGHS what has been added since."""
+        if count := len(self.costs) - self.given:
+            ends = np.array(self.bounds[self.given :], dtype=np.float64)
+            self.highs.addVars(count, ends[:, 0].copy(), ends[:, 1].copy())
+            columns = np.arange(self.given, len(self.costs), dtype=np.int32)
+            self.highs.changeColsCost(count, columns, np.array(self.costs[self.given :], dtype=np.float64))
+            self.given = len(self.costs)
+        if self.waiting:
+            self._hand_over_rows()
+
+    def _hand_over_rows(self) -> None:
+        least, most, coefficients = zip(*self.waiting, strict=True)
+        starts = np.cumsum([0, *map(len, coefficients)])[:-1].astype(np.int32)
+        columns = np.fromiter((column for row in coefficients for column in row), dtype=np.int32)
+        values = np.fromiter((value for row in coefficients for value in row.values()), dtype=np.float64)
+        ends = np.array(least, dtype=np.float64), np.array(most, dtype=np.float64)
+        status = self.highs.addRows(len(least), *ends, len(columns), starts, columns, values)
+        assert status == highspy.HighsStatus.kOk, "HiGHS refuses rows"
+        self.waiting = []

@@ -1,0 +1,158 @@
+"""Plans near the optimum, and the proof how near: relax, round, simulate, repair.
+
+    bound 12.39 %   ->   whole 12.82 %, over the budget at two positions   ->   their rows   ->   12.83 %, fits
+
+The simulator has the last word.  A position that it finds over the budget gets its rows; if it has them, what a re-run
+takes while it runs is the reason, and an event's row says so.  From then on the program's objective is no bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import linear
+from .choice import Choice, Proposal
+from .decisions import Plan, apply
+from .events import event
+from .forecast import Forecast, predict
+from .gaps import Gaps
+from .greedy import descend_from
+from .linear import INFINITY, Solved
+from .machine import Machine
+from .model import Model
+from .program import Program
+from .relax import EVERY, WINDOW, relax, write
+from .schedule import schedule
+from .trace import Trace
+from .whole import Effort, fates, whole
+
+ENOUGH = 0.005  # of the step: a gap at which the search ends
+AIM = 0.8  # of this gap, so that a repair may cost something
+REPAIRS = 12
+LADDER = ((WINDOW, 12), (3 * WINDOW, 4), (EVERY, 2))  # how many makers rows look at, of how many positions at once
+EFFORTS = ((1e-4, 200), (1e-3, 200))  # threshold as a share of the step, nodes
+THOROUGH = 400  # nodes of the search with nothing fixed
+LARGE = 20_000  # columns: above, nothing fixed takes too long
+
+
+def optimize(trace: Trace, machine: Machine) -> Proposal:
+    """The best plan found in which every value runs again or is sent away at most once; no decisions, if none fits."""
+    if not linear.there():
+        return Proposal(())
+    program = Program(Gaps(trace), machine)
+    return _Search(program, machine).run()
+
+
+class _Search:
+    """The best plan so far, and what is proven."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program = program
+        self.machine = machine
+        self.model = Model(program, machine.budget)
+        self.step_us = program.captured.us
+        self.best: Choice | None = None
+        self.bound_us = self.any_us = 0.0
+        self.events: list[int] = []  # rows that are no part of a proof
+
+    def run(self) -> Proposal:
+        relaxed = relax(self.model)
+        if relaxed is None:
+            return Proposal(())
+        self.any_us = relaxed.any_us
+        if relaxed.solved is None:
+            return Proposal((), any_us=self.any_us)
+        self._prove(relaxed.solved.us)
+        for share, nodes in EFFORTS:
+            self._round(Effort(share * self.step_us, nodes))
+            if self._is_near():
+                break
+        else:
+            self._be_thorough()
+        return Proposal(self.best.plan if self.best else (), self.bound_us, self.any_us)
+
+    def _prove(self, us: float) -> None:
+        if not self.events:
+            self.bound_us = max(self.bound_us, us - self.model.tie)
+
+    def _is_near(self) -> bool:
+        return self.best is not None and self._proven(self.best).gap <= ENOUGH
+
+    def _proven(self, choice: Choice) -> Choice:
+        return replace(choice, bound_us=self.bound_us, any_us=self.any_us)
+
+    @property
+    def _target(self) -> float:
+        return self.bound_us + AIM * ENOUGH * (self.step_us + self.bound_us)
+
+    def _round(self, effort: Effort) -> None:
+        """Round and repair, until a plan fits or nothing is left to mend."""
+        for _ in range(REPAIRS):
+            relaxed = self.model.linear.solve()
+            if relaxed is None:
+                break
+            self._prove(relaxed.us)
+            point, _ = whole(self.model, relaxed, effort, self._target)
+            if point is None or self._judge(point):
+                break
+        self._forget_events()
+
+    def _be_thorough(self) -> None:
+        """Search with nothing fixed: what it proves is a bound of the class."""
+        if len(self.model.linear.costs) > LARGE:
+            return
+        relaxed = self.model.linear.solve()
+        if relaxed is not None:
+            effort = Effort(float("inf"), THOROUGH)
+            point, bound = whole(self.model, relaxed, effort, self._target)
+            if bound < float("inf"):
+                self._prove(bound)
+            if point is not None and not self._judge(point):
+                self._round(effort)
+
+    def _judge(self, point: Solved) -> bool:
+        """Whether the plan of a point fits; if not, what breaks the budget gets rows."""
+        wanted = fates(self.model, point)
+        plan = schedule(self.program.gaps, wanted, self.machine)
+        forecast = predict(apply(self.program.gaps.trace, plan), self.machine)
+        if self._take(plan, forecast):
+            return True
+        mended = descend_from(self.program.gaps, self.machine, wanted)
+        self._take(mended.plan, mended.forecast)
+        over = sorted(_over(self.program, forecast, self.machine.budget), key=lambda found: -found[1])
+        if not self._write_rows([position for position, _, _ in over]):
+            self.events += [event(self.model, forecast, index, position) for position, _, index in over]
+        return self._is_near()
+
+    def _take(self, plan: Plan, forecast: Forecast) -> bool:
+        """Whether a plan fits; it is kept if it is the best so far."""
+        if forecast.peak > self.machine.budget:
+            return False
+        if self.best is None or forecast.us < self.best.forecast.us:
+            self.best = Choice(plan, self.program.captured, forecast)
+        return True
+
+    def _write_rows(self, positions: list[int]) -> bool:
+        """Rows for positions that have none, or rows that look at more makers; whether there were any to write."""
+        for window, count in LADDER:
+            if sum(write(self.model, position, window) for position in positions[:count]):
+                return True
+        return False
+
+    def _forget_events(self) -> None:
+        for row in self.events:
+            self.model.linear.bound_row(row, INFINITY)
+        self.events.clear()
+
+
+def _over(program: Program, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
+    """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
+    there, and the index in the step as it runs."""
+    places, worst = program.gaps.index, dict[int, tuple[int, int, int]]()
+    position = program.size - 1
+    for index in reversed(range(len(forecast.trace.ops))):
+        position = places.get(forecast.trace.ops[index].name, position)
+        nbytes = int(forecast.total[index])
+        if nbytes > max(budget, worst.get(position, (0, 0))[1]):
+            worst[position] = position, nbytes, index
+    return list(worst.values())

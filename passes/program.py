@@ -1,0 +1,144 @@
+"""What can be decided about a step, as numbers: the columns of a linear program are made of it.
+
+    a = relu(x)  # makes a:32768 | 10 us       Maker("a", us=10.0, items=(0,))
+    b = mm(a, w)                          ->   Item("a", nbytes=32768, maker=0, left=1, use=5, readers=(1,))
+    ...
+    g = relu_backward(d, a)
+
+Positions are indices of the trace's ops; makers and items have indices of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .forecast import Forecast, predict
+from .gaps import Gaps
+from .machine import Machine
+
+SMALLEST_TRIP = 1 << 16  # bytes: what is smaller is not worth a trip to the far tier
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A movable storage.
+
+    `left` is the last forward position that uses it, `use` the first backward position that reads it, or the number of
+    ops if none does.  `readers` are the makers that read it and may run again.
+    """
+
+    storage: str
+    nbytes: int
+    maker: int
+    left: int
+    use: int
+    readers: tuple[int, ...]
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A forward op that makes items; `once` if it may not run again."""
+
+    value: str
+    us: float
+    once: bool
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A trace as makers and items.  It does not depend on the budget."""
+
+    gaps: Gaps
+    machine: Machine
+
+    @cached_property
+    def makers(self) -> tuple[Maker, ...]:
+        items: dict[str, list[int]] = {}
+        for i, value in enumerate(self.gaps.maker.values()):
+            items.setdefault(value, []).append(i)
+        ops = self.gaps.trace.op
+        return tuple(Maker(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        place = {maker.value: i for i, maker in enumerate(self.makers)}
+        readers = self._readers()
+        return tuple(
+            Item(
+                storage=storage,
+                nbytes=self.gaps.trace.nbytes[storage],
+                maker=place[value],
+                left=self.gaps.left[storage],
+                use=self.gaps.uses.get(storage, (self.size,))[0],
+                readers=tuple(readers[storage]),
+                leaves=self._leaves(storage),
+            )
+            for storage, value in self.gaps.maker.items()
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.gaps.trace.ops)
+
+    @property
+    def boundary(self) -> int:
+        return self.gaps.trace.boundary
+
+    @cached_property
+    def captured(self) -> Forecast:
+        return predict(self.gaps.trace, self.machine)
+
+    @cached_property
+    def base(self) -> Floats:
+        """The bytes at every position if every item were away in its gap: what no plan of the class can lower."""
+        away = np.zeros(self.size + 1)
+        for item in self.items:
+            if item.left + 1 < item.use < self.size:
+                away[item.left + 1] += item.nbytes
+                away[item.use] -= item.nbytes
+        base: Floats = self.captured.total - np.cumsum(away)[:-1]
+        return base
+
+    @cached_property
+    def reached(self) -> tuple[int, ...]:
+        """For each backward position the latest maker whose items it or a later one reads."""
+        latest = [0] * (self.size - self.boundary)
+        for item in self.items:
+            if item.use < self.size:
+                latest[item.use - self.boundary] = max(latest[item.use - self.boundary], item.maker)
+        return tuple(itertools.accumulate(reversed(latest), max))[::-1]
+
+    @cached_property
+    def nbytes(self) -> Floats:
+        return np.array([item.nbytes for item in self.items], dtype=np.float64)
+
+    @cached_property
+    def left(self) -> Ints:
+        return np.array([item.left for item in self.items], dtype=np.int64)
+
+    @cached_property
+    def use(self) -> Ints:
+        return np.array([item.use for item in self.items], dtype=np.int64)
+
+    def _readers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {storage: [] for storage in self.gaps.maker}
+        for i, maker in enumerate(self.makers):
+            if not maker.once:
+                reads = self.gaps.trace.op[maker.value].reads
+                for storage in dict.fromkeys(held for read in reads for held in self.gaps.held.get(read, ())):
+                    found[storage].append(i)
+        return found
+
+    def _leaves(self, storage: str) -> bool:
+        wanted = storage in self.gaps.root and storage in self.gaps.uses
+        return wanted and self.machine.out > 0 < self.machine.back and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

@@ -1,0 +1,109 @@
+"""The linear program's least objective: a lower bound on the time that a plan adds, and a point to round.
+
+    rows of 5 positions -> solve -> 11 positions are over the budget -> their rows -> solve -> ... -> none is
+
+Rows are lazy: those of a position are written when the point that was found breaks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import memory
+from .linear import Solved
+from .model import MIB, Model
+from .occupancy import Occupancy
+from .program import Floats
+
+ROUNDS = 60
+PER_ROUND = 12  # positions of each kind that get their rows
+BANDS = 64  # of backward, in each of which the worst position is looked at
+WINDOW = 50  # makers before the one that backward has reached, whose re-runs a row looks at at first
+EVERY = 1 << 62
+APART = 3  # positions nearer to each other than this say much the same
+OVER = 1.001  # of the budget: what is less over it is left to the simulator
+
+Over = Callable[[Model, Occupancy], list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """A point below all plans of the class, None if there is none; and the objective below all plans, however often
+    they recompute."""
+
+    solved: Solved | None
+    any_us: float
+
+
+def relax(model: Model) -> Relaxed | None:
+    """The least point; None if no plan at all fits the budget."""
+    program = model.program
+    first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
+    for position in sorted(first & set(range(program.boundary))):
+        write(model, position)
+    anyhow = _converge(model, _forward_over)
+    if anyhow is None:
+        return None
+    for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
+        write(model, position)
+    solved = _converge(model, _over)
+    return Relaxed(solved, max(0.0, anyhow.us - model.tie))
+
+
+def write(model: Model, position: int, window: int = WINDOW) -> bool:
+    """The rows of a position, if it does not have as many; whether there was anything to write."""
+    if model.windows.get(position, -1) >= window:
+        return False
+    model.windows[position] = window
+    if position < model.program.boundary:
+        memory.forward(model, position)
+        model.windows[position] = EVERY
+    else:
+        reached = model.program.reached[position - model.program.boundary]
+        memory.backward(model, position, max(0, reached - window))
+    return True
+
+
+def _backward(model: Model) -> range:
+    return range(model.program.boundary, model.program.size)
+
+
+def _converge(model: Model, over: Over) -> Solved | None:
+    """Solve and write rows until no position that is looked at is over the budget."""
+    for _ in range(ROUNDS):
+        solved = model.linear.solve()
+        if solved is None:
+            return None
+        new = over(model, Occupancy(model, solved.values))
+        if not new:
+            break
+        for position in new:
+            write(model, position)
+    return solved
+
+
+def _forward_over(model: Model, occupancy: Occupancy) -> list[int]:
+    return _worst(model, occupancy.plain[: model.program.boundary])
+
+
+def _over(model: Model, occupancy: Occupancy) -> list[int]:
+    """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
+    found = _worst(model, occupancy.plain)
+    bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]
+    positions = np.array([band[np.argmax(occupancy.plain[band])] for band in bands], dtype=np.int64)
+    worked = occupancy.worked(positions)
+    order = [k for k in np.argsort(-worked) if worked[k] * MIB > model.budget * OVER]
+    return found + [int(positions[k]) for k in order if positions[k] not in model.windows][:PER_ROUND]
+
+
+def _worst(model: Model, nbytes: Floats) -> list[int]:
+    found: list[int] = []
+    for position in map(int, np.argsort(-nbytes)):
+        if nbytes[position] * MIB <= model.budget * OVER or len(found) == PER_ROUND:
+            break
+        if position not in model.windows and all(abs(position - other) > APART for other in found):
+            found.append(position)
+    return found

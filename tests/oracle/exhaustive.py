@@ -1,0 +1,83 @@
+"""The least time that any choice of fates adds to a step under a budget, found by trying them all.
+
+    cheapest(trace, 6108)                -> 5.0      every subset of the movable storages is kept, the rest is made again
+    cheapest_of_all(trace, machine)      -> 2.0      every fate of every movable storage
+    cheapest(trace, 10)                  -> None     nothing fits
+
+For about 12 movable storages, and about 6 where there is a far tier.  `predict` alone says what fits and what it takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from passes import Machine, Offload, Plan, Recompute, Trace, apply, predict
+from passes.gaps import Gaps
+from passes.schedule import AWAY, Fate, schedule
+
+Choices = Mapping[str, Sequence[Fate]]
+
+
+def cheapest(trace: Trace, budget: int) -> float | None:
+    """The least added microseconds over all keep-sets; None if none fits."""
+    found = best_keep_set(trace, budget)
+    return found[0] if found else None
+
+
+def cheapest_of_all(trace: Trace, machine: Machine) -> float | None:
+    """The least added microseconds over all fates that `machine` allows; None if none fits its budget."""
+    found = best_fates(trace, machine)
+    return found[0] if found else None
+
+
+def best_keep_set(trace: Trace, budget: int) -> tuple[float, Plan] | None:
+    """What `cheapest` says, and a plan that does it."""
+    gaps = Gaps(trace)
+    return best_of(gaps, keep_or_recompute(gaps), Machine(budget))
+
+
+def best_fates(trace: Trace, machine: Machine) -> tuple[float, Plan] | None:
+    """What `cheapest_of_all` says, and a plan that does it."""
+    gaps = Gaps(trace)
+    return best_of(gaps, all_fates(gaps, machine), machine)
+
+
+def keep_or_recompute(gaps: Gaps) -> Choices:
+    """For each movable storage whether it is kept; what may run once is."""
+    return {s: (Fate.KEEP,) if gaps.trace.op[made].once else (Fate.KEEP, Fate.RECOMPUTE) for s, made in gaps.maker.items()}  # fmt: skip
+
+
+def all_fates(gaps: Gaps, machine: Machine) -> Choices:
+    """The same with what is made again for each use and, if there is a far tier, with all ways there."""
+    away = AWAY if machine.out > 0 and machine.back > 0 else ()
+    return {
+        storage: (*fates, *((Fate.BRIEF,) if len(fates) > 1 else ()), *(away if storage in gaps.root else ()))
+        for storage, fates in keep_or_recompute(gaps).items()
+    }
+
+
+def best_of(gaps: Gaps, choices: Choices, machine: Machine) -> tuple[float, Plan] | None:
+    """The plan that fits and adds least.  No plan adds less than its re-runs take: those of cheap ones come first."""
+    plain = predict(gaps.trace, machine).us
+    found: tuple[float, Plan] | None = None
+    for plan in sorted(set(_plans(gaps, choices, machine)), key=lambda plan: (_rerun_us(gaps, plan), len(plan))):
+        if found and _rerun_us(gaps, plan) >= found[0]:
+            break
+        forecast = predict(apply(gaps.trace, plan), machine)
+        if forecast.peak <= machine.budget and (found is None or forecast.us - plain < found[0]):
+            found = forecast.us - plain, plan
+    return found
+
+
+def _plans(gaps: Gaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
+    """The plan of every choice whose copies the far tier has room for."""
+    for fates in itertools.product(*choices.values()):
+        plan = schedule(gaps, dict(zip(choices, fates, strict=True)), machine)
+        sent = (gaps.trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload))
+        if sum(gaps.trace.nbytes[storage] for storage in sent) <= machine.capacity:
+            yield plan
+
+
+def _rerun_us(gaps: Gaps, plan: Plan) -> float:
+    return sum(gaps.trace.op[decision.value].us for decision in plan if isinstance(decision, Recompute))
