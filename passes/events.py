@@ -9,28 +9,43 @@ finding a plan that fits, and no part of any proof.
 from __future__ import annotations
 
 from .forecast import Forecast
+from .lifetime import Life
 from .linear import INFINITY
 from .model import MIB, Model
+from .trace import Op
 
 
 def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     """Write that what is there at op `index` of the simulated step, before `position` of the captured one, has to
     fit; the row."""
     items = {item.storage: i for i, item in enumerate(model.program.items)}
+    gone = {op.reads[0] for op in forecast.trace.ops if op.fn == "memgraph.offload.default"}
     coefficients: dict[int, float] = {}
     held = 0
     for life in forecast.alive(index):
         made = forecast.trace.op[life.maker]
-        again = made.again
-        i = items.get(again + life.storage.removeprefix(made.name) if again else life.storage)
-        if i is None or not (again or _waits(model, i, position)):
+        i = items.get(_origin(life, made))
+        if i is None or not (made.again or _waits(model, i, position)):
             continue
         held += life.nbytes
-        item = model.program.items[i]
-        for column in (model.kept[i], *([model.again[item.maker]] if again else [])):
+        moves = made.name in gone or made.fn == "memgraph.reload.default"
+        for column in _columns(model, i, moves and i in model.away, bool(made.again)):
             coefficients[column] = coefficients.get(column, 0.0) + life.nbytes / MIB
     fixed = float(forecast.total[index]) - held
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
+
+
+def _origin(life: Life, made: Op) -> str:
+    """The storage of the captured trace of which `life` is a copy, or itself."""
+    if made.fn == "memgraph.reload.default":
+        return made.name.rpartition("__in_")[0]
+    return made.again + life.storage.removeprefix(made.name) if made.again else life.storage
+
+
+def _columns(model: Model, i: int, moves: bool, again: bool) -> list[int]:
+    """The columns without which the item would not be there."""
+    away = [model.away[i]] if moves else []
+    return [model.kept[i], *away, *([model.again[model.program.items[i].maker]] if again else [])]
 
 
 def _waits(model: Model, i: int, position: int) -> bool:

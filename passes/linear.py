@@ -31,6 +31,8 @@ OPTIONS = {
     "mip_rel_gap": 2e-4,
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
+# Of a search: how long it takes, in steps of the simplex method, which are the same on every machine.
+WORK_PER_COLUMN = 1.5
 Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
 
 
@@ -61,6 +63,7 @@ class Linear:
         self.rows = 0
         self.waiting: list[Row] = []
         self.given = 0  # columns that HiGHS knows
+        self.work = 0  # see `WORK_PER_COLUMN`
 
     def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
         self.bounds.append((least, most))
@@ -103,6 +106,7 @@ class Linear:
             self.highs.setOptionValue(option, value)
         self.highs.run()
         found = self.highs.getInfo()
+        self.work += max(0, found.simplex_iteration_count) + int(WORK_PER_COLUMN * len(self.costs))
         point = np.array(self.highs.getSolution().col_value)
         status = self.highs.getModelStatus()
         self._kind(columns, highspy.HighsVarType.kContinuous)

@@ -31,8 +31,10 @@ AIM = 0.8  # of this gap, so that a repair may cost something
 REPAIRS = 12
 LADDER = ((WINDOW, 12), (3 * WINDOW, 4), (EVERY, 2))  # how many makers rows look at, of how many positions at once
 EFFORTS = ((1e-4, 200), (1e-3, 200))  # threshold as a share of the step, nodes
-THOROUGH = 400  # nodes of the search with nothing fixed
-LARGE = 20_000  # columns: above, nothing fixed takes too long
+THOROUGH = 200  # nodes of the search with nothing fixed
+LARGE = 6_000  # columns: above, nothing fixed takes too long
+WORK = 30_000  # of all searches together, some seconds; see `Linear.work`
+PURE = 10_000  # of these, until when only rows are written that are part of a proof
 
 
 def optimize(trace: Trace, machine: Machine) -> Proposal:
@@ -89,7 +91,7 @@ class _Search:
         """Round and repair, until a plan fits or nothing is left to mend."""
         for _ in range(REPAIRS):
             relaxed = self.model.linear.solve()
-            if relaxed is None:
+            if relaxed is None or self.model.linear.work > WORK:
                 break
             self._prove(relaxed.us)
             point, _ = whole(self.model, relaxed, effort, self._target)
@@ -99,7 +101,7 @@ class _Search:
 
     def _be_thorough(self) -> None:
         """Search with nothing fixed: what it proves is a bound of the class."""
-        if len(self.model.linear.costs) > LARGE:
+        if len(self.model.linear.costs) > LARGE or self.model.linear.work > WORK:
             return
         relaxed = self.model.linear.solve()
         if relaxed is not None:
@@ -108,7 +110,7 @@ class _Search:
             if bound < float("inf"):
                 self._prove(bound)
             if point is not None and not self._judge(point):
-                self._round(effort)
+                self._round(Effort(EFFORTS[-1][0] * self.step_us, EFFORTS[-1][1]))
 
     def _judge(self, point: Solved) -> bool:
         """Whether the plan of a point fits; if not, what breaks the budget gets rows."""
@@ -120,7 +122,8 @@ class _Search:
         mended = descend_from(self.program.gaps, self.machine, wanted)
         self._take(mended.plan, mended.forecast)
         over = sorted(_over(self.program, forecast, self.machine.budget), key=lambda found: -found[1])
-        if not self._write_rows([position for position, _, _ in over]):
+        wrote = self._write_rows([position for position, _, _ in over])
+        if not wrote or self.events or self.model.linear.work > PURE:
             self.events += [event(self.model, forecast, index, position) for position, _, index in over]
         return self._is_near()
 
