@@ -7,6 +7,8 @@ on `check(trace)`.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,6 +29,7 @@ Log = Callable[[str], None]
 
 # Of the greedy passes the second helps where the far tier's staging is more than it would free.
 PASSES: tuple[Pass, ...] = (optimize, rerun_slices, descend, descend_at_home)
+QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked however little time there is
 NEAR = 0.02  # a gap at which no further pass is asked
 
 
@@ -34,12 +37,17 @@ def quiet(line: str) -> None:
     """Log nothing."""
 
 
-def make_plan(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet) -> Choice:
+def make_plan(
+    trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet, seconds: float = math.inf
+) -> Choice:
     """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
+
+    After so many `seconds` only the quick passes are still asked.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
     """
+    begin = time.monotonic()
     check(trace)
     captured = predict(trace, machine)
     log(f"{'captured':<16} {captured}")
@@ -47,6 +55,8 @@ def make_plan(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES,
     if captured.peak <= machine.budget:
         return best
     for find in passes:
+        if find not in QUICK and time.monotonic() - begin >= seconds:
+            continue
         best = _better(best, find(trace, machine), machine)
         log(f"{find.__name__:<16} {best.forecast}")
         if best.forecast.peak <= machine.budget and best.gap <= NEAR:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -313,12 +314,15 @@ def test_after_a_budget_error_a_smaller_batch_trains() -> None:
     assert compiled.plan.peak <= compiled.plan.budget
 
 
-def test_the_peak_falls_with_the_budget() -> None:
+def test_the_peak_falls_with_the_budget_and_the_time_rises() -> None:
     module, x = net(), batch()
     high, low = memgraph.plan(module, x, budget=ROOM).peak, smallest_of(module, x, offload=None).smallest
-    peaks = [memgraph.plan(module, x, budget=low + (high - low) * i // 6, offload=None).peak for i in range(7)]
-    assert peaks == sorted(peaks)
-    assert len(set(peaks)) > 2
+    budgets = [low + (high - low) * i // 6 for i in range(7)]
+    plans = [memgraph.plan(module, x, budget=budget, offload=None) for budget in budgets]
+    assert all(plan.peak <= budget for plan, budget in zip(plans, budgets, strict=True))
+    assert len({plan.peak for plan in plans}) > 2
+    for small, large in pairwise(plans):
+        assert small.forecast.us >= large.choice.lower_bound
 
 
 def test_a_budget_that_does_without_a_far_tier_does_with_one() -> None:

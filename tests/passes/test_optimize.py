@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Choice, Machine, Trace, apply, linear, make_plan, parse, predict, program
+from passes import BudgetError, Choice, Machine, Trace, apply, linear, make_plan, parse, predict, program
 from passes.gaps import Gaps
 from passes.optimize import optimize
 from passes.schedule import Fate
@@ -71,6 +71,20 @@ def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share
         assert forecast.peak <= machine.budget
         choice = Choice(found.plan, predict(trace, machine), forecast, found.bound_us, found.any_us)
         assert forecast.us >= choice.lower_bound - SMALL
+
+
+@settings(max_examples=40)
+@given(traces(max_forward=20), machines(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_a_smaller_budget_takes_at_least_what_is_proven_of_a_larger(
+    trace: Trace, machine: Machine, one: float, other: float
+) -> None:
+    small, large = (between(trace, machine, share) for share in sorted((one, other)))
+    try:
+        choices = make_plan(trace, small), make_plan(trace, large)
+    except BudgetError:
+        return
+    assert choices[0].forecast.peak <= small.budget and choices[1].forecast.peak <= large.budget
+    assert choices[0].forecast.us >= choices[1].captured.us + choices[1].any_us - SMALL
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])

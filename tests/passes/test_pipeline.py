@@ -206,3 +206,10 @@ def outcome(trace: Trace, machine: Machine) -> Choice | int:
         return make_plan(trace, machine, PASSES)
     except BudgetError as error:
         return error.smallest
+
+
+def test_without_time_the_quick_passes_plan() -> None:
+    lines: list[str] = []
+    choice = make_plan(STEP, Machine(FLOOR), log=lines.append, seconds=0.0)
+    assert choice.forecast.peak <= FLOOR
+    assert [line.split()[0] for line in lines] == ["captured", "descend", "descend_at_home"]
