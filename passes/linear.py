@@ -32,7 +32,7 @@ OPTIONS = {
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
 # Of a search: how long it takes, in steps of the simplex method, which are the same on every machine.
-WORK_PER_COLUMN = 1.5
+WORK_PER_COLUMN = 0.5
 Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
 
 

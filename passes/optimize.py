@@ -27,14 +27,19 @@ from .trace import Trace
 from .whole import Effort, fates, whole
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
+FAIR = 0.01  # a gap at which it ends after the first few tries
 AIM = 0.8  # of this gap, so that a repair may cost something
-REPAIRS = 12
+REPAIRS = 8
 LADDER = ((WINDOW, 12), (3 * WINDOW, 4), (EVERY, 2))  # how many makers rows look at, of how many positions at once
-EFFORTS = ((1e-4, 200), (1e-3, 200))  # threshold as a share of the step, nodes
+EFFORTS = (
+    (1e-4, 200, WINDOW),
+    (1e-3, 200, WINDOW),
+    (1e-3, 100, EVERY),
+)  # threshold as a share of the step, nodes, makers a row looks at
 THOROUGH = 200  # nodes of the search with nothing fixed
-LARGE = 6_000  # columns: above, nothing fixed takes too long
-WORK = 30_000  # of all searches together, some seconds; see `Linear.work`
-PURE = 10_000  # of these, until when only rows are written that are part of a proof
+LARGE = 5_000  # columns: above, nothing fixed takes too long
+WORK = 25_000  # of all searches together, some seconds; see `Linear.work`
+PURE = 3  # points in a round, after which rows are written that are part of no proof
 
 
 def optimize(trace: Trace, machine: Machine) -> Proposal:
@@ -65,11 +70,13 @@ class _Search:
         if relaxed.solved is None:
             return Proposal((), any_us=self.any_us)
         self._prove(relaxed.solved.us)
-        for share, nodes in EFFORTS:
+        for share, nodes, window in EFFORTS:
+            for position in list(self.model.windows):
+                write(self.model, position, window)
             self._round(Effort(share * self.step_us, nodes))
-            if self._is_near():
+            if self._is_near(FAIR):
                 break
-        else:
+        if not self._is_near(ENOUGH):
             self._be_thorough()
         return Proposal(self.best.plan if self.best else (), self.bound_us, self.any_us)
 
@@ -77,8 +84,8 @@ class _Search:
         if not self.events:
             self.bound_us = max(self.bound_us, us - self.model.tie)
 
-    def _is_near(self) -> bool:
-        return self.best is not None and self._proven(self.best).gap <= ENOUGH
+    def _is_near(self, gap: float) -> bool:
+        return self.best is not None and self._proven(self.best).gap <= gap
 
     def _proven(self, choice: Choice) -> Choice:
         return replace(choice, bound_us=self.bound_us, any_us=self.any_us)
@@ -89,13 +96,13 @@ class _Search:
 
     def _round(self, effort: Effort) -> None:
         """Round and repair, until a plan fits or nothing is left to mend."""
-        for _ in range(REPAIRS):
+        for turn in range(REPAIRS):
             relaxed = self.model.linear.solve()
             if relaxed is None or self.model.linear.work > WORK:
                 break
             self._prove(relaxed.us)
             point, _ = whole(self.model, relaxed, effort, self._target)
-            if point is None or self._judge(point):
+            if point is None or self._judge(point, turn < PURE - 1):
                 break
         self._forget_events()
 
@@ -109,10 +116,10 @@ class _Search:
             point, bound = whole(self.model, relaxed, effort, self._target)
             if bound < float("inf"):
                 self._prove(bound)
-            if point is not None and not self._judge(point):
-                self._round(Effort(EFFORTS[-1][0] * self.step_us, EFFORTS[-1][1]))
+            if point is not None and not self._judge(point, True):
+                self._round(Effort(EFFORTS[-1][0] * self.step_us, THOROUGH))
 
-    def _judge(self, point: Solved) -> bool:
+    def _judge(self, point: Solved, pure: bool) -> bool:
         """Whether the plan of a point fits; if not, what breaks the budget gets rows."""
         wanted = fates(self.model, point)
         plan = schedule(self.program.gaps, wanted, self.machine)
@@ -123,9 +130,9 @@ class _Search:
         self._take(mended.plan, mended.forecast)
         over = sorted(_over(self.program, forecast, self.machine.budget), key=lambda found: -found[1])
         wrote = self._write_rows([position for position, _, _ in over])
-        if not wrote or self.events or self.model.linear.work > PURE:
+        if not (wrote and pure):
             self.events += [event(self.model, forecast, index, position) for position, _, index in over]
-        return self._is_near()
+        return self._is_near(ENOUGH if pure else FAIR)
 
     def _take(self, plan: Plan, forecast: Forecast) -> bool:
         """Whether a plan fits; it is kept if it is the best so far."""
