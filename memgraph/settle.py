@@ -22,6 +22,8 @@ from .joint import Joint
 from .nodes import drop_aliases, drop_dead, drop_detours, gather_constants, returned
 from .where import NOTES
 
+OURS = re.compile(r"__(\d+|out|free|in_\d+|back|back_\d+|rng|swap)$")  # names that a plan gives
+
 
 def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     """The graph whose placeholders are `joint.inputs` and which returns `joint.outputs`."""
@@ -56,6 +58,8 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
         node.target = node.name
         node.meta = {"kind": role.kind, "val": node.meta["val"], NOTES: {"phase": "forward", "where": name}}
     for node in graph.nodes:
+        if OURS.search(node.name):
+            node._rename(f"{node.name}_")
         if node.op != "output":
             notes = node.meta.get(NOTES, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}

@@ -87,7 +87,9 @@ def _parse_decision(line: str) -> Decision:
     if found and (kind := KINDS.get(found[1])):
         places = dict(part.split(" ", 1) for part in found[3].split(", ") if " " in part)
         if list(places) == [field.name for field in fields(kind)][1:]:
-            return kind(found[2], **places)
+            decision = kind(found[2], **places)
+            if str(decision) == line:
+                return decision
     raise ValueError(f"not a decision: {line!r}\nwrite e.g.: recompute relu_1: before mm_4")
 
 

@@ -122,15 +122,22 @@ def parse(text: str) -> Trace:
             pairs = [pair.split() for pair in _names(line.removeprefix("return"))]
             outputs = tuple((kind, value) for kind, value in pairs)
         else:
-            ops.append(_parse_op(line, phase))
+            ops.append(_read_op(line, phase))
     return Trace(tuple(ops), outputs)
+
+
+def _read_op(line: str, phase: str) -> Op:
+    try:
+        return _parse_op(line, phase)
+    except ValueError:
+        right = "a = aten.mm.default(x, w)  # f32[8, 16] | makes a:512 | 10.0 us"
+        raise ValueError(f"not a line of a trace: {line!r}\nwrite e.g.: {right}") from None
 
 
 def _parse_op(line: str, phase: str) -> Op:
     found = LINE.fullmatch(line)
     if not found:
-        right = "a = aten.mm.default(x, w)  # f32[8, 16] | makes a:512 | 10.0 us"
-        raise ValueError(f"not a line of a trace: {line!r}\nwrite e.g.: {right}")
+        raise ValueError("no name = fn(reads)")
     notes, where = _cut(found["notes"] or "", "at ")
     facts = _parse_notes(notes)
     makes = tuple(Storage(name, int(nbytes)) for name, nbytes in (s.rsplit(":", 1) for s in _names(facts["makes"])))

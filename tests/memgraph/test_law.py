@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+import memgraph
 from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses, operands
 from memgraph.disk import STAGING
@@ -34,7 +35,7 @@ from memgraph.step import Step
 from memgraph.summarize import Cost, summarize
 from memgraph.tiers import far_tier
 from memgraph.truth import correct
-from passes import Choice, Machine, Plan, Trace, apply, check, predict
+from passes import Choice, Machine, Plan, Recompute, Trace, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import AWAY, Fate, schedule
 
@@ -336,3 +337,24 @@ def test_no_file_is_left_open() -> None:
             its.again()
             run(its, step, 2)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+class Doubled(nn.Module):
+    """Its parameters are called what a plan calls copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("relu__1", "mm__out", "relu__in_1"):
+            self.register_parameter(name, nn.Parameter(torch.randn(32, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.parameters():
+            x = (x @ parameter).relu()
+        return x.square().sum()
+
+
+def test_names_that_a_plan_gives_are_taken_from_nobody() -> None:
+    module, x = Doubled(), torch.randn(256, 32)
+    found = memgraph.plan(module, x, budget=10**8, offload=None)
+    tight = memgraph.plan(module, x, budget=found.peak - 40_000, offload=None)
+    assert any(isinstance(decision, Recompute) for decision in tight.plan)

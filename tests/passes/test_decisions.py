@@ -280,6 +280,7 @@ def test_a_plan_prints_as_it_was_read() -> None:
         "keep a: before f",
         "offload a: out v",
         "offload a: free b, out v",
+        "recompute a: before f, junk",
         "?",
         "a = f()",
     ],

@@ -107,6 +107,10 @@ def test_any_place_and_any_time_are_read_back(trace: Trace, where: str, us: floa
         "sideways:",
         "returns a",
         "a = b c()",
+        "a = mm(x)  # makes a",
+        "a = mm(x)  # makes a:many",
+        "a = mm(x)  # workspace much",
+        "a = mm(x)  # long us",
     ],
 )
 def test_what_is_no_line_is_shown_beside_one(line: str) -> None:
