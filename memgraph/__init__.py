@@ -1,9 +1,26 @@
 """Train any module under a byte budget."""
 
 from .compiler import compile, plan
-from .errors import BudgetError, CaptureError, MemgraphError
+from .curve import Point, Sweep
+from .errors import BudgetError, CaptureError, MemgraphError, PlanError
 from .module import CompiledModule
 from .report import Report
+from .saved import SavedPlan
 from .spill import SpillError
+from .sweep import sweep
 
-__all__ = ["BudgetError", "CaptureError", "CompiledModule", "MemgraphError", "Report", "SpillError", "compile", "plan"]
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "CompiledModule",
+    "MemgraphError",
+    "PlanError",
+    "Point",
+    "Report",
+    "SavedPlan",
+    "SpillError",
+    "Sweep",
+    "compile",
+    "plan",
+    "sweep",
+]

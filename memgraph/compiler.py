@@ -1,14 +1,16 @@
-"""`memgraph.compile` and `memgraph.plan`: the two ways in.
+"""`memgraph.compile`, `memgraph.plan` and, in a room of its own, `memgraph.sweep`: the ways in.
 
     model = memgraph.compile(model, budget="8GB")     # trains like the model it was given, and keeps to the budget
     print(memgraph.plan(model, batch, budget="8GB"))  # what it would do, without a step
 
-Both take the same wishes; what they ask for is written down with `compile`.
+All take the same wishes; what they ask for is written down with `compile`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -19,6 +21,7 @@ from .capture import losses
 from .module import CompiledModule
 from .planner import Planner, Wishes
 from .report import Report
+from .saved import Saved, saved_plans
 from .shared import WithLoss
 from .spill import spill_folder
 
@@ -28,6 +31,7 @@ Budget = str | int | float | None
 def compile(
     model: nn.Module, budget: Budget = None, *, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
+    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients, and whose step stays under `budget`.
 
@@ -46,29 +50,54 @@ def compile(
         offload: where activations may go: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that the device
             has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
+        plan: a saved plan, its JSON text, the path of a file with it, or a list of such, one for each kind of call.
+            Nothing is searched for then, and a call that none of them is good for is refused.  A step that fits as it
+            is runs as it is.
+        time_limit: seconds after which planning takes what it has; with 0 it asks the quick, greedy pass alone.  With a
+            limit that is reached, the plan depends on how fast the machine is.
 
     Raises:
         TypeError: `model` is no module, or an argument has a wrong type.
         ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
-            optimizer is of another model.
+            optimizer is of another model; the time limit is negative.
+        PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
+            or over the budget.
         SpillError: `spill_dir` is no folder.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
     """
-    return CompiledModule(_planner(model, loss, Wishes(budget, optimizer, offload, spill_dir)))
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit))
+    return CompiledModule(planner_of(model, loss, wishes))
 
 
 def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
-    **kwargs: Any,
+    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    planner = _planner(model, loss, Wishes(budget, optimizer, offload, spill_dir))
-    return planner.step(args, kwargs, losses).report
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit))
+    return planner_of(model, loss, wishes).step(args, kwargs, losses).report
 
 
-def _planner(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) -> Planner:
+def seconds_of(time_limit: float | None) -> float:
+    """The seconds that a time limit means.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, or not a number.
+    """
+    if time_limit is None:
+        return math.inf
+    if isinstance(time_limit, bool) or not isinstance(time_limit, Real):
+        raise TypeError(f"time_limit is a {type(time_limit).__name__}, {time_limit!r}; give seconds, or None for none")
+    if not time_limit >= 0:
+        raise ValueError(f"time_limit={time_limit!r}; give seconds, 0 for the quickest plan, or None for no limit")
+    return float(time_limit)
+
+
+def planner_of(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) -> Planner:
+    """What plans the steps of `model`, if all that was asked for makes sense; errors as in `compile`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; memgraph compiles a torch.nn.Module")
     if isinstance(model, CompiledModule):

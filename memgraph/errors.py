@@ -13,6 +13,10 @@ class CaptureError(MemgraphError):
     """A module whose step can't be written down as one graph; says where, and what to change."""
 
 
+class PlanError(MemgraphError, ValueError):
+    """A saved plan that can't be used again: damaged, of another step, or over the budget; says which."""
+
+
 class BudgetError(passes.BudgetError, MemgraphError):
     """No plan of this step fits the budget.
 

@@ -5,6 +5,7 @@ This page is the table of contents of the whole: each line of `Planner.step` is 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from os import PathLike
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Choice, Machine, make_plan, predict
+from passes import Choice, Machine, Trace, make_plan, predict
 
 from .accumulation import accumulating
 from .alone import ALONE, capturing
@@ -28,7 +29,9 @@ from .first_update import FirstUpdate
 from .peak import resident_bytes
 from .probe import Prober
 from .report import Report
+from .reuse import reused
 from .rewrite import fake_mode, rewrite, slot_nbytes
+from .saved import SavedPlan
 from .signature import has_gradients, is_watched
 from .split import split
 from .step import Step
@@ -47,6 +50,8 @@ class Wishes:
     optimizer: torch.optim.Optimizer | None = None
     offload: str | None = "auto"
     spill_dir: str | PathLike[str] | None = None
+    plans: tuple[SavedPlan, ...] = ()
+    seconds: float = math.inf  # after which planning takes what it has
 
 
 class Planner:
@@ -63,6 +68,9 @@ class Planner:
         """The parameters that the step makes gradients of."""
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
         return [parameter for name, parameter in self.module.named_parameters() if name in names]
+
+    def _watched(self) -> set[str]:
+        return {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
 
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
@@ -81,16 +89,31 @@ class Planner:
         Raises:
             BudgetError: no plan fits the budget.
             CaptureError: the module can't be captured.
+            PlanError: plans were given, and none is good for this call.
         """
         with ALONE:
             return self._step(args, kwargs, wanted)
+
+    def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
+        """What this call's step is planned on: its text with prices, and the machine.
+
+        Raises:
+            CaptureError: the module can't be captured.
+        """
+        with ALONE:
+            self._look()
+            self._refuse_hooks()
+            captured = self._capture(args, kwargs, wanted)
+            adds = has_gradients(self.module.parameters())
+            graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
+            return self._price(graph, self._trained(captured))
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         begin = time.perf_counter()
         self._look()
         self._refuse_hooks()
         captured = self._capture(args, kwargs, wanted)
-        watched = {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
+        watched = self._watched()
         trained = self._trained(captured)
         adds = has_gradients(self.module.parameters())
         graph = accumulating(captured, watched) if adds else captured.graph.graph
@@ -146,6 +169,12 @@ class Planner:
             return error.smallest
 
     def _plan(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Machine, Choice]:
+        trace, machine = self._price(graph, trained)
+        if self.wishes.plans:
+            return machine, reused(self.wishes.plans, trace, machine)
+        return machine, make_plan(trace, machine, seconds=self.wishes.seconds)
+
+    def _price(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Trace, Machine]:
         prober = Prober(unused_nbytes(self.device) // 2)
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
@@ -154,4 +183,4 @@ class Planner:
         machine = Machine(self.budget, str(self.device))
         if predict(trace, machine).peak > self.budget:
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir)
-        return machine, make_plan(trace, machine)
+        return trace, machine

@@ -7,21 +7,22 @@ recompute  8 x  gelu  transformer.h.*.mlp   33.6 MB   2.1 ms   cheaper to run ag
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute
 
+from .saved import saved
+from .tables import mb, ms, printed, table
+
 TOP = 10
-WIDTH = 120
+NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +75,32 @@ class Report:
         there = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
         return replace(self, measured=max(self.measured or 0, there + nbytes))
 
-    @cached_property
+    @property
     def overhead(self) -> float:
         """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
-        plain = self.choice.captured.us
-        return self.forecast.us / plain - 1 if plain else 0.0
+        return self.choice.overhead
+
+    @property
+    def lower_bound(self) -> float:
+        """Microseconds of the step, less than which no plan of this plan's class takes; it is proven."""
+        return self.choice.lower_bound
+
+    @property
+    def gap(self) -> float:
+        """How far the plan's time is above the bound's, as a share of that: at most so much could be won."""
+        return self.choice.gap
+
+    @property
+    def bound_us(self) -> float:
+        """Microseconds that every plan adds in which a value runs again and comes back at most once; it is proven."""
+        return self.choice.bound_us
+
+    def to_json(self) -> str:
+        """The plan, to be used again: `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
+        return saved(self.choice, self.machine).to_json()
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
-        console.print(self)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.splitlines())
+        return printed(self)
 
     def __rich__(self) -> RenderableType:
         return Group(
@@ -101,28 +117,41 @@ class Report:
         plain = self.choice.captured
         lines = [
             self._bytes(),
-            f"time: forecast {_ms(self.forecast.us)}, {self.overhead:+.1%}; "
-            f"as it is, the step takes {_ms(plain.us)} and needs {_mb(plain.peak)}",
+            f"time: forecast {ms(self.forecast.us)}, {self.overhead:+.1%}; "
+            f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+            *self._proven(),
         ]
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
         return "\n".join(lines)
 
+    def _proven(self) -> list[str]:
+        """What no plan does better, and of which plans that is true."""
+        if not self.plan:
+            return []
+        single = self.choice.is_single
+        adds = self.choice.bound_us if single else self.choice.any_us
+        if not adds:
+            return [f"proven: only that no plan is faster than the step as it is; this one is {self.gap:.1%} above"]
+        each = "in which each value runs again and comes back at most once"
+        which = each if single else "that runs values again in backward only, however often,"
+        return [f"proven: no plan {which} takes less than {ms(self.lower_bound)}; this one is {self.gap:.1%} above"]
+
     def _bytes(self) -> str:
         """The three that the promise is about, to the byte where they would look alike."""
         found = [self.peak, self.budget, *([] if self.measured is None else [self.measured])]
-        alike = len(set(map(_mb, found))) < len(set(found))
-        forecast, budget, *measured = [f"{nbytes} B" if alike else _mb(nbytes) for nbytes in found]
+        alike = len(set(map(mb, found))) < len(set(found))
+        forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in found]
         return f"fits: forecast {forecast}, measured {(*measured, 'not yet')[0]}, budget {budget}"
 
     def _decided(self) -> RenderableType:
         if not self.plan:
             return Text("decided: nothing; the step fits as it is")
-        table = _table("decided", "what", "op", "where", "bytes", "time", "why")
+        lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
         for row in sorted(_folded(self._rows()), key=lambda row: -row.nbytes):
             why = row.why if row.count == 1 else f"{row.count} x, {row.why}"
-            table.add_row(row.verb, row.fn, row.where, _mb(row.nbytes), _ms(row.us), why)
-        return table
+            lines.add_row(row.verb, row.fn, row.where, mb(row.nbytes), ms(row.us), why)
+        return lines
 
     def _rows(self) -> Iterator[Row]:
         stalls = _stalls(self.forecast)
@@ -146,7 +175,7 @@ class Report:
         if not (self.machine.out and self.machine.back):
             return "no far tier"
         trip = op.nbytes / self.machine.out + op.nbytes / self.machine.back
-        return f"a trip would take {_ms(trip)}"
+        return f"a trip would take {ms(trip)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +204,23 @@ def _folded(rows: Iterable[Row]) -> list[Row]:
 
 
 def _kinds(forecast: Forecast) -> Table:
-    table = _table("bytes", "kind", "at the peak", "at its own peak")
+    lines = table("bytes", "kind", "at the peak", "at its own peak", right=NUMBERS)
     for kind in KINDS:
         if (most := int(forecast.by_kind[kind].max(initial=0))) > 0:
-            table.add_row(kind, _mb(int(forecast.by_kind[kind][forecast.at])), _mb(most))
-    table.add_row("all", _mb(forecast.peak), "")
-    return table
+            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.at])), mb(most))
+    lines.add_row("all", mb(forecast.peak), "")
+    return lines
 
 
 def _peak(forecast: Forecast) -> Table:
     op = forecast.trace.ops[forecast.at]
-    table = _table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where")
+    lines = table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where", right=NUMBERS)
     makers = [(life, forecast.trace.op[life.maker]) for life in forecast.alive(forecast.at)]
     rows = _folded(Row(life.kind, f"{maker.fn} {maker.type}", maker.where, life.nbytes) for life, maker in makers)
     for row in sorted(rows, key=lambda row: -row.nbytes)[:TOP]:
         fn, _, type = row.fn.partition(" ")
-        table.add_row(row.verb, _mb(row.nbytes), fn if row.count == 1 else f"{row.count} x {fn}", type, row.where)
-    return table
+        lines.add_row(row.verb, mb(row.nbytes), fn if row.count == 1 else f"{row.count} x {fn}", type, row.where)
+    return lines
 
 
 def _stalls(forecast: Forecast) -> Counter[str]:
@@ -202,22 +231,3 @@ def _stalls(forecast: Forecast) -> Counter[str]:
         if op.fn in ("memgraph.free.default", "memgraph.wait.default"):
             stalls[re.sub(r"__(free|back_\d+)$", "", op.name)] += begins[i + 1] - begins[i]  # type: ignore[assignment]
     return stalls
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
-    for column in columns:
-        table.add_column(
-            column,
-            justify="right" if column in ("bytes", "time", "at the peak", "at its own peak") else "left",
-            overflow="fold",
-        )
-    return table
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.1f} ms"

@@ -40,7 +40,7 @@ def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
     if op.workspace:
         lines.append(f"  {op.workspace:>14} bytes  workspace  of {op.name} itself")
-    return "\n".join([*lines, *_floor(captured, machine), f"Give budget={forecast.peak}, {_help(forecast)}."])
+    return "\n".join([*lines, *_floor(captured, machine), f"Give budget={forecast.peak}, or {_help(forecast)}."])
 
 
 def _floor(captured: Trace, machine: Machine) -> list[str]:

@@ -27,6 +27,7 @@ from .trace import Trace
 from .whole import Effort, fates, whole
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
+NOTHING_US = 20.0  # microseconds a step that nobody searches for
 FAIR = 0.01  # a gap at which it ends after the first few tries
 AIM = 0.8  # of this gap, so that a repair may cost something
 REPAIRS = 8
@@ -85,14 +86,17 @@ class _Search:
             self.bound_us = max(self.bound_us, us - self.model.tie)
 
     def _is_near(self, gap: float) -> bool:
-        return self.best is not None and self._proven(self.best).gap <= gap
+        if self.best is None:
+            return False
+        best = self._proven(self.best)
+        return best.forecast.us - best.lower_bound <= max(gap * best.lower_bound, NOTHING_US)
 
     def _proven(self, choice: Choice) -> Choice:
         return replace(choice, bound_us=self.bound_us, any_us=self.any_us)
 
     @property
     def _target(self) -> float:
-        return self.bound_us + AIM * ENOUGH * (self.step_us + self.bound_us)
+        return self.bound_us + AIM * max(ENOUGH * (self.step_us + self.bound_us), NOTHING_US)
 
     def _round(self, effort: Effort) -> None:
         """Round and repair, until a plan fits or nothing is left to mend."""

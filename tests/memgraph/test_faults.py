@@ -52,7 +52,7 @@ class Running(Net):
 def given_up(fate: Fate) -> Callable[[Trace, Machine], Choice]:
     """In the place of `make_plan`: one fate for all."""
 
-    def make_plan(trace: Trace, machine: Machine) -> Choice:
+    def make_plan(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
         machine = replace(machine, out=100.0, back=100.0, staging=STAGING)
         gaps = Gaps(trace)
         if fate is Fate.STALL:

@@ -41,7 +41,7 @@ Loop = Callable[[Any], Sequence[Fact]]
 FATES = (Fate.BRIEF, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.BRIEF)
 
 
-def all_given_up(trace: Trace, machine: Machine) -> Choice:
+def all_given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
     """In the place of `make_plan`: every storage is made again or sent away, which of it by its name."""
     machine = replace(machine, out=100.0, back=100.0, staging=STAGING)
     gaps = Gaps(trace)

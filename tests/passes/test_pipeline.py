@@ -81,7 +81,7 @@ It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
               50 bytes  parameter  w u8[50]
                0 bytes  in 0 smaller tensors and the staging of copies
 No plan can do with less than 2150 bytes: so many are in use at b at the same time.
-Give budget=2150, a smaller batch (the same batch in several parts, whose gradients add up).
+Give budget=2150, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
 
@@ -98,7 +98,7 @@ It needs most at a (f); on cuda:0 lie there:
                0 bytes  in 0 smaller tensors and the staging of copies
                2 bytes  workspace  of a itself
 No plan can do with less than 10 bytes: so many are in use at a at the same time.
-Give budget=10, a smaller batch (the same batch in several parts, whose gradients add up).
+Give budget=10, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
 

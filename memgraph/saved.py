@@ -1,0 +1,145 @@
+"""A plan to keep: what was decided of which step, for which budget.
+
+    text = report.to_json()
+    model = memgraph.compile(model, "8GB", plan=text)   ->   the same decisions, without a search
+
+The text is JSON, one line a decision and one an op, with a digest.  `reuse` says for which steps a plan is good.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from passes import Choice, Machine, Plan, Trace, parse, parse_plan
+
+from .errors import PlanError
+
+FORMAT = 1
+ANEW = "plan anew, without plan="
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """The decisions of one step; `from_json(plan.to_json()) == plan`.
+
+    Attributes:
+        step: the step as captured, without prices and source lines.
+        machine: the budget, the device and the links that it was planned for.
+        torch: the version of torch that captured it.
+        prices: a digest of what was believed of ops and links; with other prices its bounds prove nothing.
+        peak: the forecast, in bytes. us: the same in microseconds.
+        bound_us, any_us: what every plan adds, in microseconds; see `passes.Proposal`.
+    """
+
+    plan: Plan
+    step: Trace
+    machine: Machine
+    torch: str
+    prices: str
+    peak: int
+    us: float
+    bound_us: float = 0.0
+    any_us: float = 0.0
+
+    def to_json(self) -> str:
+        facts = {
+            "memgraph": FORMAT,
+            "torch": self.torch,
+            "machine": asdict(self.machine),
+            "peak": self.peak,
+            "us": self.us,
+            "bound_us": self.bound_us,
+            "any_us": self.any_us,
+            "prices": self.prices,
+            "decisions": list(map(str, self.plan)),
+            "step": str(self.step).split("\n"),
+        }
+        return json.dumps({**facts, "digest": _seal(facts)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> SavedPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is no plan, is damaged, or was written by another memgraph.
+        """
+        try:
+            facts = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"the saved plan is not JSON: {error}; {ANEW}") from error
+        if not isinstance(facts, dict) or "memgraph" not in facts:
+            raise PlanError(f"the JSON is no saved plan: give what Report.to_json() returned, or {ANEW}")
+        if facts["memgraph"] != FORMAT:
+            raise PlanError(f"the saved plan has format {facts['memgraph']!r}, this memgraph reads {FORMAT}; {ANEW}")
+        if facts.pop("digest", None) != _seal(facts):
+            raise PlanError(f"the saved plan was damaged or changed since it was written; {ANEW}")
+        try:
+            plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
+            numbers = facts["peak"], facts["us"], facts["bound_us"], facts["any_us"]
+            return cls(plan, step, Machine(**facts["machine"]), facts["torch"], facts["prices"], *numbers)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"the saved plan can't be read: {error}; {ANEW}") from error
+
+
+Saved = SavedPlan | str | PathLike[str]
+
+
+def saved(choice: Choice, machine: Machine) -> SavedPlan:
+    """What there is to keep of a plan."""
+    trace, forecast = choice.captured.trace, choice.forecast
+    version, prices = str(torch.__version__), priced(trace, machine)
+    proven = choice.bound_us, choice.any_us
+    return SavedPlan(choice.plan, unpriced(trace), machine, version, prices, forecast.peak, forecast.us, *proven)
+
+
+def saved_plans(given: Saved | Sequence[Saved] | None) -> tuple[SavedPlan, ...]:
+    """The plans that `plan=` means: one, several or none; each as it is, as its JSON text, or as the path of a file.
+
+    Raises:
+        TypeError: it is something else.
+        PlanError: there is no such file, or no plan in it.
+    """
+    if given is None:
+        return ()
+    return tuple(map(_read, given)) if isinstance(given, list | tuple) else (_read(given),)
+
+
+def unpriced(trace: Trace) -> Trace:
+    """What a step is, and not how fast it runs or where it is written: no microseconds, workspace, source lines."""
+    return replace(trace, ops=tuple(replace(op, us=0.0, workspace=0, where="") for op in trace.ops))
+
+
+def priced(trace: Trace, machine: Machine) -> str:
+    """A digest of all that a bound was proven of, but for the budget; room on the far tier for more than there is does
+    not count."""
+    room = min(machine.capacity, sum(trace.nbytes.values()))
+    return _digest(f"{trace}{replace(machine, budget=0, capacity=room)!r}")
+
+
+def _seal(facts: dict[str, object]) -> str:
+    return _digest(json.dumps(facts, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(given: object) -> SavedPlan:
+    if isinstance(given, SavedPlan):
+        return given
+    if not isinstance(given, str | PathLike):
+        raise TypeError(f"plan is a {type(given).__name__}; give a SavedPlan, its JSON text, or the path of a file")
+    if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
+        return SavedPlan.from_json(given)
+    try:
+        text = Path(given).read_text()
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no saved plan can be read from {str(given)[:200]!r}: {error.args[-1]}; {ANEW}") from error
+    return SavedPlan.from_json(text)

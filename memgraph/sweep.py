@@ -1,0 +1,110 @@
+"""What a budget costs: the step's time for every budget, from what the step needs as it is down to the least there is.
+
+    print(memgraph.sweep(model, x))
+
+      budget   forecast     step  overhead  ...
+      942 MB     942 MB  7090 ms     +0.0%
+      641 MB     640 MB  7150 ms     +0.8%  ...  knee
+      310 MB     310 MB  9800 ms    +38.2%  ...  smallest
+
+The module is captured and priced once, and planned once a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
+
+from .budget import budget_nbytes
+from .capture import losses
+from .compiler import planner_of, seconds_of
+from .curve import Point, Sweep, fitting, missing
+from .planner import Wishes
+
+POINTS = 12  # between the two ends
+
+
+def sweep(
+    model: nn.Module, *args: Any, optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
+    budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None, **kwargs: Any,
+) -> Sweep:  # fmt: skip
+    """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
+
+    It is the step as the module stands now; one that adds to gradients needs more than one that makes them.
+
+    Args:
+        budgets: what to plan for, each as in `compile`; by default what the step needs as it is, the smallest budget
+            for which there is a plan, and 12 between them at even distances.  Those for which no plan was found are
+            points that do not fit.
+        time_limit: seconds for each plan.
+
+    Raises:
+        TypeError, ValueError, SpillError, CaptureError: as `compile` and its first call.
+    """
+    # A budget of a byte, so that the links are measured.
+    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds_of(time_limit))
+    planner = planner_of(model, loss, wishes)
+    wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
+    trace, machine = planner.priced(args, kwargs, losses)
+    return _Sweeping(trace, machine, wishes.seconds).run(wanted)
+
+
+def _all_nbytes(budgets: Sequence[str | int | float], device: torch.device) -> list[int]:
+    """The bytes of each budget, checked before anything is captured."""
+    if not isinstance(budgets, list | tuple | range):
+        raise TypeError(f"budgets is a {type(budgets).__name__}; give a list of budgets, or None")
+    if not budgets:
+        raise ValueError("budgets is empty; give a list of budgets, or None for a spread of them")
+    return [budget_nbytes(budget, device) for budget in budgets]
+
+
+class _Sweeping:
+    """Plans one step for many budgets."""
+
+    def __init__(self, trace: Trace, machine: Machine, seconds: float) -> None:
+        self.trace, self.machine, self.seconds = trace, machine, seconds
+        self.plain = predict(trace, machine)
+        self.smallest = self.plain.peak
+        self.found: list[tuple[int, Choice]] = []  # plans, and the budgets that they were searched for
+
+    def run(self, budgets: Sequence[int] | None) -> Sweep:
+        self._try(1)  # says what the smallest budget is
+        known = set(self._spread() if budgets is None else budgets)
+        for budget in sorted(known):
+            self._try(budget)
+        if budgets is None:
+            known.add(self.smallest)
+        points = tuple(map(self._point, sorted(known, reverse=True)))
+        return Sweep(points, self.smallest, self.plain.peak, self.plain.us, self.machine.device)
+
+    def _spread(self) -> list[int]:
+        least, most = self.smallest, self.plain.peak
+        return [least + (most - least) * i // (POINTS + 1) for i in range(POINTS + 2)]
+
+    def _try(self, budget: int) -> None:
+        try:
+            choice = make_plan(self.trace, replace(self.machine, budget=budget), seconds=self.seconds)
+        except BudgetError as error:
+            self.smallest = min(self.smallest, error.smallest)
+        else:
+            self.smallest = min(self.smallest, choice.forecast.peak)
+            self.found.append((budget, choice))
+
+    def _point(self, budget: int) -> Point:
+        """The fastest of all plans found that fits, with all that is proven of this budget or a larger one."""
+        fits = [choice for _, choice in self.found if choice.forecast.peak <= budget]
+        if not fits:
+            return missing(budget, self.smallest, self.plain.us)
+        best = min(fits, key=lambda choice: (choice.forecast.us, len(choice.plan)))
+        proven = [choice for tried, choice in self.found if tried >= budget]
+        bound_us = max((choice.bound_us for choice in proven), default=0.0)
+        any_us = max((choice.any_us for choice in proven), default=0.0)
+        return fitting(budget, replace(best, bound_us=bound_us, any_us=any_us))

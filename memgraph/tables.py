@@ -1,0 +1,36 @@
+"""Numbers and tables as a person reads them.
+
+942049812 bytes -> 942.0 MB    7090512.0 us -> 7090.5 ms    printed(table) -> its text, without colours
+"""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+WIDTH = 120
+
+
+def printed(what: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    console.print(what)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table; the columns `right` hold numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
+
+
+def ms(us: float) -> str:
+    return f"{us / 1e3:.1f} ms"
