@@ -21,14 +21,14 @@ from .greedy import descend, descend_at_home
 from .invariants import check
 from .machine import Machine
 from .obstacle import obstacle
-from .optimize import optimize
+from .optimize import optimize, optimize_at_home
 from .trace import Trace
 
 Pass = Callable[[Trace, Machine], Plan | Proposal]
 Log = Callable[[str], None]
 
-# Of the greedy passes the second helps where the far tier's staging is more than it would free.
-PASSES: tuple[Pass, ...] = (optimize, rerun_slices, descend, descend_at_home)
+# Without the far tier plans are easier to find, and its staging is spared.
+PASSES: tuple[Pass, ...] = (optimize, optimize_at_home, rerun_slices, descend, descend_at_home)
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked however little time there is
 NEAR = 0.02  # a gap at which no further pass is asked
 

@@ -1,0 +1,100 @@
+"""One plan in a process of its own, which knows no torch: its peak memory is the planner's.
+
+    python -m benchmarks.one_plan FILE SHARE LINK    # bytes per microsecond each way, 0 for no link
+
+A share is of what the step holds above its inputs if nothing is decided. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from passes import BudgetError, Choice, Forecast, Machine, Trace, make_plan, parse, predict
+from passes.gaps import Gaps
+from passes.model import Model
+from passes.program import Program
+from passes.relax import relax
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a budget, in percent of the step as it is.
+
+    `outcome` is "fits", or "floor" (what must be in use at once is more), "proven" (the linear program of all plans has
+    no point), "single" (that of the plans that run each value again at most once has none), "none" (nothing is proven).
+    `least` is, of "floor", what no plan can be below, and else the least peak that was found.
+    """
+
+    outcome: str
+    overhead: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    single: bool | None = None  # whether no value runs again twice
+    decisions: dict[str, int] | None = None
+    least: int | None = None
+
+
+def main(file: str, share: str, link: str) -> None:
+    trace = parse(Path(file).read_text())
+    inputs = sum(op.nbytes for op in trace.ops if op.is_input)
+    plain = predict(trace, Machine(1 << 62))
+    above = int(float(share) * (plain.peak - inputs))
+    machine = Machine(inputs + above, "cuda", "host", float(link), float(link))
+    begin = time.perf_counter()
+    answer = _plan(trace, machine)
+    spent = _spent(begin)
+    found = _fits(answer) if isinstance(answer, Choice) else _fails(answer, trace, machine, inputs)
+    print(json.dumps(_facts(trace, plain, inputs) | {"budget": above, **spent, **asdict(found)}))
+
+
+def _facts(trace: Trace, plain: Forecast, inputs: int) -> dict[str, float]:
+    """The step as it is; bytes are above its inputs."""
+    return {"nodes": len(trace.ops), "keep_ms": plain.us / 1e3, "keep_bytes": plain.peak - inputs}
+
+
+def _spent(begin: float) -> dict[str, float]:
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": time.perf_counter() - begin, "rss": rss}
+
+
+def _plan(trace: Trace, machine: Machine) -> Choice | BudgetError:
+    try:
+        return make_plan(trace, machine)
+    except BudgetError as error:
+        return error
+
+
+def _fits(choice: Choice) -> Found:
+    return Found(
+        "fits",
+        overhead=100 * choice.overhead,
+        bound=100 * (choice.lower_bound / choice.captured.us - 1),
+        gap=100 * choice.gap,
+        single=choice.is_single,
+        decisions=dict(Counter(type(decision).__name__ for decision in choice.plan)),
+    )
+
+
+def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> Found:
+    floor = re.search(r"No plan can do with less than (\d+) bytes", str(error))
+    least = int(floor[1]) if floor else error.smallest
+    return Found("floor" if floor else _proven(trace, machine), least=least - inputs)
+
+
+def _proven(trace: Trace, machine: Machine) -> str:
+    """What the linear program says of a budget for which there was no plan; the planner's error does not say it."""
+    relaxed = relax(Model(Program(Gaps(trace), machine), machine.budget))
+    if relaxed is None:
+        return "proven"
+    return "single" if relaxed.solved is None else "none"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""The planner: near the optimum, with a proof, fast; and better than the rivals when run for real.
+
+    python -m benchmarks.planner simulated [GRAPH ...] [--folder DIR]   # large traces, priced by a roofline
+    python -m benchmarks.planner real [PART ...] [--rounds 9]           # parts: rivals, blocks, forecast
+    python -m benchmarks.planner all
+
+`rivals` is torch's activation_memory_budget, `blocks` torch.utils.checkpoint of each block, both at equal measured
+peak; `forecast` is predicted over measured step time.  What is missed is said to be; the exit status is 0 all the same.
+Figures go to benchmarks/results/planner.json as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import results, simulated
+
+app = typer.Typer(add_completion=False, help=__doc__)
+console = Console(width=150)
+PARTS = ("rivals", "blocks", "forecast")
+Rounds = Annotated[int, typer.Option(min=3, help="How often each step is timed, in turn with the others.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Of torch; one is steadier where the cores are shared.")]
+Folder = Annotated[Path | None, typer.Option(help="Where traces are kept from run to run.")]
+
+
+@app.command("simulated")
+def simulate(names: Annotated[list[str] | None, typer.Argument()] = None, folder: Folder = None) -> None:
+    """Overhead, bound, gap, plan time and memory on large traces."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    rows = simulated.simulated(names, folder)
+    console.print(simulated.table(rows))
+    console.print("\n".join(simulated.verdict(rows)))
+    kept = [asdict(row) | {"missed": row.missed} for row in rows]
+    console.print(f"in {results.write('planner', 'simulated', kept)}")
+
+
+@app.command()
+def real(
+    parts: Annotated[list[str] | None, typer.Argument()] = None, rounds: Rounds = 9, threads: Threads = None
+) -> None:
+    """Steps that run on this CPU, beside torch's own ways to save memory."""
+    import torch  # what only plans does without
+
+    from benchmarks import forecast, rivals
+
+    torch.set_num_threads(threads or torch.get_num_threads())
+    console.print(f"{torch.get_num_threads()} threads, load {results.surroundings()['load']}")
+    for part in parts or PARTS:
+        if part not in PARTS:
+            raise typer.BadParameter(f"{part} is none of {', '.join(PARTS)}")
+        if part == "forecast":
+            ratios = forecast.forecast(rounds)
+            console.print(forecast.table(ratios))
+            results.write("planner", part, [asdict(ratio) for ratio in ratios])
+            continue
+        rows = rivals.rivals(rounds) if part == "rivals" else rivals.blocks(rounds)
+        console.print(rivals.table(part, rows))
+        console.print("\n".join(rivals.verdict(rows)))
+        results.write("planner", part, [asdict(row) for row in rows])
+
+
+@app.command("all")
+def everything(rounds: Rounds = 9, folder: Folder = None, threads: Threads = None) -> None:
+    """Both, one after the other."""
+    simulate(None, folder)
+    real(None, rounds, threads)
+
+
+if __name__ == "__main__":
+    app()
