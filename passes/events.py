@@ -9,22 +9,19 @@ finding a plan that fits, and no part of any proof.
 from __future__ import annotations
 
 from .forecast import Forecast
-from .lifetime import Life
 from .linear import INFINITY
 from .model import MIB, Model
-from .trace import Op
 
 
 def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     """Write that what is there at op `index` of the simulated step, before `position` of the captured one, has to
     fit; the row."""
-    items = {item.storage: i for i, item in enumerate(model.program.items)}
     gone = {op.reads[0] for op in forecast.trace.ops if op.fn == "memgraph.offload.default"}
     coefficients: dict[int, float] = {}
     held = 0
     for life in forecast.alive(index):
         made = forecast.trace.op[life.maker]
-        i = items.get(_origin(life, made))
+        i = model.program.place.get(model.program.gaps.origin(life, made))
         if i is None or not (made.again or _waits(model, i, position)):
             continue
         held += life.nbytes
@@ -33,13 +30,6 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
             coefficients[column] = coefficients.get(column, 0.0) + life.nbytes / MIB
     fixed = float(forecast.total[index]) - held
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
-
-
-def _origin(life: Life, made: Op) -> str:
-    """The storage of the captured trace of which `life` is a copy, or itself."""
-    if made.fn == "memgraph.reload.default":
-        return made.name.rpartition("__in_")[0]
-    return made.again + life.storage.removeprefix(made.name) if made.again else life.storage
 
 
 def _columns(model: Model, i: int, moves: bool, again: bool) -> list[int]:

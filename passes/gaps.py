@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from .trace import Trace
+from .lifetime import Life
+from .trace import Op, Trace
 
 ITEMSIZE = {
     "f64": 8,
@@ -104,6 +105,14 @@ class Gaps:
             if own and len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[storages[0]]:
                 found.setdefault(storages[0], value)
         return found
+
+    def origin(self, life: Life, made: Op) -> str:
+        """The captured trace's storage of which a life in a planned one, made by `made`, is a copy; or itself."""
+        if made.again:
+            return made.again + life.storage.removeprefix(made.name)
+        if made.fn == "memgraph.reload.default":
+            return self.held[made.name.rpartition("__in_")[0]][0]
+        return life.storage
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -28,14 +28,12 @@ MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traf
 
 def descend(trace: Trace, machine: Machine) -> Plan:
     """The decisions of the first state on the way down that fits the budget; of the lowest, if none does."""
-    return descend_from(Gaps(trace), machine, {}).plan
+    gaps = Gaps(trace)
+    return descend_from(gaps, machine, state_of(gaps, machine, {})).plan
 
 
-def descend_from(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
-    """The first state that fits on the way down from where `fates` are given; the lowest, if none does."""
-    lowest = _state(gaps, machine, fates)
-    if lowest.peak <= machine.budget and fates:
-        return lowest
+def descend_from(gaps: Gaps, machine: Machine, lowest: State) -> State:
+    """The first state that fits on the way down from one that does not; the lowest, if none does."""
     for before, after in _way_down(gaps, machine, lowest):
         if after.peak <= machine.budget:
             return _first_between(gaps, machine, before, after)
@@ -82,7 +80,7 @@ def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[Stat
     while moves := _moves(gaps, machine, state):
         away = {storage for storage, known in state.fates.items() if known in AWAY}
         room = machine.capacity - sum(gaps.trace.nbytes[storage] for storage in away)
-        state = _state(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
+        state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
         if state.peak < lowest.peak:
             yield lowest, state
             lowest = state
@@ -110,13 +108,13 @@ def _first_between(gaps: Gaps, machine: Machine, before: State, after: State) ->
     for storage, new in after.fates.items():
         if fates.get(storage) is not new:
             fates[storage] = new
-            state = _state(gaps, machine, dict(fates))
+            state = state_of(gaps, machine, dict(fates))
             if after.peak < state.peak < before.peak and state.peak <= machine.budget:
                 return state
     return after
 
 
-def _state(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
+def state_of(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
     plan = schedule(gaps, fates, machine)
     return State(fates, plan, predict(apply(gaps.trace, plan), machine))
 
@@ -152,7 +150,7 @@ class Costs:
 
     def moves(self, life: Life) -> Iterator[Move]:
         """The next fates of a storage that is there at the peak."""
-        storage = self._origin(life)
+        storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
         now = self.fates.get(storage)
         if now is None:
             return
@@ -182,15 +180,6 @@ class Costs:
     def _away(self, storage: str, new: Fate, nbytes: int) -> Move:
         us = self._offload_us(nbytes) if new is Fate.OFFLOAD else nbytes / self.machine.out + nbytes / self.machine.back
         return Move(storage, new, nbytes, us)
-
-    def _origin(self, life: Life) -> str:
-        """The storage of the captured trace of which `life` is a copy, or itself."""
-        op = self.forecast.trace.op[life.maker]
-        if op.again:
-            return op.again + life.storage.removeprefix(op.name)
-        if op.fn == "memgraph.reload.default":
-            return self.gaps.held[op.name.rpartition("__in_")[0]][0]
-        return life.storage
 
     def _remake(self, storage: str, new: Fate, nbytes: int) -> Iterator[Move]:
         """The move that makes `storage` again, if that is allowed and takes bytes from the peak."""

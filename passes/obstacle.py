@@ -57,8 +57,7 @@ def _help(forecast: Forecast) -> str:
     """The levers that lower what lies there most."""
     index = forecast.at
     op = forecast.trace.ops[index]
-    kinds = sorted(forecast.by_kind, key=lambda kind: -int(forecast.by_kind[kind][index]))
-    most = next((kind for kind in kinds), "")
+    most = max(forecast.by_kind, key=lambda kind: int(forecast.by_kind[kind][index]))
     levers = [HELP.get(most, SMALLER)]
     if any(name in op.fn for name in LOSSES):
         levers.append("a loss that is computed in chunks")

@@ -70,14 +70,13 @@ class Occupancy:
         positions = np.arange(program.size)
         end = np.full(len(self.away), program.size)
         moving = self._gaps(program.left + 1, end, self.away)
-        # Behind its use an item is part of the base.
-        moving -= self._gaps(np.minimum(program.use, program.size), end, self.away)
         left = self.values[[*links.left]]
         out = np.searchsorted(links.out_begins, positions[: program.boundary], side="right") - 1
         moving[: program.boundary] -= left[np.maximum(out, 0)]
         back = np.searchsorted(links.back_begins, positions[program.boundary :], side="right") - 1
         come = np.concatenate([[0.0], self.values[[*links.come]]])[np.maximum(back, 0)]
-        used = self._gaps(np.minimum(program.use, program.size), end, self.away)[program.boundary :]
+        # Behind its use an item is part of the base.
+        used = self._gaps(program.use, end, self.away)[program.boundary :]
         moving[program.boundary :] = np.where(back > 0, come - used, 0.0)
         return moving + program.machine.staging / MIB * float(self.values[self.model.staged])
 

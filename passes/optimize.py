@@ -12,17 +12,15 @@ from dataclasses import replace
 
 from . import linear
 from .choice import Choice, Proposal
-from .decisions import Plan, apply
 from .events import event
-from .forecast import Forecast, predict
+from .forecast import Forecast
 from .gaps import Gaps
-from .greedy import descend_from
+from .greedy import State, descend_from, state_of
 from .linear import INFINITY, Solved
 from .machine import Machine
 from .model import Model
 from .program import Program
 from .relax import EVERY, WINDOW, relax, write
-from .schedule import schedule
 from .trace import Trace
 from .whole import Effort, fates, whole
 
@@ -132,25 +130,24 @@ class _Search:
 
     def _judge(self, point: Solved, pure: bool) -> bool:
         """Whether the plan of a point fits; if not, what breaks the budget gets rows."""
-        wanted = fates(self.model, point)
-        plan = schedule(self.program.gaps, wanted, self.machine)
-        forecast = predict(apply(self.program.gaps.trace, plan), self.machine)
-        if self._take(plan, forecast):
+        gaps, machine = self.program.gaps, self.machine
+        state = state_of(gaps, machine, fates(self.model, point))
+        if self._take(state):
             return True
-        mended = descend_from(self.program.gaps, self.machine, wanted)
-        self._take(mended.plan, mended.forecast)
+        self._take(descend_from(gaps, machine, state))
+        forecast = state.forecast
         over = sorted(_over(self.program, forecast, self.machine.budget), key=lambda found: -found[1])
         wrote = self._write_rows([position for position, _, _ in over])
         if not (wrote and pure):
             self.events += [event(self.model, forecast, index, position) for position, _, index in over]
         return self._is_near(ENOUGH if pure else FAIR)
 
-    def _take(self, plan: Plan, forecast: Forecast) -> bool:
+    def _take(self, state: State) -> bool:
         """Whether a plan fits; it is kept if it is the best so far."""
-        if forecast.peak > self.machine.budget:
+        if state.peak > self.machine.budget:
             return False
-        if self.best is None or forecast.us < self.best.forecast.us:
-            self.best = Choice(plan, self.program.captured, forecast)
+        if self.best is None or state.forecast.us < self.best.forecast.us:
+            self.best = Choice(state.plan, self.program.captured, state.forecast)
         return True
 
     def _write_rows(self, positions: list[int]) -> bool:

@@ -86,6 +86,11 @@ class Program:
             for storage, value in self.gaps.maker.items()
         )
 
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The index of each item, by its storage."""
+        return {item.storage: i for i, item in enumerate(self.items)}
+
     @property
     def size(self) -> int:
         return len(self.gaps.trace.ops)
