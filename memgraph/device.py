@@ -16,6 +16,8 @@ CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
 
+_returns = False
+
 
 def memory_nbytes(device: torch.device) -> int:
     """All bytes of the device's memory.
@@ -57,11 +59,21 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def return_freed_memory() -> None:
-    """Make glibc hand freed tensors back to the system, so that the process's memory follows the bytes that live."""
+    """Make glibc hand freed tensors back to the system, so that the process's memory follows the bytes that live.
+
+    It stays so until the process ends, and makes every op slower that allocates: see `returns_freed_memory`.
+    """
+    global _returns
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, RETURNED)
         mallopt(TRIM_THRESHOLD, RETURNED)
+        _returns = True
+
+
+def returns_freed_memory() -> bool:
+    """Whether `return_freed_memory` was called in this process: what ops took before does not hold any more."""
+    return _returns
 
 
 def _control_group() -> list[int]:

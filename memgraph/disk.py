@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -27,9 +27,7 @@ import torch
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import CHUNK, STAGING, WORKERS, Latch, Worker, read, start, submit, write
 
-__all__ = ["STAGING", "DiskLease", "DiskTier", "SpillError", "disk_speed", "spill_folder"]
-
-SPEEDS: dict[int, tuple[float, float]] = {}  # by the device number of the folder
+__all__ = ["STAGING", "DiskLease", "DiskTier", "SpillError", "spill_folder"]
 
 Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
@@ -104,6 +102,10 @@ class DiskLease:
         """Wait until the copy back has ended."""
         copy_of(slot, self.back, "reloaded").end()
 
+    def speeds(self) -> tuple[float, float]:
+        """Bytes per microsecond out and back, while such copies ran; 0.0 where none has ended."""
+        return speed(self.out.values()), speed(self.back.values())
+
     def release(self) -> None:
         """Drop the copies that have not begun, wait for those that have, and give the room back."""
         self.dropped = True
@@ -133,7 +135,7 @@ class DiskLease:
         # Half for each worker, so that one copies memory while the other waits for the disk.
         share = max(CHUNK, pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
-            copy.parts.append(part := Part())
+            copy.parts.append(part := Part(min(share, nbytes - at)))
             # The job holds the lease, and the lease the tensors: none is collected before the worker is done.
             submit(partial(self._run, part, after, move, offset + at, address + at, min(share, nbytes - at)))
 
@@ -143,7 +145,9 @@ class DiskLease:
             # Parts begin in the order in which they were submitted, so two workers never wait for each other.
             for earlier in after:
                 earlier.end()
+            part.begin = time.perf_counter()
             move(self._file(), *place)
+            part.ended = time.perf_counter()
         except Exception as error:
             part.error = error.with_traceback(None)  # whose frames hold the lease
         finally:
@@ -156,9 +160,14 @@ class DiskLease:
 
 
 class Part(Latch):
-    """What one worker does of a copy.  Opens when that has ended, well or not."""
+    """What one worker does of a copy.  Opens when that has ended, well or not.  Its times are seconds."""
 
     error: Exception | None = None
+    begin = ended = 0.0
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
 
     def end(self) -> None:
         self.wait()
@@ -196,6 +205,16 @@ def settle(*copies: Copy | None) -> None:
         part.wait()
 
 
+def speed(copies: Iterable[Copy]) -> float:
+    """Bytes per microsecond in which any of `copies` moved; 0.0 if none has ended."""
+    parts = sorted((part for copy in copies for part in copy.parts if part.ended), key=lambda part: part.begin)
+    busy = until = 0.0
+    for part in parts:
+        busy += max(0.0, part.ended - max(part.begin, until))
+        until = max(until, part.ended)
+    return sum(part.nbytes for part in parts) / busy / 1e6 if busy else 0.0
+
+
 def address_of(tensor: torch.Tensor, nbytes: int) -> int:
     """Where the bytes of `tensor` begin, provided that they are `nbytes` in one run."""
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
@@ -203,34 +222,3 @@ def address_of(tensor: torch.Tensor, nbytes: int) -> int:
         found = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
         raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {found}")
     return tensor.data_ptr()
-
-
-def disk_speed(folder: str | os.PathLike[str] | None = None, nbytes: int = 32 << 20) -> tuple[float, float]:
-    """Bytes per microsecond (out, back), measured once for each disk by copying `nbytes` there and back."""
-    place = spill_folder(folder)
-    device = os.stat(place).st_dev
-    if device not in SPEEDS:
-        SPEEDS[device] = measure(DiskTier([nbytes // 8] * 8, place))
-    return SPEEDS[device]
-
-
-def measure(tier: DiskTier) -> tuple[float, float]:
-    lease = tier.lease()
-    # Noise, because some disks store zeros faster; twice, because a block's first write is not like the others.
-    sent = [torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) for nbytes in tier.slots]
-    out = [timed(tier, lambda slot: lease.offload(slot, sent[slot]), lease.free) for _ in range(2)]
-    # Into new memory, as in a step.
-    back = [timed(tier, lambda slot: lease.reload(slot, torch.empty_like(sent[slot])), lease.wait) for _ in range(2)]
-    lease.release()
-    tier.close()
-    return out[-1], back[-1]
-
-
-def timed(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
-    """Bytes per microsecond when every slot is started, and then every slot is ended."""
-    begin = time.perf_counter()
-    for slot in range(len(tier.slots)):
-        start(slot)
-    for slot in range(len(tier.slots)):
-        end(slot)
-    return sum(tier.slots) / (time.perf_counter() - begin) / 1e6

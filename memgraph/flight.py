@@ -1,21 +1,22 @@
 """One step in flight: from the begin of its forward to the end of its backward.
 
-It holds what lies between the two: the list of saved values, the room in the far tier, and the meter, if this flight is
-measured.
+It holds what lies between the two: the list of saved values, the room in the far tier, and the meter or the clock, if
+this flight is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .ops import Lease, running
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
+from .times import Clock, Times
 from .versions import refuse_changed, version_of
 
 
@@ -35,19 +36,24 @@ class Flight:
         self.halves = halves
         self.lease = tier.lease() if tier is not None else None
         self.meter: Meter | None = None
+        self.clock: Clock | None = None
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
         self.ended = False
 
     def measure(self) -> None:
-        """Measure this flight."""
+        """Measure the bytes of this flight."""
         self.meter = Meter()
+
+    def time(self, device: torch.device) -> None:
+        """Measure the time of this flight."""
+        self.clock = Clock(device)
 
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """The outputs, given the inputs; what backward needs is kept here."""
         with self._alone():
-            values = list(self.halves.forward.forward(list(tensors)))
+            values = list(self._run(self.halves.forward, list(tensors)))
         self.saved = values[outputs:]
         del values[outputs:]
         self.ended = self.halves.backward is None
@@ -71,14 +77,23 @@ class Flight:
         refuse_changed(self.seen)
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
-        if not keep:
+        if keep:
+            self.clock = None  # which knows of one backward
+        else:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
         saved += [*given, *gradients]  # type: ignore[list-item]
         with self._alone(resident_bytes(given)):
-            results = list(self.halves.backward.forward(saved))
+            results = list(self._run(self.halves.backward, saved))
         self.ended = True
         return results
+
+    def times(self) -> Times | None:
+        """What the flight took, if that was measured to the end."""
+        if self.clock is None or not self.ended:
+            return None
+        out, back = self.lease.speeds() if self.lease is not None else (0.0, 0.0)
+        return Times(self.clock.ops, self.clock.us, out, back)
 
     def land(self) -> Allocation | None:
         """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""
@@ -91,6 +106,9 @@ class Flight:
 
     def __del__(self) -> None:
         self.land()
+
+    def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+        return half.forward(values) if self.clock is None else self.clock.run(half, values)
 
     @contextmanager
     def _alone(self, given: int = 0) -> Iterator[None]:

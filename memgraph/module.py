@@ -87,13 +87,16 @@ class CompiledModule(Shared):
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
         """The planned step for a call, from the cache or made now."""
         step: Step | None = self._steps.get(key)
-        return self._planned(args, kwargs, key) if step is None else self._used(key, step)
+        if step is None or step.is_due:
+            return self._planned(args, kwargs, key)
+        return self._used(key, step)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
         steps: OrderedDict[Hashable, Step] = self._steps
         with ALONE:
             if key not in steps:  # another thread may have planned it by now
                 steps[key] = self._planner.step(args, kwargs, self._wanted)
+            steps[key] = steps[key].better()
             while len(steps) > PLANS:
                 steps.popitem(last=False)
             return self._used(key, steps[key])

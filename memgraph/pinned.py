@@ -69,6 +69,10 @@ class PinnedLease:
     def wait(self, slot: int) -> None:
         torch.cuda.current_stream(self.tier.device).wait_event(self.come[slot])
 
+    def speeds(self) -> tuple[float, float]:
+        """Nothing is known of how fast the copies were: their events keep no times."""
+        return 0.0, 0.0
+
     def release(self) -> None:
         """Let running copies end, then give the slab back."""
         slab, self.slab = self.slab, None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Choice, Machine, Trace, make_plan, predict
+from passes import Choice, Machine, Trace, apply, make_plan, predict
 
 from .accumulation import accumulating
 from .alone import ALONE, capturing
@@ -26,8 +28,10 @@ from .capture import Captured, Wanted, capture
 from .device import device_of, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError
 from .first_update import FirstUpdate
+from .links import sizes_of
 from .peak import resident_bytes
 from .probe import Prober
+from .replan import as_measured, replanned
 from .report import Report
 from .reuse import reused
 from .rewrite import fake_mode, rewrite, slot_nbytes
@@ -37,6 +41,7 @@ from .split import split
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, linked, tier_name
+from .times import Times
 from .trees import flatten
 from .truth import correct
 from .update import with_update
@@ -122,6 +127,15 @@ class Planner:
         except passes.BudgetError as error:
             later = None if adds or not trained else accumulating(captured, watched)
             raise self._over(error, later, trained) from None
+        step = self._made(captured, graph, machine, choice, trained, begin)
+        step.again = partial(self._again, graph)
+        return step
+
+    def _made(
+        self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Sequence[Tensor],
+        begin: float,
+    ) -> Step:  # fmt: skip
+        """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
         tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)
         if choice.plan and self.device.type == "cpu":
@@ -131,6 +145,20 @@ class Planner:
         step = Step(captured, split(planned, captured.graph), tier, report)
         step.trained, step.landed = trained, self._first_update
         return step
+
+    def _again(self, graph: fx.Graph, step: Step, times: Times) -> Step:
+        """The step of a plan that is better, now that its times are known; the same step if there is none.
+
+        Nobody closes the tier of the old one: it closes itself when its last flight has landed.
+        """
+        begin = time.perf_counter()
+        choice = step.report.choice
+        trace, machine = as_measured(choice, step.report.machine, times)
+        step.report = replace(step.report, repriced_us=predict(apply(trace, choice.plan), machine).us)
+        if not choice.plan or self.wishes.plans:  # a plan that was given is kept
+            return step
+        found = replanned(choice, trace, machine, self._search)
+        return step if found is None else self._made(step.captured, graph, machine, found, step.trained, begin)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
         try:
@@ -172,15 +200,20 @@ class Planner:
         trace, machine = self._price(graph, trained)
         if self.wishes.plans:
             return machine, reused(self.wishes.plans, trace, machine)
-        return machine, make_plan(trace, machine, seconds=self.wishes.seconds)
+        return machine, self._search(trace, machine)
+
+    def _search(self, trace: Trace, machine: Machine) -> Choice:
+        return make_plan(trace, machine, seconds=self.wishes.seconds)
 
     def _price(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Trace, Machine]:
+        machine = Machine(self.budget, str(self.device))
+        if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
+            return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         prober = Prober(unused_nbytes(self.device) // 2)
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
             trace = with_update(trace, self.wishes.optimizer, trained)
-        machine = Machine(self.budget, str(self.device))
         if predict(trace, machine).peak > self.budget:
-            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir)
+            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace))
         return trace, machine

@@ -2,14 +2,13 @@
 
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152), made f32[16, 64, 32, 32] ...
 
-Each distinct op (target, shapes, strides, dtypes, constants, device) runs once, and if it is short a few times more for
-its time, on made-up values, and is remembered as long as the process lives.  One op at a time, so never more memory
-than the step itself needs.
+Each distinct op (target, shapes, strides, dtypes, constants, device) runs on made-up values: once for its workspace,
+and then for its time.  What was found is remembered, by the process and on disk.  One op at a time, so never more
+memory than the step itself needs; an op that would not fit does not run, and is priced by its flops and bytes.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +19,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .costs import keep, kept
+from .device import returns_freed_memory
 from .nodes import storages
 from .peak import measured, resident_bytes
+from .place import place
+from .roofline import roofline
 from .signature import kernel_modes
+from .stopwatch import shortest
 from .summarize import Cost, tensors
-
-ENOUGH_US = 2000.0  # an op is run again until this much time has gone into it,
-REPEATS = 5  # but not more often
-MEMORY_RATE = 5000.0  # bytes per microsecond: the price of an op that could not be run
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
@@ -44,7 +44,7 @@ _known: dict[str, Probed] = {}
 
 
 class Prober:
-    """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their bytes."""
+    """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -61,10 +61,16 @@ class Prober:
         key = _key(node)
         if key in _known:
             return _known[key]
-        found = _probe(node) if _touched(node) <= self.limit else None
-        if found is not None:
-            _known[key] = found
-        return found or Probed(Cost(_touched(node) / MEMORY_RATE), None)
+        lasting = f"op {key} {place(_device(node))}"
+        found = _read(kept(lasting))
+        if found is None and _touched(node) <= self.limit:
+            found = _probe(node)
+            if found is not None and " at 0x" not in lasting:  # an address means something in this process only
+                keep(lasting, _written(found))
+        if found is None:
+            return Probed(Cost(roofline(node, _touched(node), self.limit)), None)
+        _known[key] = found
+        return found
 
 
 def is_view(node: fx.Node) -> bool:
@@ -85,11 +91,12 @@ def _key(node: fx.Node) -> str:
 
     def describe(leaf: object) -> object:
         if isinstance(leaf, fx.Node):
-            return tree_map(_describe_tensor, leaf.meta.get("val"))
+            return tree_map(_describe_tensor, leaf.meta.get("val", "a generator"))
         return leaf
 
     args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
-    return f"{node.target}{args!r}{kwargs!r}{kernel_modes()}"
+    modes = f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
+    return f"{node.target}{args!r}{kwargs!r}{modes}"
 
 
 def _describe_tensor(value: object) -> object:
@@ -102,14 +109,31 @@ def _touched(node: fx.Node) -> int:
     return resident_bytes(value for source in (*node.all_input_nodes, node) for value in tensors(source))
 
 
+def _device(node: fx.Node) -> torch.device:
+    return next((value.device for value in tensors(node)), torch.device("cpu"))
+
+
+def _written(found: Probed) -> dict[str, Any]:
+    made = [(str(dtype).removeprefix("torch."), shape, strides) for dtype, shape, strides in found.made or ()]
+    return {"us": found.cost.us, "workspace": found.cost.workspace, "made": made}
+
+
+def _read(written: Any) -> Probed | None:
+    """What was kept of an op, in this process's types."""
+    if written is None:
+        return None
+    made = tuple((getattr(torch, dtype), tuple(shape), tuple(strides)) for dtype, shape, strides in written["made"])
+    return Probed(Cost(written["us"], written["workspace"]), made)
+
+
 def _probe(node: fx.Node) -> Probed | None:
-    """Run the op of `node` on made-up values; None if that was to no avail."""
-    device = next((value.device for value in tensors(node)), torch.device("cpu"))
-    with torch.no_grad(), torch.random.fork_rng():
+    """Run the op of `node` on made-up values, as a step would; None if that was to no avail."""
+    device = _device(node)
+    with torch.no_grad(), torch.random.fork_rng(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
         try:
             args, kwargs = _made_up(node, device)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
-            (result, us), allocated = measured(lambda: _timed(run, device), device)
+            result, allocated = measured(run, device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:
@@ -119,7 +143,7 @@ def _probe(node: fx.Node) -> Probed | None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(layout, results)), resident_bytes(results)
         del result, results
-        return Probed(Cost(_shortest(run, device, us), max(0, allocated.peak - nbytes)), made)
+        return Probed(Cost(shortest(run, device), max(0, allocated.peak - nbytes)), made)
 
 
 def _made_up(node: fx.Node, device: torch.device) -> Any:
@@ -137,22 +161,3 @@ def _fill(fake: Tensor) -> Tensor:
     """A real tensor like `fake`, of numbers that are valid as indices where they may be indices."""
     value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return value.fill_(0.5 if fake.is_floating_point() else 0)
-
-
-def _shortest(run: Callable[[], object], device: torch.device, us: float) -> float:
-    """The least time of some more runs, where one took so little that chance decided."""
-    spent, runs = us, 1
-    while runs < REPEATS and spent < ENOUGH_US:
-        _, again = _timed(run, device)
-        us, spent, runs = min(us, again), spent + again, runs + 1
-    return round(us, 1)
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> tuple[object, float]:
-    """A result, and the microseconds that it took."""
-    synchronize = torch.get_device_module(device).synchronize if device.type != "cpu" else lambda: None
-    synchronize()
-    begin = time.perf_counter()
-    result = run()
-    synchronize()
-    return result, (time.perf_counter() - begin) * 1e6

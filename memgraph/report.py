@@ -30,10 +30,12 @@ class Report:
     """The plan of one signature, what it was forecast to take, and what it took.
 
     Attributes:
-        machine: the budget and the links that the plan was made for. choice: the decisions, and the forecasts with and
-        without them. measured: the most bytes that were on the device while the first step ran; None before, or where a
-        profiler of the
-            caller's was in the way.
+        machine: the budget and the links that the plan was made for.
+        choice: the decisions, and the forecasts with and without them.
+        measured: the most bytes that were on the device while the first step ran; None before, or where a profiler of
+            the caller's was in the way.
+        measured_us: what the first step took that ran without the meter of bytes, in microseconds; None before.
+        repriced_us: the forecast of a step with what its own ops took in that one, in microseconds; None before.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
     """
@@ -41,8 +43,15 @@ class Report:
     machine: Machine
     choice: Choice
     measured: int | None = None
+    measured_us: float | None = None
+    repriced_us: float | None = None
     planned_us: float = 0.0
     counted: bool = True
+
+    @property
+    def predicted_us(self) -> float:
+        """Microseconds that a step is forecast to take: by its ops each for itself, and by the step once it has run."""
+        return self.forecast.us if self.repriced_us is None else self.repriced_us
 
     @property
     def plan(self) -> Plan:
@@ -119,11 +128,19 @@ class Report:
             self._bytes(),
             f"time: forecast {ms(self.forecast.us)}, {self.overhead:+.1%}; "
             f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+            *self._taken(),
             *self._proven(),
         ]
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
         return "\n".join(lines)
+
+    def _taken(self) -> list[str]:
+        """What the step took, beside a forecast made of what its own ops took."""
+        if self.measured_us is None:
+            return []
+        again = "" if self.repriced_us is None else f"; forecast with the times of its own ops {ms(self.repriced_us)}"
+        return [f"took {ms(self.measured_us)}{again}"]
 
     def _proven(self) -> list[str]:
         """What no plan does better, and of which plans that is true."""

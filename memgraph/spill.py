@@ -40,15 +40,19 @@ def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 def is_ram(folder: Path) -> bool:
     """Whether what is written into `folder` stays in memory.  Where the kernel does not tell, it does not."""
+    return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in mounts(folder))
+
+
+def mounts(folder: Path) -> list[list[str]]:
+    """The kernel's words for every place where the file system of `folder` is mounted; none where it does not tell."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
-        return False
+        return []
     # 25 24 0:23 / /dev/shm rw,relatime shared:2 - tmpfs tmpfs rw,size=24684096k
-    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
-    return any(kind in ("tmpfs", "ramfs", "devtmpfs") for kind in kinds)
+    return [words for words in map(str.split, lines) if words[2] == number]
 
 
 def nameless_file(folder: Path, nbytes: int) -> int:

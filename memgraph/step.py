@@ -7,6 +7,7 @@ loss.backward()           backward's half takes the list and empties it as it re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,24 @@ from .flight import Flight, Tier
 from .report import Report
 from .signature import has_hooks, in_process_group
 from .split import Halves
+from .times import Times
 
 # The gradients of all inputs, if a gradient arrives for an output for which none was planned.
 Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class Step:
-    """One signature's step, ready to run.  `report` is replaced once the first run has been measured."""
+    """One signature's step, ready to run.
+
+    `report` is replaced once the first run has been measured, whose bytes are, and the second, whose times are: a meter
+    slows short ops down, and a first run sets its kernels up.  Then `again` may know a better step.
+    """
 
     def __init__(self, captured: Captured, halves: Halves, tier: Tier | None, report: Report) -> None:
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
+        self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
+        self.times: Times | None = None
         self.captured = captured
         self.halves = halves
         self.tier = tier
@@ -37,6 +45,7 @@ class Step:
         self.gradients = tuple(role for role in captured.outputs if role.kind != "output")
         roles = [role for role in captured.inputs if role.kind != "tangent"]
         self.adds = any(op.fn == "gradient" for op in report.forecast.trace.ops)
+        self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
@@ -44,6 +53,8 @@ class Step:
         flight = Flight(self.halves, self.tier)
         if self.report.measured is None:
             flight.measure()
+        elif self.times is None:
+            flight.time(self.device)
         if self.halves.backward is not None:
             return list(_Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
         try:
@@ -53,11 +64,27 @@ class Step:
 
     def land(self, flight: Flight) -> None:
         """Note what the flight took, if it was measured."""
+        times = flight.times()
+        if times is not None:
+            self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
             self.report = self.report.with_measured(allocated.peak)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its plan is to be looked at again, now that its times are known."""
+        return self.again is not None and self.times is not None
+
+    def better(self) -> Step:
+        """This step, or the one that is to take its place.  It is looked for once."""
+        again, times = self.again, self.times
+        if again is None or times is None:
+            return self
+        self.again = None
+        return again(self, times)
 
     def gradients_there(self) -> list[Tensor]:
         """The gradients that the parameters have now."""

@@ -1,7 +1,7 @@
 """The far tier that a device has: disk behind a CPU, pinned host memory behind a GPU.
 
-links("disk", device, folder) -> bytes per microsecond out and back, measured
-far_tier("disk", device, slots, folder) -> what a step offloads to
+linked(machine, "disk", device, folder, sizes) -> the machine with bytes per microsecond out and back, measured
+far_tier(device, slots, folder) -> what a step offloads to
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 
 from passes import Machine
 
-from .disk import STAGING, DiskTier, disk_speed
+from .disk import STAGING, DiskTier
 from .flight import Tier
-from .pinned import PinnedTier, pinned_speed
+from .links import disk_links, host_links
+from .pinned import PinnedTier
 from .spill import spill_folder
 
 Folder = str | PathLike[str] | None
+USUAL = 4 << 20  # bytes of a value, where nothing is known of those that may be sent
 
 
 def tier_name(offload: str | None, device: torch.device) -> str | None:
@@ -39,16 +41,22 @@ def tier_name(offload: str | None, device: torch.device) -> str | None:
     return offload
 
 
-def linked(machine: Machine, tier: str | None, device: torch.device, folder: Folder) -> Machine:
-    """The machine with its links to the tier, measured at first use."""
+def linked(
+    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,)
+) -> Machine:
+    """The machine with its links to the tier, measured at first use.
+
+    A link has one rate, and small copies are slower.  It is the rate at which copies of all of `sizes`, the values that
+    may be sent, take as long as they were measured to: right for the sum of them, too high for the smallest of them and
+    too low for the largest.
+    """
     if tier is None:
         return machine
+    out, back = host_links(device) if tier == "host" else disk_links(folder)
+    machine = replace(machine, tier=tier, out=out.rate(sizes or (USUAL,)), back=back.rate(sizes or (USUAL,)))
     if tier == "host":
-        out, back = pinned_speed(device)
-        return replace(machine, tier=tier, out=out, back=back)
-    out, back = disk_speed(folder)
-    room = shutil.disk_usage(spill_folder(folder)).free
-    return replace(machine, tier=tier, out=out, back=back, staging=STAGING, capacity=room)
+        return machine
+    return replace(machine, staging=STAGING, capacity=shutil.disk_usage(spill_folder(folder)).free)
 
 
 def far_tier(device: torch.device, slots: Sequence[int], folder: Folder) -> Tier | None:

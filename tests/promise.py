@@ -21,7 +21,7 @@ import memgraph
 from memgraph.peak import measured, resident_bytes
 from tests.zoo import Case, eager_peak, fresh
 
-STEPS = 3
+STEPS = 5  # of another signature, measured, timed, perhaps planned anew and measured, and once from outside
 
 
 @dataclass(frozen=True)

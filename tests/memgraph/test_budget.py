@@ -342,6 +342,7 @@ class Heavy(nn.Module):
 
 
 def test_a_budget_error_does_not_spoil_the_forecasts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(probe, "_known", {})
     module, x = Heavy(), torch.randn(16, 8, 64)
     smallest = smallest_of(module, x).smallest

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memgraph import disk, spill
-from memgraph.disk import DiskLease, DiskTier, SpillError, disk_speed, spill_folder
+from memgraph.disk import DiskLease, DiskTier, SpillError, spill_folder
 from memgraph.spill import PAGE
 from memgraph.workers import CHUNK, STAGING, WORKERS, submit
 
@@ -560,15 +560,6 @@ def test_a_temporary_folder_in_ram_is_passed_over(monkeypatch: pytest.MonkeyPatc
     on_disk = os.access(lasting, os.W_OK) and not spill.is_ram(lasting)
     assert spill_folder() == (lasting if on_disk else SHM)
     assert spill_folder(SHM) == SHM
-
-
-def test_the_speed_of_a_disk_is_measured_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "SPEEDS", {})
-    random = torch.get_rng_state()
-    speed = disk_speed(folder, nbytes=1 << 20)
-    assert min(speed) > 0
-    assert disk_speed(tmp_path) == speed
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_the_tiers_of_a_process_share_their_buffers(folder: Path) -> None:

@@ -1628,5 +1628,5 @@ def test_the_plan_is_that_of_the_latest_call() -> None:
     large = compiled.plan
     compiled.zero_grad()
     compiled(batch(4)).sum().backward()
-    assert compiled.plan is small
+    assert compiled.plan.choice is small.choice
     assert large.peak > small.peak

@@ -226,6 +226,7 @@ def test_planning_under_a_profiler_warns_and_is_not_remembered(monkeypatch: pyte
         )
         return [op.workspace for op in report.forecast.trace.ops]
 
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(probe, "_known", {})
     expected = workspaces()
     assert sum(map(bool, expected)) > 1

@@ -1,0 +1,139 @@
+"""How fast bytes go to the far tier and back, by the size of a copy.
+
+    disk_links("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
+
+Measured at first use, as a step copies, and kept with the costs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from passes import Trace
+
+from .costs import keep, kept
+from .disk import DiskTier
+from .pinned import pinned_speed
+from .place import place
+from .spill import mounts, spill_folder
+from .workers import CHUNK, WORKERS
+
+SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and how many copies of that size stand in line
+TRIES = 2  # because a block's first write is not like the others
+SECONDS = 0.8  # for all of it; on a slow disk the larger sizes are left out
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction: bytes, and the microseconds that a copy of so many takes in a line of such, by bytes."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def us(self, nbytes: int) -> float:
+        """The time of a copy: between two sizes on the line through them, beyond the last at its rate."""
+        (least, shortest), (most, longest) = self.points[0], self.points[-1]
+        if nbytes <= least:
+            return shortest * nbytes / least
+        for (small, short), (large, long) in zip(self.points, self.points[1:], strict=False):
+            if nbytes <= large:
+                return short + (long - short) * (nbytes - small) / (large - small)
+        return longest * nbytes / most
+
+    def rate(self, sizes: Sequence[int]) -> float:
+        """The one rate, in bytes per microsecond, at which copies of all these sizes take as long as they do."""
+        return sum(sizes) / sum(map(self.us, sizes))
+
+
+Links = tuple[Link, Link]  # out, back
+_known: dict[str, Links] = {}
+
+
+def sizes_of(trace: Trace) -> list[int]:
+    """The bytes of each value that may be sent away: that forward makes and backward reads."""
+    forward, later = trace.ops[: trace.boundary], trace.ops[trace.boundary :]
+    read = {held for op in later for name in op.reads for held in trace.op[name].holds}
+    return [made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read and made.nbytes]
+
+
+def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:
+    """The links to the file system of `folder`.  All of its folders are taken to be alike."""
+    there = spill_folder(folder)
+    method = f"{SIZES} {WORKERS} x {CHUNK}"
+    return _found(f"link {_mount(there)} {method} {place(torch.device('cpu'))}", lambda: _measure_disk(there))
+
+
+def host_links(device: torch.device) -> Links:
+    """The links between a GPU and pinned memory."""
+    return _found(f"link {device} {place(device)}", lambda: _measure_host(device))
+
+
+def _found(key: str, measure: Callable[[], Links]) -> Links:
+    """What was measured in this process or an earlier one; measured now otherwise."""
+    if key not in _known:
+        there = kept(key)
+        if there is not None:
+            out, back = (Link(tuple((nbytes, us) for nbytes, us in points)) for points in there)
+            _known[key] = out, back
+        else:
+            _known[key] = measure()
+            keep(key, [link.points for link in _known[key]])
+    return _known[key]
+
+
+def _measure_host(device: torch.device) -> Links:
+    rates = {nbytes: pinned_speed(device, nbytes) for nbytes in SIZES}
+    out, back = (Link(tuple((nbytes, nbytes / rate[i]) for nbytes, rate in rates.items())) for i in (0, 1))
+    return out, back
+
+
+def _measure_disk(folder: Path) -> Links:
+    end = time.perf_counter() + SECONDS
+    out: dict[int, float] = {}
+    back: dict[int, float] = {}
+    slowest = 0.0  # seconds for a byte there and back
+    for nbytes, count in SIZES.items():
+        if slowest * TRIES * count * nbytes > end - time.perf_counter():
+            break
+        there, again = _copied(DiskTier([nbytes] * count, folder))
+        out[nbytes], back[nbytes] = there / count, again / count
+        slowest = (out[nbytes] + back[nbytes]) / nbytes / 1e6
+    return Link(tuple(out.items())), Link(tuple(back.items()))
+
+
+def _copied(tier: DiskTier) -> tuple[float, float]:
+    """Microseconds to fill every slot, and to fetch them all; the last of some tries."""
+    lease = tier.lease()
+    # Noise, because some disks store zeros faster.
+    sent = [torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) for nbytes in tier.slots]
+    for _ in range(TRIES):
+        out = _all(tier, lambda slot: lease.offload(slot, sent[slot]), lease.free)
+    for _ in range(TRIES):  # into new memory, as in a step
+        back = _all(tier, lambda slot: lease.reload(slot, torch.empty_like(sent[slot])), lease.wait)
+    lease.release()
+    tier.close()
+    return out, back
+
+
+def _all(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
+    """Microseconds until every slot was started, and then every slot has ended."""
+    begin = time.perf_counter()
+    for slot in range(len(tier.slots)):
+        start(slot)
+    for slot in range(len(tier.slots)):
+        end(slot)
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _mount(folder: Path) -> str:
+    """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
+    found = [words for words in mounts(folder) if folder.is_relative_to(words[4])]
+    if not found:
+        return f"{os.stat(folder).st_dev} {folder}"
+    nearest = max(found, key=lambda words: len(words[4]))
+    return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))

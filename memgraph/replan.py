@@ -1,0 +1,69 @@
+"""Plan a step again, if what its ops take in the step itself, and not each for itself, makes another plan worth it.
+
+forecast 40 ms with prices of the ops alone, 55 ms with those of the step; another plan takes 50 ms  ->  that one
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from passes import BudgetError, Choice, Machine, Op, Trace, apply, predict
+
+from .times import Times
+
+Search = Callable[[Trace, Machine], Choice]
+
+WORTH = 0.02  # of the step's time: what a new plan has to save
+
+
+def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) -> Choice | None:
+    """A plan of `search` that saves so much of the step; None if there is none.
+
+    `trace` and `machine` have the prices of the step itself, with which both plans are forecast.
+    """
+    enough = (1 - WORTH) * predict(apply(trace, choice.plan), machine).us
+    if predict(trace, machine).us >= enough:  # no plan is faster than the step as it is
+        return None
+    try:
+        found = search(trace, machine)
+    except BudgetError:  # prices lead the search, which may end elsewhere
+        return None
+    return found if predict(found.forecast.trace, machine).us < enough else None
+
+
+def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, Machine]:
+    """The step as it was captured, with the price of each op in it, and the machine with the links as they were."""
+    trace = repriced(choice.captured.trace, choice.forecast.trace, times)
+    return trace, replace(machine, out=times.out or machine.out, back=times.back or machine.back)
+
+
+def repriced(captured: Trace, ran: Trace, times: Times) -> Trace:
+    """`captured` with the time that each op took while `ran` ran.
+
+    Ops that are alike take what half of them took, those that ran again included: one flight is too little to tell
+    layers apart, and a price that chance made would be taken for a difference.
+    """
+    first = {op.name: op for op in captured.ops}
+    seen: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for op in ran.ops:
+        source = first.get(op.again or op.name)
+        if source is not None and op.name in times.ops:
+            seen[_kind(source)].append(times.ops[op.name])
+
+    def price(op: Op) -> Op:
+        found = seen.get(_kind(op))
+        return replace(op, us=round(statistics.median(found), 1)) if found and _computes(op) else op
+
+    return replace(captured, ops=tuple(map(price, captured.ops)))
+
+
+def _kind(op: Op) -> Hashable:
+    """Ops of the same kind were priced alike."""
+    return op.fn, op.type, op.us, op.workspace, tuple(made.nbytes for made in op.makes), len(op.reads)
+
+
+def _computes(op: Op) -> bool:
+    return not op.is_input and (op.us > 0 or bool(op.makes))

@@ -1,0 +1,82 @@
+"""The time of an op that can't be run, from its flops and its bytes.
+
+    mm f32[8192, 8192] x f32[8192, 8192]   ->   max(1.1e12 flops / flops per us, 805 MB / bytes per us)
+
+What the device does of each in a microsecond is measured once, by a matmul and a copy, and kept with the costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from .costs import keep, kept
+from .place import place
+from .signature import kernel_modes
+from .stopwatch import shortest
+from .summarize import tensors
+
+SIDE = 768  # of the matrices that are multiplied
+COPIED = 32 << 20  # bytes: more than caches hold
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Flops, and bytes read or written, per microsecond."""
+
+    flops: float = 20_000.0
+    nbytes: float = 5_000.0
+
+
+_known: dict[str, Rates] = {}
+
+
+def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
+    """Microseconds of an op that touches so many bytes; the device's rates are guessed if measuring them would take
+    more than `limit`."""
+    values = [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
+    dtype = next((value.dtype for value in values if value.dtype in DTYPES), torch.float32)
+    device = values[0].device if values else torch.device("cpu")
+    rates = _rates(device, dtype) if limit >= 2 * COPIED else Rates()
+    return round(max(flops(node) / rates.flops, nbytes / rates.nbytes), 1)
+
+
+def flops(node: fx.Node) -> float:
+    """The op's floating point operations; 0 where torch does not count them."""
+    count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda read: read.meta.get("val"))
+    try:
+        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
+        return 0.0  # a formula that does not know this form of the op
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    key = f"rates {dtype} {device} {kernel_modes()} {place(device)}"
+    if key not in _known:
+        found = kept(key)
+        _known[key] = _measure(device, dtype) if found is None else Rates(*found)
+        if found is None:
+            keep(key, astuple(_known[key]))
+    return _known[key]
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
+    with torch.no_grad(), torch._C._DisableAutocast():
+        matrix = torch.full((SIDE, SIDE), 0.5, dtype=dtype, device=device)
+        of, into = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+        multiply, copy = partial(_multiply, matrix), partial(into.copy_, of)
+        multiply(), copy()
+        return Rates(2 * SIDE**3 / shortest(multiply, device), 2 * COPIED / shortest(copy, device))
+
+
+def _multiply(matrix: Tensor) -> Tensor:
+    return matrix @ matrix

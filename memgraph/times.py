@@ -1,0 +1,64 @@
+"""Time the ops of one flight, where they run: beside their neighbours and the copies.
+
+    def forward(...):                            def forward(...):
+        mm = op_aten_mm_default(x, w)        ->      mm = op_aten_mm_default(x, w);  note('mm')
+
+The code is the step's own, so that values come and go as they do without.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a flight took, in microseconds: each op by its name, and all of it; and bytes per microsecond on the links,
+    0.0 where nothing was copied."""
+
+    ops: dict[str, float]
+    us: float
+    out: float = 0.0
+    back: float = 0.0
+
+
+class Clock:
+    """Runs the halves of a step, and notes when each op has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ops: dict[str, float] = {}
+        self.us = 0.0
+
+    def run(self, half: fx.GraphModule, values: list[Tensor]) -> Any:
+        """What the half makes of `values`."""
+        forward = self._noting(half)
+        self.notes = [("", self._now())]
+        results = forward(half, values)
+        self.ops |= {name: (end - begin) * 1e6 for (_, begin), (name, end) in pairwise(self.notes)}
+        self.us += (self._now() - self.notes[0][1]) * 1e6
+        return results
+
+    def _noting(self, half: fx.GraphModule) -> Any:
+        """The half's code, with a note behind every op."""
+        code = half.graph.python_code("self")
+        known = {**code.globals, "memgraph_note": self._note}
+        exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), known)
+        return known["forward"]
+
+    def _note(self, name: str) -> None:
+        self.notes.append((name, self._now()))
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":  # not the device, which would wait for the copies as well
+            torch.get_device_module(self.device).current_stream(self.device).synchronize()
+        return time.perf_counter()

@@ -1,0 +1,268 @@
+"""A step is planned once more with what its ops took in it, if that pays; gradients and budget are kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import memgraph
+from memgraph import costs, planner, probe
+from memgraph.device import return_freed_memory
+from memgraph.disk import DiskTier
+from memgraph.links import Link
+from memgraph.replan import as_measured, replanned, repriced
+from memgraph.step import Step
+from memgraph.times import Clock, Times
+from passes import BudgetError, Choice, Machine, Op, Recompute, Trace
+from passes.pipeline import make_plan
+
+TRUE = {"aten.gelu.default": 10.0, "aten.addmm.default": 1000.0, "aten.mm.default": 1000.0}
+
+
+FAST = Link(((1000, 0.001),))  # a link on which whatever is sent away costs nothing
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+def loss(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def truth(op: Op) -> float:
+    return TRUE.get(op.fn, 5.0)
+
+
+def price(path: Path, us: dict[str, float]) -> None:
+    """Write prices into the cache: of ops by a part of their name."""
+    with sqlite3.connect(path) as file:
+        for key, value in file.execute("SELECT key, value FROM costs").fetchall():
+            fn = key.split("(")[0].removeprefix("op ")
+            text = json.dumps(json.loads(value) | {"us": us.get(fn, 5.0)})
+            if key.startswith("op "):
+                file.execute(
+                    "UPDATE costs SET value = ?, digest = ? WHERE key = ?", (text, costs._digest(key, text), key)
+                )
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Compiles a module whose ops take what TRUE says, with the given prices in the cache."""
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe, "_known", {})
+    return_freed_memory()  # as under the budgets below: prices are kept for steps that run like this
+    memgraph.plan(net(), x, budget=1 << 30, loss=loss)
+    run = Clock.run
+
+    def as_it_were(clock: Clock, half: fx.GraphModule, values: list[Tensor]) -> Any:
+        results = run(clock, half, values)
+        names = {node.name: str(node.target) for node in half.graph.nodes}
+        clock.ops |= {name: TRUE.get(names[name], 5.0) for name in clock.ops if name in names}
+        return results
+
+    def compile(us: dict[str, float], budget: int, **wishes: Any) -> Any:
+        price(tmp_path / "costs.sqlite", us)
+        monkeypatch.setattr(probe, "_known", {})
+        monkeypatch.setattr(Clock, "run", as_it_were)
+        return memgraph.compile(net(), budget, loss=loss, offload=None, **wishes)
+
+    return compile
+
+
+def budget_of(x: Tensor, share: float) -> int:
+    plain = memgraph.plan(net(), x, budget=1 << 30, loss=loss).forecast
+    there = sum(op.nbytes for op in plain.trace.ops if op.is_input)
+    return there + int(share * (plain.peak - there))
+
+
+def eager(x: Tensor) -> list[Tensor | None]:
+    module = net()
+    loss(module(x)).backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def step(module: Any, x: Tensor) -> list[Tensor | None]:
+    module.zero_grad(set_to_none=True)
+    module(x).backward()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def same(these: list[Tensor | None], those: list[Tensor | None]) -> bool:
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+def again(report: memgraph.Report) -> set[str]:
+    trace = report.forecast.trace
+    return {trace.op[said.value].fn for said in report.plan if isinstance(said, Recompute)}
+
+
+# --- a module
+
+
+def test_a_wrong_price_is_found_out_and_the_step_planned_anew_once(compiled: Callable[..., Any], x: Tensor) -> None:
+    budget = budget_of(x, 0.75)
+    module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget)
+    expected = eager(x)
+    seen: list[Step] = []
+    for _ in range(5):
+        assert same(step(module, x), expected)
+        seen.append(module._latest)
+    assert seen[0] is seen[1]
+    assert seen[1] is not seen[2]
+    assert seen[2] is seen[3] is seen[4]
+    assert "aten.gelu.default" not in again(seen[1].report)
+    assert "aten.gelu.default" in again(seen[2].report)
+    for now in (seen[1].report, seen[2].report):
+        assert now.measured is not None
+        assert now.measured <= now.peak <= budget
+        assert now.measured_us is not None
+        assert now.measured_us > 0
+
+
+def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> None:
+    module = compiled(TRUE, budget_of(x, 0.75))
+    step(module, x)
+    first = module._latest
+    for _ in range(3):
+        assert same(step(module, x), eager(x))
+    assert module._latest is first
+    assert not first.is_due
+    assert first.report.plan
+
+
+def test_a_step_that_fits_as_it_is_is_timed_and_never_planned_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "replanned", lambda *args: pytest.fail("planned anew"))
+    module = memgraph.compile(net(), 1 << 30, loss=loss)
+    step(module, x)
+    assert module.plan.measured_us is None
+    for _ in range(3):
+        step(module, x)
+    assert module.plan.measured_us is not None
+
+
+def test_a_plan_that_was_given_is_kept(
+    compiled: Callable[..., Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = budget_of(x, 0.75)
+    module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget)
+    module(x)
+    given = memgraph.compile(net(), budget, loss=loss, offload=None, plan=module.plan.to_json())
+    for _ in range(4):
+        step(given, x)
+    assert given.plan.plan == module.plan.plan
+
+
+def test_a_flight_of_the_old_plan_lands_after_the_new_one_is_there(compiled: Callable[..., Any], x: Tensor) -> None:
+    module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget_of(x, 0.75))
+    step(module, x)
+    module.zero_grad(set_to_none=True)
+    late = module(x)
+    old = module._latest
+    step(module, x)
+    step(module, x)
+    assert module._latest is not old
+    module.zero_grad(set_to_none=True)
+    late.backward()
+    assert same([parameter.grad for parameter in module.parameters()], eager(x))
+
+
+def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = DiskTier.close
+    monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
+    monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (FAST, FAST))
+    monkeypatch.setattr("memgraph.tiers.STAGING", 0)  # more than this step has
+    module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
+    step(module, x)
+    step(module, x)
+    tier = module._latest.tier
+    assert isinstance(tier, DiskTier)
+    nbytes = tier.nbytes
+    del tier
+    assert same(step(module, x), eager(x))
+    gc.collect()
+    assert nbytes in closed
+    assert module._latest.times is None
+    assert module._latest.again is None
+
+
+# --- prices
+
+
+def priced(trace: Trace, us: Callable[[Op], float]) -> Trace:
+    return replace(
+        trace, ops=tuple(op if op.is_input else replace(op, us=us(op) if op.makes else 0.0) for op in trace.ops)
+    )
+
+
+def test_ops_that_are_alike_take_the_median_of_all_their_runs(x: Tensor) -> None:
+    trace = priced(memgraph.plan(net(), x, budget=1 << 30, loss=loss).forecast.trace, truth)
+    gelus = [op.name for op in trace.ops if op.fn == "aten.gelu.default"]
+    ops = dict.fromkeys(gelus, 30.0) | {gelus[0]: 9000.0}
+    found = repriced(trace, trace, Times(ops, 1.0))
+    assert {found.op[name].us for name in gelus} == {30.0}
+    assert all(op == found.op[op.name] for op in trace.ops if op.name not in gelus)
+
+
+def test_a_gain_of_two_percent_or_less_is_not_searched_for(x: Tensor) -> None:
+    report = memgraph.plan(net(), x, budget=budget_of(x, 0.75), loss=loss, offload=None)
+    trace = priced(report.choice.captured.trace, truth)
+    machine = report.machine
+    choice = make_plan(trace, machine)
+    times = Times({op.name: op.us for op in choice.forecast.trace.ops}, choice.forecast.us)
+    assert choice.overhead < 0.02
+    assert replanned(choice, *as_measured(choice, machine, times), lambda *args: pytest.fail("searched")) is None
+
+
+def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
+    report = memgraph.plan(net(), x, budget=budget_of(x, 0.75), loss=loss, offload=None)
+
+    def fails(trace: Trace, machine: Machine) -> Choice:
+        raise BudgetError("none", machine.budget, machine.budget + 1)
+
+    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.again), 1e6)
+    plain = {op.name: 0.1 for op in report.choice.captured.trace.ops}
+    measured = as_measured(report.choice, report.machine, Times(plain | slow, 1.0))
+    assert replanned(report.choice, *measured, fails) is None
+
+
+def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
+    lease = DiskTier([1 << 20] * 2, tmp_path).lease()
+    assert lease.speeds() == (0.0, 0.0)
+    sent = torch.ones(1 << 20, dtype=torch.uint8)
+    lease.offload(0, sent)
+    lease.free(0)
+    out, back = lease.speeds()
+    assert out > 0
+    assert back == 0.0
+    lease.release()
+
+
+def test_every_op_is_timed_and_what_is_computed_is_the_same() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu().exp()
+
+    half = fx.symbolic_trace(Two())
+    clock = Clock(torch.device("cpu"))
+    x = torch.randn(8)
+    assert torch.equal(clock.run(half, x), x.relu().exp())  # type: ignore[arg-type]
+    assert {"relu", "exp"} <= set(clock.ops)
+    assert 0 < sum(clock.ops.values()) <= clock.us
