@@ -26,7 +26,7 @@ from .peak import measured, resident_bytes
 from .place import place
 from .roofline import roofline
 from .signature import kernel_modes
-from .stopwatch import shortest
+from .stopwatch import cool, shortest
 from .summarize import Cost, tensors
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
@@ -48,6 +48,7 @@ class Prober:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self._cold: dict[torch.device, Callable[[], object]] = {}
 
     def __call__(self, node: fx.Node) -> Cost:
         """The price of an op."""
@@ -64,13 +65,19 @@ class Prober:
         lasting = f"op {key} {place(_device(node))}"
         found = _read(kept(lasting))
         if found is None and _touched(node) <= self.limit:
-            found = _probe(node)
+            found = _probe(node, self._cool(_device(node)))
             if found is not None and " at 0x" not in lasting:  # an address means something in this process only
                 keep(lasting, _written(found))
         if found is None:
             return Probed(Cost(roofline(node, _touched(node), self.limit)), None)
         _known[key] = found
         return found
+
+
+    def _cool(self, device: torch.device) -> Callable[[], object]:
+        if device not in self._cold:
+            self._cold[device] = cool(device)
+        return self._cold[device]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -126,7 +133,7 @@ def _read(written: Any) -> Probed | None:
     return Probed(Cost(written["us"], written["workspace"]), made)
 
 
-def _probe(node: fx.Node) -> Probed | None:
+def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
     """Run the op of `node` on made-up values, as a step would; None if that was to no avail."""
     device = _device(node)
     with torch.no_grad(), torch.random.fork_rng(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
@@ -143,7 +150,7 @@ def _probe(node: fx.Node) -> Probed | None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(layout, results)), resident_bytes(results)
         del result, results
-        return Probed(Cost(shortest(run, device), max(0, allocated.peak - nbytes)), made)
+        return Probed(Cost(shortest(run, device, before), max(0, allocated.peak - nbytes)), made)
 
 
 def _made_up(node: fx.Node, device: torch.device) -> Any:
