@@ -20,8 +20,9 @@ CACHE = 32 << 20  # bytes that are read to have nothing else in a cache
 
 
 def shortest(run: Callable[[], object], device: torch.device, before: Callable[[], object] = int) -> float:
-    """The least time of one run or more, each after `before`, which is not timed.  The work has been run before, because
-    a first run also sets up its kernels.
+    """The least time of one run or more, each after `before`, which is not timed.
+
+    The work has been run before, because a first run also sets up its kernels.
 
     The least, and not the median: whatever else the machine does only adds to a time, and plans are chosen by how the
     ops' times relate.  What ops take beside their neighbours, the step itself tells (`replan.py`).

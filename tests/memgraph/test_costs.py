@@ -81,7 +81,7 @@ def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatc
     found = Prober(1 << 30)._probed(sort)
     assert found.cost.workspace > 0
     forget(monkeypatch)
-    monkeypatch.setattr(probe, "_probe", lambda node: pytest.fail("it was run"))
+    monkeypatch.setattr(probe, "_probe", lambda *given: pytest.fail("it was run"))
     assert Prober(1 << 30)._probed(sort) == found
     assert Prober(0)._probed(sort) == found  # though it would not fit now
 
@@ -91,7 +91,7 @@ import torch, memgraph
 from torch import nn
 from memgraph import probe
 run = probe._probe
-probe._probe = lambda node: print("runs", node.target) or run(node)
+probe._probe = lambda node, before: print("runs", node.target) or run(node, before)
 module = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 32))
 report = memgraph.plan(module, torch.ones(8, 32), budget=1 << 30, loss=lambda out: out.square().mean())
 print([(op.us, op.workspace) for op in report.forecast.trace.ops])
@@ -292,7 +292,7 @@ def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkey
 
 
 def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_probe", lambda node: pytest.fail("it was run"))
+    monkeypatch.setattr(probe, "_probe", lambda *given: pytest.fail("it was run"))
     monkeypatch.setattr(roofline, "_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
