@@ -8,6 +8,7 @@ from .report import Report
 from .saved import SavedPlan
 from .spill import SpillError
 from .sweep import sweep
+from .training_state import StateError, load_state, save_state
 
 __all__ = [
     "BudgetError",
@@ -19,8 +20,11 @@ __all__ = [
     "Report",
     "SavedPlan",
     "SpillError",
+    "StateError",
     "Sweep",
     "compile",
+    "load_state",
     "plan",
+    "save_state",
     "sweep",
 ]

@@ -38,6 +38,15 @@ def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
     return graph
 
 
+def mark_watched(captured: Captured, watched: Container[str]) -> None:
+    """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere."""
+    meta = captured.graph.graph.output_node().meta
+    meta["kinds"] = tuple(
+        "watched" if role.kind == "gradient" and role.name in watched else kind
+        for role, kind in zip(captured.outputs, meta["kinds"], strict=True)
+    )
+
+
 def _gradient_input(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
     node = graph.placeholder(f"{parameter.name}_grad")
     node.meta = {

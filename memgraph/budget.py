@@ -26,6 +26,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+WHOLE = "bytes are whole, and a share is at most 1"
 FORMS = (
     'write e.g. "8GB", "8GiB", "500MB", an int of bytes, a float in (0, 1] of the device\'s memory, '
     "or None for what is free"
@@ -68,7 +69,24 @@ def _fraction(budget: float, device: torch.device) -> int:
 
 
 def _parse(budget: str) -> int:
-    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", budget)
-    if not found or found[2].upper() not in UNITS:
+    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", budget)
+    if not found:
         raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
-    return int(Fraction(found[1]) * UNITS[found[2].upper()])
+    number, unit = Fraction(found[1]), found[2]
+    if hint := _hint(number, unit):
+        raise ValueError(f"budget={budget!r} can't be read: {hint}; {FORMS}")
+    if unit.upper() not in UNITS:
+        raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
+    return int(number * UNITS[unit.upper()])
+
+
+def _hint(number: Fraction, unit: str) -> str:
+    """What is likely meant, where it is not what is written."""
+    if unit == "%" or (not unit and number.denominator > 1):
+        share = number / 100 if unit else number
+        return f"a share is given as a float, {float(share)!r} without quotes" if share <= 1 else WHOLE
+    if re.fullmatch("[KMGT]", unit, re.IGNORECASE):
+        return f'the unit is "{unit.upper()}B" or "{unit.upper()}iB"'
+    if re.fullmatch("[KMGT]i?b", unit):
+        return f'"{unit}" are bits; the unit of bytes is "{unit[:-1]}B"'
+    return ""

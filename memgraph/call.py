@@ -5,13 +5,15 @@ model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from .trees import Spec, flatten, unflatten
+from .where import nodes_behind
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,29 @@ def everything(outputs: Mapping[int, Tensor]) -> Sequence[int]:
 
 
 def losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, or all if there are none: beside its loss a model returns what is only looked at."""
+    """The scalars, and what is computed with parameters of its own: logits beside the loss that is made of them, or
+    their softmax, are only looked at; logits beside a penalty have a loss yet to come."""
+    behind = set(nodes_behind(output.grad_fn for output in outputs.values() if output.numel() == 1))
+    if not behind:
+        return scalars(outputs)
+    return [place for place, output in outputs.items() if output.numel() == 1 or _is_beside(output.grad_fn, behind)]
+
+
+def _is_beside(root: Node | None, behind: Set[Node]) -> bool:
+    """Whether an op that no scalar is computed by reads a parameter, on the way to this result."""
+    waiting, seen = [root], set(behind)
+    while waiting:
+        node = waiting.pop()
+        if node is None or hasattr(node, "variable"):
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return False
+
+
+def scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+    """The scalars, or all if there are none."""
     return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
 
 

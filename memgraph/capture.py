@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .call import Call, Input, Output, Ref, Wanted, everything, losses
+from .call import Call, Input, Output, Ref, Wanted, everything, losses, scalars
 from .errors import CaptureError
 from .fakes import surroundings
 from .functional import make_functional
 from .joint import trace_joint
 from .known import KnowingMode
+from .nodes import returned
 from .refusal import explained
 from .settle import settle
 from .trees import Spec, unflatten
 
-__all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands"]
+__all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands", "scalars"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class Captured:
     """A step.  The graph's placeholders are `inputs`, it returns `outputs`, and its nodes bear `val`, `phase`, `where`.
 
     `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
-    outputs that require a gradient in eager, `tangents` those of them that backward starts from.
+    outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
+    those beside the scalars: whether a loss is made of them is yet to be seen.
     """
 
     graph: fx.GraphModule
@@ -43,6 +45,7 @@ class Captured:
     spec: Spec
     differentiable: tuple[int, ...]
     tangents: tuple[int, ...]
+    hoped: tuple[int, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
@@ -68,18 +71,25 @@ def capture(
     call = Call.of(module, args, kwargs, loss)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
-    with surroundings(mode), torch.set_grad_enabled(grad), explained():
+    with surroundings(mode), torch.set_grad_enabled(grad), explained(module):
         joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         _refuse_shared(call, functional.changed)
         graph = settle(functional, joint)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    return Captured(graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents)
+    found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
+    return Captured(graph, *found, _hoped(graph, tangents) if wanted is losses else ())
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The real tensors for the placeholders of a captured call, without the tangents."""
     return Call.of(module, args, kwargs, None).tensors
+
+
+def _hoped(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
+    made = returned(graph.graph)
+    single = {place for place in tangents if made[place].meta["val"].numel() == 1}
+    return tuple(place for place in tangents if place not in single) if single else ()
 
 
 def _refuse_shared(call: Call, changed: dict[int, fx.Node]) -> None:

@@ -24,6 +24,7 @@ from .report import Report
 from .saved import Saved, saved_plans
 from .shared import WithLoss
 from .spill import spill_folder
+from .wire import wire_name
 
 Budget = str | int | float | None
 
@@ -32,8 +33,10 @@ def compile(
     model: nn.Module, budget: Budget = None, *, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> CompiledModule:  # fmt: skip
-    """A module that trains like `model`, with bit-equal gradients, and whose step stays under `budget`.
+    """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
+    `budget`.
 
     Each new kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs.
 
@@ -55,28 +58,35 @@ def compile(
             is runs as it is.
         time_limit: seconds after which planning takes what it has; with 0 it asks the quick, greedy pass alone.  With a
             limit that is reached, the plan depends on how fast the machine is.
+        wire_dtype: torch.bfloat16 lets float32 activations be rounded to it for their way to `offload` and back, where
+            that pays: half the bytes to copy, and gradients that are no longer bit-equal.  Which values are cast is the
+            plan's choice, and the report names them; the same saved plan gives the same gradients.  None, the default,
+            means that nothing is ever rounded.
 
     Raises:
-        TypeError: `model` is no module, or an argument has a wrong type.
+        TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
         ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
-            optimizer is of another model; the time limit is negative.
+            optimizer is of another model; the time limit is negative; `wire_dtype` is another type.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
     """
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit))
+    wire = wire_name(wire_dtype)
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
     return CompiledModule(planner_of(model, loss, wishes))
 
 
 def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
-    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None, **kwargs: Any,
+    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
+    wire_dtype: torch.dtype | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit))
+    wire = wire_name(wire_dtype)
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
     return planner_of(model, loss, wishes).step(args, kwargs, losses).report
 
 
@@ -102,6 +112,7 @@ def planner_of(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes
         raise TypeError(f"model is a {type(model).__name__}; memgraph compiles a torch.nn.Module")
     if isinstance(model, CompiledModule):
         raise TypeError("model is compiled already; give the module that it was made of")
+    _refuse_parts(model)
     if loss is not None and not callable(loss):
         raise TypeError(
             f"loss is a {type(loss).__name__}; give a function of the model's result and, if there is one, the target"
@@ -117,3 +128,16 @@ def planner_of(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes
         if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
     return Planner(model if loss is None else WithLoss(model, loss), wishes)
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """What is compiled or scripted is run by somebody else, and can't be captured."""
+    for path, part in model.named_modules():
+        what = f"model.{path}" if path else "model"
+        if isinstance(part, CompiledModule):
+            raise TypeError(f"{what} is compiled already; compile the whole, with the plain module in that place")
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{what} is a {type(part).__name__} of torch.jit, which can't be captured; give the module that it was "
+                "made of"
+            )

@@ -18,12 +18,13 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
 import torch
 
+from .homes import Place
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import CHUNK, STAGING, WORKERS, Latch, Worker, read, start, submit, write
 
@@ -37,6 +38,7 @@ class DiskTier:
 
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
+        self.homes: Mapping[int, Place] = {}  # slots that are places of the state, and no room of a lease's own
         self.rooms: list[int] = []  # files that no lease has
         self.slots = tuple(slots)
         *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
@@ -47,6 +49,10 @@ class DiskTier:
             warnings.warn(f"{message}: name a folder on a disk with spill_dir=", RuntimeWarning, stacklevel=2)
         start()  # here, because a step should pay neither their time nor their memory
         self.rooms.append(self._make_room())
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
+        self.homes = homes
 
     def lease(self) -> DiskLease:
         """Room for one step in flight; a new file is made if all others are out."""
@@ -77,11 +83,16 @@ class DiskLease:
 
     def __init__(self, tier: DiskTier, room: int) -> None:
         self.tier = tier
+        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
         self.room: int | None = room
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
         self.begun: list[Part] = []  # what the workers have taken up
         self.dropped = False
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be elsewhere than the tier was told."""
+        self.homes = {**self.homes, **homes}
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
@@ -94,7 +105,7 @@ class DiskLease:
 
     def reload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
-        leaving = copy_of(slot, self.out, "offloaded").parts
+        leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
         settle(self.back.get(slot))
         self._start(self.back, slot, tensor, read, after=leaving)
 
@@ -128,8 +139,7 @@ class DiskLease:
     def _start(
         self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
     ) -> None:
-        self._file()
-        nbytes, offset = self.tier.slots[slot], self.tier.offsets[slot]
+        file, offset, nbytes = self._where(slot)
         address = address_of(tensor, nbytes)
         copies[slot] = copy = Copy(f"to {move.__name__} {nbytes} bytes in {self.tier.folder}", tensor)
         # Half for each worker, so that one copies memory while the other waits for the disk.
@@ -137,7 +147,12 @@ class DiskLease:
         for at in range(0, nbytes, share):
             copy.parts.append(part := Part(min(share, nbytes - at)))
             # The job holds the lease, and the lease the tensors: none is collected before the worker is done.
-            submit(partial(self._run, part, after, move, offset + at, address + at, min(share, nbytes - at)))
+            submit(partial(self._run, part, after, move, file, offset + at, address + at, min(share, nbytes - at)))
+
+    def _where(self, slot: int) -> tuple[int, int, int]:
+        """File, offset and bytes of a slot."""
+        room, home = self._room(), self.homes.get(slot)
+        return (home.file, home.offset, home.nbytes) if home else (room, self.tier.offsets[slot], self.tier.slots[slot])
 
     def _run(self, part: Part, after: Sequence[Part], move: Move, *place: int) -> None:
         self.begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
@@ -146,14 +161,15 @@ class DiskLease:
             for earlier in after:
                 earlier.end()
             part.begin = time.perf_counter()
-            move(self._file(), *place)
+            self._room()
+            move(*place)
             part.ended = time.perf_counter()
         except Exception as error:
             part.error = error.with_traceback(None)  # whose frames hold the lease
         finally:
             part.open()
 
-    def _file(self) -> int:
+    def _room(self) -> int:
         if self.room is None or self.dropped:
             raise ValueError("this lease is released")
         return self.room

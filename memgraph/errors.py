@@ -17,6 +17,10 @@ class PlanError(MemgraphError, ValueError):
     """A saved plan that can't be used again: damaged, of another step, or over the budget; says which."""
 
 
+class NoPlanError(MemgraphError, AttributeError):
+    """A compiled module that has not been called yet is asked for its plan."""
+
+
 class BudgetError(passes.BudgetError, MemgraphError):
     """No plan of this step fits the budget.
 

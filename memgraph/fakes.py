@@ -34,9 +34,21 @@ def surroundings(mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(_without_saved_tensor_hooks())
         # A submodule that the user compiled runs as it is.
         stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         yield
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """The caller's hooks, those of a checkpoint around the call say, are for real tensors."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 @contextmanager

@@ -6,13 +6,15 @@ this flight is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor, fx
 
+from .errors import MemgraphError
+from .homes import Place
 from .ops import Lease, running
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
@@ -25,6 +27,7 @@ class Tier(Protocol):
 
     staging: int
 
+    def bind(self, homes: Mapping[int, Place]) -> None: ...
     def lease(self) -> Lease: ...
     def close(self) -> None: ...
 
@@ -32,15 +35,19 @@ class Tier(Protocol):
 class Flight:
     """Runs the two halves of a step once."""
 
+    # What `land` reads is there even if the tier has no lease to give.
+    lease: Lease | None = None
+    meter: Meter | None = None
+    clock: Clock | None = None
+    ended = False
+
     def __init__(self, halves: Halves, tier: Tier | None) -> None:
         self.halves = halves
         self.lease = tier.lease() if tier is not None else None
-        self.meter: Meter | None = None
-        self.clock: Clock | None = None
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
-        self.ended = False
+        self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
     def measure(self) -> None:
         """Measure the bytes of this flight."""
@@ -50,11 +57,17 @@ class Flight:
         """Measure the time of this flight."""
         self.clock = Clock(device)
 
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots of this flight alone be elsewhere."""
+        if self.lease is not None and homes:
+            self.lease.bind(homes)
+
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """The outputs, given the inputs; what backward needs is kept here."""
         with self._alone():
             values = list(self._run(self.halves.forward, list(tensors)))
-        self.saved = values[outputs:]
+        # A parameter may be bound to other bytes before backward, which wants those that forward took.
+        self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) else x for x in values[outputs:]]
         del values[outputs:]
         self.ended = self.halves.backward is None
         theirs = [*tensors, *values]
@@ -67,10 +80,11 @@ class Flight:
         """The gradients, given the tangents; the saved values are gone afterwards, unless they shall be kept.
 
         Raises:
-            RuntimeError: they are gone already, or one of them has been changed in place since.
+            MemgraphError: they are gone already.
+            RuntimeError: one of them has been changed in place since.
         """
         if self.saved is None:
-            raise RuntimeError(
+            raise MemgraphError(
                 "this step has been differentiated already, and what it had saved is gone; "
                 "call backward(retain_graph=True) the first time to go through it twice"
             )

@@ -1,4 +1,4 @@
-"""How fast bytes go to the far tier and back, by the size of a copy.
+"""How fast bytes go to the far tier and back, by the size of a copy; and how fast they are cast for their way.
 
     disk_links("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
 
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from .disk import DiskTier
 from .pinned import pinned_speed
 from .place import place
 from .spill import mounts, spill_folder
+from .stopwatch import shortest
+from .wire import narrow, widen
 from .workers import CHUNK, WORKERS
 
 SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and how many copies of that size stand in line
@@ -73,6 +76,11 @@ def host_links(device: torch.device) -> Links:
     return _found(f"link {device} {place(device)}", lambda: _measure_host(device))
 
 
+def casts(device: torch.device) -> Links:
+    """How fast values are cast for their way, and back; by their bytes before and after both."""
+    return _found(f"cast {SIZES} {device} {place(device)}", lambda: _measure_casts(device))
+
+
 def _found(key: str, measure: Callable[[], Links]) -> Links:
     """What was measured in this process or an earlier one; measured now otherwise."""
     if key not in _known:
@@ -90,6 +98,17 @@ def _measure_host(device: torch.device) -> Links:
     rates = {nbytes: pinned_speed(device, nbytes) for nbytes in SIZES}
     out, back = (Link(tuple((nbytes, nbytes / rate[i]) for nbytes, rate in rates.items())) for i in (0, 1))
     return out, back
+
+
+def _measure_casts(device: torch.device) -> Links:
+    out: dict[int, float] = {}
+    back: dict[int, float] = {}
+    for nbytes in SIZES:
+        wide = torch.zeros(nbytes // 4, device=device)
+        thin = narrow(wide)
+        out[nbytes] = shortest(partial(narrow, wide), device)
+        back[nbytes] = shortest(partial(widen, thin), device)
+    return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
 def _measure_disk(folder: Path) -> Links:

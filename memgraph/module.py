@@ -9,30 +9,40 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from .alone import ALONE, undisturbed
 from .attributes import Attributes
-from .capture import Captured, everything, losses
+from .capture import Captured, Wanted, everything, losses, scalars
 from .eager import eager_gradients
+from .errors import NoPlanError
 from .planner import Planner, Wishes
 from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
-from .step import Step
+from .step import Step, Unforeseen
 from .trees import Spec, flatten
 
 PLANS = 8  # kept; the one that was used longest ago goes first
 
 
+Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
+ONCE = "this one step runs the plain module again, outside of the budget, and later steps are planned for"
+MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
+LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
+
+
 class CompiledModule(Shared):
     """A module that trains like the one it was made of.  `plan` is the report of the latest call's step."""
+
+    def __new__(cls, planner: Planner) -> Self:
+        return super().__new__(cls, planner.module)
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
@@ -49,10 +59,10 @@ class CompiledModule(Shared):
         """What the step of the latest call does, what it was forecast to take, and what it took.
 
         Raises:
-            RuntimeError: the module has not been called yet.
+            NoPlanError: the module has not been called yet; it is an AttributeError, for whoever looks around.
         """
         if self._latest is None:
-            raise RuntimeError(
+            raise NoPlanError(
                 "there is no plan before the first call; "
                 "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
@@ -65,6 +75,13 @@ class CompiledModule(Shared):
             raise AttributeError("no optimizer was given to memgraph.compile, or this is a copy, which has none")
         return self._planner.wishes.optimizer
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
+        gives it, wherever the gradients live."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
@@ -76,7 +93,7 @@ class CompiledModule(Shared):
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)
 
-    def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Hashable]:
+    def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """All tensors that a call reads, and the key of its plan."""
         parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
         owned = [*parameters, *buffers]
@@ -84,15 +101,15 @@ class CompiledModule(Shared):
         tensors = [*owned, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         return tensors, (guard, has_gradients(parameters), self._wanted)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
         step: Step | None = self._steps.get(key)
         if step is None or step.is_due:
             return self._planned(args, kwargs, key)
         return self._used(key, step)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Step:
-        steps: OrderedDict[Hashable, Step] = self._steps
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        steps: OrderedDict[Key, Step] = self._steps
         with ALONE:
             if key not in steps:  # another thread may have planned it by now
                 steps[key] = self._planner.step(args, kwargs, self._wanted)
@@ -101,27 +118,24 @@ class CompiledModule(Shared):
                 steps.popitem(last=False)
             return self._used(key, steps[key])
 
-    def _used(self, key: Hashable, step: Step) -> Step:
+    def _used(self, key: Key, step: Step) -> Step:
         with suppress(KeyError):  # another thread may have let it go by now
             self._steps.move_to_end(key)
         return step
 
-    def _unforeseen(
-        self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
-        """What to do if a gradient comes for an output that no loss was expected to be made of."""
-        if len(captured.differentiable) == len(captured.tangents):
+    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unforeseen:
+        """What to do if a gradient comes for an output that no loss was expected to be made of, or the other way
+        round."""
+        if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
             return lambda tangents: []
         again = eager_gradients(self._module, captured, args, kwargs)
 
         def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            self.__dict__["_wanted"] = everything
-            warnings.warn(
-                "a loss was made of outputs besides the scalar ones, for which alone backward was planned; this one "
-                "step runs the plain module again, outside of the budget, and later steps are planned for all outputs",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            if any(tangent is not None and i not in captured.tangents for i, tangent in enumerate(tangents)):
+                what, self.__dict__["_wanted"] = MORE, everything
+            else:
+                what, self.__dict__["_wanted"] = LESS, scalars
+            warnings.warn(f"{what} outputs", RuntimeWarning, stacklevel=2)
             return again(tangents)
 
         return run

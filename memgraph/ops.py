@@ -4,6 +4,8 @@
     memgraph::free(ticket, x, slot)           it has ended; x is read here so that it lives until here
     y = memgraph::reload(ticket, slot, ...)   bytes are allocated, the copy back begins
     y = memgraph::wait(y, slot)               it has ended
+    y = memgraph::narrow(x)                   cast for the way
+    y = memgraph::widen(x)                    and back
     s = memgraph::rng_state(device)           the generator's state
     s = memgraph::swap_rng(s, device)         sets it, and returns the one before
 
@@ -14,17 +16,21 @@ of the step that runs (`running`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .homes import Place
+from .wire import narrow, widen
+
 
 class Lease(Protocol):
     """Room in the far tier for one step in flight."""
 
+    def bind(self, homes: Mapping[int, Place]) -> None: ...
     def offload(self, slot: int, tensor: Tensor) -> None: ...
     def free(self, slot: int) -> None: ...
     def reload(self, slot: int, tensor: Tensor) -> None: ...
@@ -40,6 +46,8 @@ for _schema in (
     "free(Tensor ticket, Tensor x, int slot) -> ()",
     "reload(Tensor ticket, int slot, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
     "wait(Tensor(a) x, int slot) -> Tensor(a)",
+    "narrow(Tensor x) -> Tensor",
+    "widen(Tensor x) -> Tensor",
     "rng_state(Device device) -> Tensor",
     "swap_rng(Tensor state, Device device) -> Tensor",
 ):
@@ -90,16 +98,24 @@ def _free(ticket: Tensor, x: Tensor, slot: int) -> None:
 
 
 def _reload(
-    ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    sent = _local.sent[slot]  # bytes come back as they went, whatever strides were expected
+    ticket: Tensor | None,
+    slot: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    if ticket is None:  # a gradient that is not there yet
+        return None
+    sent = _local.sent.get(slot, ticket)  # bytes come as they lie there, whatever strides were expected
     tensor = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype, device=device)
     _lease().reload(slot, tensor)
     return tensor
 
 
-def _wait(x: Tensor, slot: int) -> Tensor:
-    _lease().wait(slot)
+def _wait(x: Tensor | None, slot: int) -> Tensor | None:
+    if x is not None:
+        _lease().wait(slot)
     return x
 
 
@@ -135,6 +151,14 @@ def _fake_wait(x: Tensor, slot: int) -> Tensor:
     return x
 
 
+def _fake_narrow(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16)
+
+
+def _fake_widen(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
+
+
 def _fake_rng_state(device: torch.device) -> Tensor:
     return torch.empty(state_nbytes(device), dtype=torch.uint8)
 
@@ -148,6 +172,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "free": (_free, _fake_free),
     "reload": (_reload, _fake_reload),
     "wait": (_wait, _fake_wait),
+    "narrow": (narrow, _fake_narrow),
+    "widen": (widen, _fake_widen),
     "rng_state": (_get_state, _fake_rng_state),
     "swap_rng": (_swap_rng, _fake_swap_rng),
 }

@@ -24,6 +24,7 @@ from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile
 
 from .alone import ALONE
+from .homes import is_far
 
 T = TypeVar("T")
 Block = tuple[int, int]
@@ -52,9 +53,11 @@ def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the tensors hold; a storage that several share counts once."""
+    """Bytes that the tensors hold in memory; a storage that several share counts once, one that lives on disk not."""
     # The storages are kept, or the address of one that dies could be that of the next.
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors if not is_far(tensor))
+    }
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -13,11 +13,13 @@ so nothing is recorded with the allocator.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from .homes import Place
 
 PAGE = 4096
 
@@ -32,6 +34,10 @@ class PinnedTier:
         self.device = device
         *self.offsets, self.nbytes = accumulate((-(-slot // PAGE) * PAGE for slot in slots), initial=0)
         self.slabs = [self._slab()]
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Nothing of the state lives in pinned memory yet: plans for a GPU stream nothing."""
+        assert not homes
 
     def lease(self) -> PinnedLease:
         """Room for one step in flight; another slab is made if all are out."""
@@ -53,6 +59,9 @@ class PinnedLease:
         self.slab: Tensor | None = slab
         self.gone: dict[int, torch.cuda.Event] = {}
         self.come: dict[int, torch.cuda.Event] = {}
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        self.tier.bind(homes)
 
     def offload(self, slot: int, tensor: Tensor) -> None:
         out, _ = streams(self.tier.device)

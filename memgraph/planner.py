@@ -19,24 +19,27 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Choice, Machine, Trace, apply, make_plan, predict
+from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
 
-from .accumulation import accumulating
+from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture
 from .device import device_of, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError
+from .far_update import FarUpdate
 from .first_update import FirstUpdate
 from .links import sizes_of
 from .peak import resident_bytes
 from .probe import Prober
 from .replan import as_measured, replanned
 from .report import Report
+from .residence import Residence
 from .reuse import reused
-from .rewrite import fake_mode, rewrite, slot_nbytes
+from .rewrite import fake_mode, rewrite
 from .saved import SavedPlan
 from .signature import has_gradients, is_watched
+from .slots import Homes, Slot, slots
 from .split import split
 from .step import Step
 from .summarize import summarize
@@ -44,7 +47,7 @@ from .tiers import far_tier, linked, tier_name
 from .times import Times
 from .trees import flatten
 from .truth import correct
-from .update import with_update
+from .update import STATE, with_update
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Wishes:
     spill_dir: str | PathLike[str] | None = None
     plans: tuple[SavedPlan, ...] = ()
     seconds: float = math.inf  # after which planning takes what it has
+    wire: str = ""  # the type that values may be cast to for their way to the far tier
 
 
 class Planner:
@@ -67,6 +71,8 @@ class Planner:
         self.wishes = wishes
         self._look()
         optimizer = wishes.optimizer
+        self.residence = Residence(module, wishes.spill_dir)
+        self.update = FarUpdate(optimizer, wishes.spill_dir)
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None else None
 
     def _trained(self, captured: Captured) -> list[Tensor]:
@@ -137,14 +143,25 @@ class Planner:
     ) -> Step:  # fmt: skip
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
-        tier = far_tier(self.device, slot_nbytes(planned), self.wishes.spill_dir)
+        its = slots(planned, captured)
+        tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
         report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
-        step = Step(captured, split(planned, captured.graph), tier, report)
+        step = Step(captured, split(planned, captured.graph), tier, report, self._homes(its, captured, choice))
         step.trained, step.landed = trained, self._first_update
         return step
+
+    def _homes(self, its: Sequence[Slot], captured: Captured, choice: Choice) -> Homes | None:
+        """Where the plan lets state live far, if it does."""
+        if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
+            return None
+        far = (op.name for op in choice.forecast.trace.ops if op.far and op.fn == "state")
+        parts = [int(name.removeprefix(f"{STATE}_")) for name in far]
+        return Homes(
+            self.residence, its, captured, partial(self.update.begin, self.budget, self.update.of_parts(parts))
+        )
 
     def _again(self, graph: fx.Graph, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -158,12 +175,17 @@ class Planner:
         if not choice.plan or self.wishes.plans:  # a plan that was given is kept
             return step
         found = replanned(choice, trace, machine, self._search)
-        return step if found is None else self._made(step.captured, graph, machine, found, step.trained, begin)
+        if found is None:
+            return step
+        new = self._made(step.captured, graph, machine, found, step.trained, begin)
+        if step.homes is not None:
+            step.homes.replaced(new.homes)
+        return new
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
         try:
             with capturing(self.module):
-                return capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+                captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         except FakeTensorDeviceMismatchError as error:
             given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
             there = ", ".join(sorted({str(device) for device in given if device != self.device})) or "several devices"
@@ -171,6 +193,8 @@ class Planner:
                 f"an input lies on {there}, but {self.device} is wanted, where the model is: "
                 f"move it with .to({str(self.device)!r})\ntorch says: {error}"
             ) from error
+        mark_watched(captured, self._watched())
+        return captured
 
     def _refuse_hooks(self) -> None:
         """A module's backward hooks would run once, while it is captured, and never again."""
@@ -215,5 +239,12 @@ class Planner:
         if self.wishes.optimizer is not None:
             trace = with_update(trace, self.wishes.optimizer, trained)
         if predict(trace, machine).peak > self.budget:
-            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace))
+            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
+            machine = self._with_homes(machine, trained)
         return trace, machine
+
+    def _with_homes(self, machine: Machine, trained: list[Tensor]) -> Machine:
+        """The machine with room for state in the far tier, if state can live there."""
+        if not machine.out or self.device.type != "cpu" or not self.update.can_stream:
+            return machine
+        return replace(machine, homes=True, window=self.update.nbytes(self.budget, trained))

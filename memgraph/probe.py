@@ -73,7 +73,6 @@ class Prober:
         _known[key] = found
         return found
 
-
     def _cool(self, device: torch.device) -> Callable[[], object]:
         if device not in self._cold:
             self._cold[device] = cool(device)

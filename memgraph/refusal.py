@@ -1,22 +1,26 @@
 """What torch says when a step can't be traced -> a `CaptureError` that says where, and what to change.
 
-Only what comes from tracing is translated; an error of the user's own forward stays what it is.
+Only what comes from tracing is translated; an error of the user's own forward stays what it is.  To what torch says of
+shapes that don't fit, the place is added: fake tensors see them first, and torch's log of that is kept quiet.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.batchnorm import _NormBase
 
 from .errors import CaptureError
-from .where import source_line
+from .where import is_torchs, module_running, source_line
 
 VALUE = (
     "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",
@@ -27,12 +31,21 @@ SHAPE = (
     "use a mask, torch.where, or a result of fixed size",
 )
 NO_FAKE = ("an op can't be run without data", "register a fake implementation for it with torch.library.register_fake")
+AVERAGE = (
+    "with momentum=None it averages over all batches, by a count whose value Python asks for",
+    "give it a momentum, e.g. momentum=0.1",
+)
+PACKED = (
+    "pack_padded_sequence makes a result whose shape depends on the lengths",
+    "give the recurrent layer the padded batch, and mask what lies behind the ends",
+)
 BY_TYPE: tuple[tuple[type[Exception], tuple[str, str]], ...] = (
     (DataDependentOutputException, VALUE),
     (GuardOnDataDependentSymNode, VALUE),
     (DynamicOutputShapeException, SHAPE),
     (UnsupportedOperatorException, NO_FAKE),
 )
+BY_OP = (("aten._pack_padded_sequence", PACKED),)
 BY_TEXT = (
     ("get value out of a tracing tensor", VALUE),
     ("is not supported for tensor subclasses", VALUE),
@@ -41,25 +54,44 @@ BY_TEXT = (
 )
 
 
+LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 @contextmanager
-def explained() -> Iterator[None]:
-    """Raise a CaptureError in the place of what torch raises for a step that can't be captured."""
+def explained(module: nn.Module) -> Iterator[None]:
+    """Raise a CaptureError in the place of what torch raises for a step of `module` that can't be captured."""
+    LOG.addFilter(_is_harmless)
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
-        reason = _reason(error)
+        running = module_running(error.__traceback__, module)
+        reason = _reason(error, running[1] if running else None)
+        place = source_line(error.__traceback__)
+        if running:
+            place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
         if reason is None:
+            if type(error) is RuntimeError and is_torchs(error.__traceback__):
+                error.args = (f"{error}\nat {place}",)
             raise
         what, change = reason
-        message = (
-            f"the step can't be captured at {source_line(error.__traceback__)}: {what}\n{change}\ntorch says: {error}"
-        )
-        raise CaptureError(message) from error
+        raise CaptureError(f"the step can't be captured at {place}: {what}\n{change}\ntorch says: {error}") from error
+    finally:
+        LOG.removeFilter(_is_harmless)
 
 
-def _reason(error: Exception) -> tuple[str, str] | None:
+def _is_harmless(record: logging.LogRecord) -> bool:
+    """Whether a line of the log may stay: what is an error is raised as well."""
+    return record.levelno < logging.ERROR
+
+
+def _reason(error: Exception, running: nn.Module | None) -> tuple[str, str] | None:
+    if isinstance(error, DataDependentOutputException) and isinstance(running, _NormBase) and running.momentum is None:
+        return AVERAGE
+    for op, reason in BY_OP:
+        if op in str(error):
+            return reason
     for kind, reason in BY_TYPE:
         if isinstance(error, kind):
             return reason

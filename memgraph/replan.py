@@ -36,8 +36,18 @@ def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) ->
 
 def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, Machine]:
     """The step as it was captured, with the price of each op in it, and the machine with the links as they were."""
-    trace = repriced(choice.captured.trace, choice.forecast.trace, times)
-    return trace, replace(machine, out=times.out or machine.out, back=times.back or machine.back)
+    ran = choice.forecast.trace
+    out, back = times.out or machine.out, times.back or machine.back
+    narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
+    return repriced(choice.captured.trace, ran, times), replace(machine, out=out, back=back, narrow=narrow, widen=widen)
+
+
+def _cast_rate(ran: Trace, times: Times, verb: str) -> float:
+    """Bytes per microsecond of the casts of one direction, by what they are before and after both; 0.0 without any."""
+    casts = [op for op in ran.ops if op.fn == f"memgraph.{verb}.default" and op.name in times.ops]
+    wide = sum(ran.nbytes[(op.holds if verb == "widen" else ran.op[op.reads[0]].holds)[0]] for op in casts)
+    us = sum(times.ops[op.name] for op in casts)
+    return wide / us if us else 0.0
 
 
 def repriced(captured: Trace, ran: Trace, times: Times) -> Trace:

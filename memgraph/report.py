@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute
+from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute, Stream
 
 from .saved import saved
 from .tables import mb, ms, printed, table
@@ -130,6 +130,7 @@ class Report:
             f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
             *self._taken(),
             *self._proven(),
+            *self._rounded(),
         ]
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
@@ -148,11 +149,23 @@ class Report:
             return []
         single = self.choice.is_single
         adds = self.choice.bound_us if single else self.choice.any_us
-        if not adds:
+        if self.choice.streams or not adds:
             return [f"proven: only that no plan is faster than the step as it is; this one is {self.gap:.1%} above"]
         each = "in which each value runs again and comes back at most once"
         which = each if single else "that runs values again in backward only, however often,"
         return [f"proven: no plan {which} takes less than {ms(self.lower_bound)}; this one is {self.gap:.1%} above"]
+
+    def _rounded(self) -> list[str]:
+        """What is lossy, because `wire_dtype` asked for it."""
+        cast = [decision for decision in self.plan if isinstance(decision, Offload) and decision.wire]
+        if not cast:
+            return []
+        nbytes = sum(self.choice.captured.trace.nbytes[self._holds(decision.value)] for decision in cast)
+        return [f"lossy: {len(cast)} values of {mb(nbytes)} are rounded to {cast[0].wire} on their way"]
+
+    def _holds(self, value: str) -> str:
+        """The storage of a value that is sent away."""
+        return self.choice.captured.trace.op[value].holds[0]
 
     def _bytes(self) -> str:
         """The three that the promise is about, to the byte where they would look alike."""
@@ -171,20 +184,16 @@ class Report:
         return lines
 
     def _rows(self) -> Iterator[Row]:
-        stalls = _stalls(self.forecast)
+        stalls, casts = _spent(self.forecast, "free", "wait"), _spent(self.forecast, "narrow", "widen")
         for decision in self.plan:
             op = self.choice.captured.trace.op[decision.value]
-            nbytes = op.nbytes or sum(self.choice.captured.trace.nbytes[held] for held in op.holds[:1])
             if isinstance(decision, Offload):
-                stall = stalls.get(op.name, 0.0)
-                yield Row(
-                    "offload",
-                    op.fn,
-                    op.where,
-                    nbytes,
-                    stall,
-                    "hides behind compute" if stall < 1 else "compute waits for it",
-                )
+                verb = f"offload as {decision.wire}" if decision.wire else "offload"
+                nbytes = self.choice.captured.trace.nbytes[self._holds(op.name)]
+                why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
+                yield Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
+            elif isinstance(decision, Stream):
+                yield Row("stream", op.fn, op.where, op.nbytes, stalls[op.name], f"lives on {self.machine.tier}")
             elif isinstance(decision, Recompute) and op.makes:
                 yield Row("recompute", op.fn, op.where, op.nbytes, op.us, self._why_again(op))
 
@@ -240,11 +249,13 @@ def _peak(forecast: Forecast) -> Table:
     return lines
 
 
-def _stalls(forecast: Forecast) -> Counter[str]:
-    """How long compute waits for the copies of each value, in microseconds."""
+def _spent(forecast: Forecast, *verbs: str) -> Counter[str]:
+    """How long compute is with such ops for the trip of each value, in microseconds."""
     ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
-    stalls: Counter[str] = Counter()
+    fns = {f"memgraph.{verb}.default" for verb in verbs}
+    spent: Counter[str] = Counter()
     for i, op in enumerate(ops):
-        if op.fn in ("memgraph.free.default", "memgraph.wait.default"):
-            stalls[re.sub(r"__(free|back_\d+)$", "", op.name)] += begins[i + 1] - begins[i]  # type: ignore[assignment]
-    return stalls
+        if op.fn in fns:
+            value = re.sub(r"__(free|wire|back_\d+|wide_\d+)$", "", op.name)
+            spent[value] += begins[i + 1] - begins[i]  # type: ignore[assignment]
+    return spent

@@ -55,6 +55,8 @@ def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
 def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
     if any(isinstance(decision, Offload) for decision in plan.plan) and not (machine.out and machine.back):
         raise PlanError(f"the saved plan sends values to {plan.machine.tier}, which offload=None forbids; {ANEW}")
+    for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.wire}:
+        raise PlanError(f"the saved plan rounds values to {wire} on their way, for which wire_dtype= asks; {ANEW}")
     try:
         applied = apply(trace, plan.plan)
         check(applied)

@@ -15,20 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
 
-from .nodes import derived, returned
-from .summarize import tensors
+from .nodes import derived
+from .summarize import FAR, tensors
 from .truth import REAL, again
 
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
     """The graph that runs the ops of `applied`, a trace that `passes.apply` made of `graph`'s own."""
     return _Rewriter(graph).rewrite(applied)
-
-
-def slot_nbytes(graph: fx.Graph) -> tuple[int, ...]:
-    """The bytes of each slot of the far tier that a rewritten graph uses."""
-    sent = (node.args[0] for node in graph.nodes if node.target is torch.ops.memgraph.offload.default)
-    return tuple(tensors(node)[0].nbytes for node in sent if isinstance(node, fx.Node))
 
 
 class _Rewriter:
@@ -51,8 +45,9 @@ class _Rewriter:
                 self.env[op.name] = self._compute(op)
             elif op.fn.startswith("memgraph."):
                 self.env[op.name] = self._memory_op(op)
-        handed = tuple(self.env[value.name] for value in returned(self.graph))
-        self.new.output(handed).meta = dict(self.graph.output_node().meta)
+        self.new.output(tuple(self.env[value] for _, value in applied.outputs)).meta = dict(
+            self.graph.output_node().meta
+        )
         self.new.lint()
         return self.new
 
@@ -62,6 +57,8 @@ class _Rewriter:
         reads = dict(zip(source.all_input_nodes, op.reads, strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
         node.meta = dict(source.meta) | {"phase": op.phase} | ({"again": op.again} if op.again else {})
+        if op.far:
+            node.meta[FAR] = True
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
         if op.again and REAL in source.meta:
@@ -87,8 +84,10 @@ class _Rewriter:
             return (tensors(self.old[op.name.removesuffix("__rng")])[0].device,)
         if verb == "swap_rng":
             return (reads[0].args[-1],)
-        if verb == "offload":
-            self.slot[op.name] = len(self.sent)
+        if verb in ("narrow", "widen"):
+            return ()
+        if verb == "offload" or (verb == "reload" and op.reads[0] not in self.slot):
+            self.slot[op.name if verb == "offload" else op.reads[0]] = len(self.sent)
             self.sent.append(tensors(reads[0])[0])
         slot = self.slot.setdefault(op.name, self.slot.get(op.reads[0], -1))
         sent = self.sent[slot]

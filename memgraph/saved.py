@@ -21,7 +21,7 @@ from passes import Choice, Machine, Plan, Trace, parse, parse_plan
 
 from .errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 ANEW = "plan anew, without plan="
 
 

@@ -22,6 +22,8 @@ from .joint import Joint
 from .nodes import drop_aliases, drop_dead, drop_detours, gather_constants, returned
 from .where import NOTES
 
+# What is said of a gradient that autograd hands on, and that can't go elsewhere: it is watched.
+HANDED = {"output": "output", "gradient": "gradient", "input_gradient": "watched"}
 OURS = re.compile(r"__(\d+|out|free|in_\d+|back|back_\d+|rng|swap)$")  # names that a plan gives
 
 
@@ -42,7 +44,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     owners = {("gradient", role.name): node for role, node in zip(joint.inputs, desk.placeholders, strict=True)}
     handed = desk.own_gradients(handed, [owners.get((role.kind, role.name)) for role in joint.outputs])
     graph.output_node().args = (tuple(handed),)
-    graph.output_node().meta["kinds"] = tuple("output" if output else "gradient" for output in outputs)
+    graph.output_node().meta["kinds"] = tuple(HANDED[role.kind] for role in joint.outputs)
     drop_dead(graph)
     _label(graph, joint.inputs)
     graph.lint()

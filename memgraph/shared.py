@@ -8,6 +8,7 @@ held twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -16,12 +17,20 @@ from torch import nn
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
 OWN = ("_module",)
+# What Python looks for in the class and not in the object: a sequence of modules stays one.
+SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
 class Shared(nn.Module):
     """Everything of `module` but its forward and the hooks around it."""
 
     _module: nn.Module
+
+    def __new__(cls, module: nn.Module, *others: Any) -> Self:
+        names = tuple(name for name in SPECIAL if hasattr(type(module), name))
+        kind: Any = cls
+        made: Self = object.__new__(_with_special(kind, names))
+        return made
 
     def __init__(self, module: nn.Module) -> None:
         self.__dict__["_module"] = module
@@ -68,6 +77,17 @@ class Shared(nn.Module):
         return self
 
 
+@functools.cache
+def _with_special(kind: Any, names: tuple[str, ...]) -> type[Any]:
+    """The class itself, or one of its name that hands these methods on to the module."""
+    methods = {name: functools.partialmethod(_call, name) for name in names}
+    return type(kind.__name__, (kind,), methods | {"__module__": kind.__module__}) if names else kind
+
+
+def _call(shared: Shared, name: str, *args: Any) -> Any:
+    return getattr(shared._module, name)(*args)
+
+
 class WithLoss(Shared):
     """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))`
     without a target."""
@@ -77,7 +97,7 @@ class WithLoss(Shared):
         self.__dict__["_loss"] = loss
 
     def __reduce__(self) -> Any:
-        return type(self), (self._module, self._loss)
+        return WithLoss, (self._module, self._loss)
 
     def forward(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         result = self._module(*args, **kwargs)

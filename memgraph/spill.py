@@ -55,10 +55,10 @@ def mounts(folder: Path) -> list[list[str]]:
     return [words for words in map(str.split, lines) if words[2] == number]
 
 
-def nameless_file(folder: Path, nbytes: int) -> int:
+def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
     """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
     try:
-        check_space(folder, nbytes)
+        check_space(folder, nbytes, content)
         file = open_nameless(folder)
         try:
             os.posix_fallocate(file, 0, nbytes)
@@ -67,17 +67,17 @@ def nameless_file(folder: Path, nbytes: int) -> int:
             os.close(file)
             raise
     except OSError as error:
-        message = f"cannot make a file of {nbytes} bytes for activations in {folder}: {error}"
+        message = f"cannot make a file of {nbytes} bytes for {content} in {folder}: {error}"
         raise SpillError(f"{message}; name a writable folder on a disk with spill_dir=") from error
     return file
 
 
-def check_space(folder: Path, nbytes: int) -> None:
+def check_space(folder: Path, nbytes: int, content: str) -> None:
     """Refuse what does not fit before trying, because trying fills the disk for everyone else."""
     disk = os.statvfs(folder)
     available = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and nbytes > available:  # some network file systems have no numbers, and say 0
-        message = f"{nbytes} bytes are wanted for activations in {folder}, {available} are available"
+        message = f"{nbytes} bytes are wanted for {content} in {folder}, {available} are available"
         raise SpillError(f"{message}; free some, name a folder on a larger disk with spill_dir=, or raise the budget")
 
 

@@ -42,7 +42,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     late = {node for node in graph.nodes if node.meta.get("phase") == "backward"}
     handed = tuple(zip(graph.output_node().meta["kinds"], returned(graph), strict=True))
     outputs = [node for kind, node in handed if kind == "output"]
-    gradients = [node for kind, node in handed if kind == "gradient"]
+    gradients = [node for kind, node in handed if kind != "output"]
     read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")

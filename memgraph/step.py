@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from .capture import Captured
+from .company import join
+from .errors import MemgraphError
 from .flight import Flight, Tier
 from .report import Report
 from .signature import has_hooks, in_process_group
+from .slots import Homes
 from .split import Halves
 from .times import Times
 
-# The gradients of all inputs, if a gradient arrives for an output for which none was planned.
+# The gradients of all inputs, if gradients arrive for other outputs than was planned.
 Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
@@ -31,7 +34,10 @@ class Step:
     slows short ops down, and a first run sets its kernels up.  Then `again` may know a better step.
     """
 
-    def __init__(self, captured: Captured, halves: Halves, tier: Tier | None, report: Report) -> None:
+    def __init__(
+        self, captured: Captured, halves: Halves, tier: Tier | None, report: Report, homes: Homes | None = None
+    ) -> None:
+        self.homes = homes
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
@@ -47,9 +53,14 @@ class Step:
         self.adds = any(op.fn == "gradient" for op in report.forecast.trace.ops)
         self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
+        self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
+        if self.homes is not None:
+            places = self.homes.settled()
+            if self.tier is not None:
+                self.tier.bind(places)
         flight = Flight(self.halves, self.tier)
         if self.report.measured is None:
             flight.measure()
@@ -107,6 +118,7 @@ class _Run(torch.autograd.Function):
         except BaseException:
             step.land(flight)
             raise
+        join(flight, frozenset(id(tensors[i]) for i in step.owned))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
         return tuple(outputs)
 
@@ -114,12 +126,13 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         step: Step = ctx.step
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise MemgraphError(
                 "the gradients of a memgraph module can't be differentiated again (create_graph=True): "
                 "its backward is a graph of its own; use the plain module for this"
             )
         results: list[Tensor | None] = [None] * len(ctx.parameters)
-        if any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents)):
+        more = any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents))
+        if more or any(tangents[i] is None for i in step.captured.hoped):
             results[:] = ctx.unforeseen(tangents)
         else:
             for role, gradient in zip(step.gradients, _backward(ctx, tangents), strict=True):
@@ -132,11 +145,15 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     watches."""
     step, flight = ctx.step, ctx.flight
     behind = ctx.next_functions  # is made anew whenever it is read
-    seen = in_process_group()
+    seen = in_process_group() or flight.shared
     takers = [
         _taker(behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
         for role in step.gradients
     ]
+    apart = {}
+    if step.homes is not None:
+        apart, places = step.homes.before(takers, step.adds)
+        flight.bind(places)
     there = [taker.grad if taker is not None else None for taker in takers]
     added = (
         [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
@@ -144,6 +161,8 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     try:
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
+        if step.homes is not None:
+            gradients = step.homes.after(gradients, takers, apart, flight.sent)
     finally:
         if not keep:
             step.land(flight)

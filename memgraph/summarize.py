@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from passes import Op, Storage, Trace
+from passes.wire import WORKSPACE
 
 from .nodes import is_random, returned
 from .ops import accumulate, state_nbytes
@@ -46,6 +47,7 @@ class Cost:
     workspace: int = 0
 
 
+FAR = "far"  # in the meta of an input whose bytes live in the far tier
 Price = Callable[[fx.Node], Cost]
 
 
@@ -94,9 +96,11 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         storage = value.untyped_storage()
         if storage._cdata not in names:
             names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
-            makes.append(Storage(names[storage._cdata], storage.nbytes()))
+            makes.append(Storage(names[storage._cdata], 0 if FAR in node.meta else storage.nbytes()))
         holds.append(names[storage._cdata])
     cost = price(node) if node.op == "call_function" else Cost()
+    if node.target is torch.ops.memgraph.narrow.default:
+        cost = Cost(workspace=WORKSPACE)
     drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
     return Op(
         name=node.name,
@@ -109,6 +113,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         workspace=cost.workspace,
         draws=drawn,
         once=_once(node, mutated),
+        far=FAR in node.meta,
         again=node.meta.get("again", ""),
         type=", ".join(map(_type, values)),
         where=node.meta.get("where", ""),

@@ -27,6 +27,7 @@ from .capture import losses
 from .compiler import planner_of, seconds_of
 from .curve import Point, Sweep, fitting, missing
 from .planner import Wishes
+from .wire import wire_name
 
 POINTS = 12  # between the two ends
 
@@ -34,7 +35,8 @@ POINTS = 12  # between the two ends
 def sweep(
     model: nn.Module, *args: Any, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
-    budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None, **kwargs: Any,
+    budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
+    wire_dtype: torch.dtype | None = None, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
@@ -50,7 +52,7 @@ def sweep(
         TypeError, ValueError, SpillError, CaptureError: as `compile` and its first call.
     """
     # A budget of a byte, so that the links are measured.
-    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds_of(time_limit))
+    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds_of(time_limit), wire=wire_name(wire_dtype))
     planner = planner_of(model, loss, wishes)
     wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
     trace, machine = planner.priced(args, kwargs, losses)

@@ -17,7 +17,7 @@ from passes import Machine
 
 from .disk import STAGING, DiskTier
 from .flight import Tier
-from .links import disk_links, host_links
+from .links import casts, disk_links, host_links
 from .pinned import PinnedTier
 from .spill import spill_folder
 
@@ -42,18 +42,23 @@ def tier_name(offload: str | None, device: torch.device) -> str | None:
 
 
 def linked(
-    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,)
-) -> Machine:
+    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,),
+    wire: str = "",
+) -> Machine:  # fmt: skip
     """The machine with its links to the tier, measured at first use.
 
     A link has one rate, and small copies are slower.  It is the rate at which copies of all of `sizes`, the values that
     may be sent, take as long as they were measured to: right for the sum of them, too high for the smallest of them and
-    too low for the largest.
+    too low for the largest.  With `wire`, values may be cast to it for their way.
     """
     if tier is None:
         return machine
+    sizes = sizes or (USUAL,)
     out, back = host_links(device) if tier == "host" else disk_links(folder)
-    machine = replace(machine, tier=tier, out=out.rate(sizes or (USUAL,)), back=back.rate(sizes or (USUAL,)))
+    machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
+    if wire:
+        out, back = casts(device)
+        machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
     if tier == "host":
         return machine
     return replace(machine, staging=STAGING, capacity=shutil.disk_usage(spill_folder(folder)).free)

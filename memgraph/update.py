@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from passes import Op, Storage, Trace
 
 from .peak import measured, resident_bytes
+from .state_parts import state_parts
 
+STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
 STEPS = 7  # RAdam's update takes more from the sixth on
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
@@ -46,15 +48,23 @@ class Kind:
 def with_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> Trace:
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
-    All of `trained` have a gradient then; without it, all parameters.
+    All of `trained` have a gradient then; without it, all parameters.  States that may live in the far tier are a value
+    of their own.
     """
     nbytes, workspace = update_nbytes(optimizer, trained)
-    made = (Storage("optimizer_state", nbytes),)
     name = type(optimizer).__name__
-    state = Op("optimizer_state", "state", makes=made, holds=("optimizer_state",), where=name)
-    reads = ("optimizer_state", *dict.fromkeys(value for kind, value in trace.outputs if kind == "gradient"))
+    parts = [part.nbytes for part in state_parts(optimizer)]
+    states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(parts)]
+    states.append(_state(STATE, nbytes - sum(parts), name))  # without a type it can't be streamed
+    gradients = dict.fromkeys(value for kind, value in trace.outputs if kind != "output")
+    parameters = (op.name for op in trace.ops if op.fn == "parameter")
+    reads = (*(state.name for state in states), *gradients, *parameters)
     update = Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace)
-    return replace(trace, ops=(state, *trace.ops, update))
+    return replace(trace, ops=(*states, *trace.ops, update))
+
+
+def _state(name: str, nbytes: int, where: str, type: str = "") -> Op:
+    return Op(name, "state", makes=(Storage(name, nbytes),), holds=(name,), type=type, where=where)
 
 
 def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:

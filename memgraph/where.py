@@ -105,6 +105,22 @@ def source_line(traceback: TracebackType | None) -> str:
     return "an unknown line"
 
 
+def module_running(traceback: TracebackType | None, whole: nn.Module) -> tuple[str, nn.Module] | None:
+    """The innermost submodule in whose forward an exception arose, with its path; None if it was in none of them."""
+    paths = {id(part): path for path, part in whole.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "forward"]
+    for owner in reversed(owners):
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            return paths[id(owner)] or "the model", owner
+    return None
+
+
+def is_torchs(traceback: TracebackType | None) -> bool:
+    """Whether an exception was raised by torch's own code."""
+    frames = [frame for frame, _ in walk_tb(traceback)]
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(TORCH)
+
+
 def _line(frame: FrameType | None) -> str:
     """`file.py:line` of the innermost frame that is the user's; empty if torch's own modules run by themselves."""
     while frame is not None:

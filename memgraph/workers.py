@@ -46,6 +46,10 @@ def start() -> SimpleQueue[Job | None]:
     return jobs
 
 
+# A child of fork has the queue, and none of the threads that empty it.
+os.register_at_fork(after_in_child=start.cache_clear)
+
+
 class Worker(threading.Thread):
     """Does job after job, until it is given None."""
 

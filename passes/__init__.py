@@ -1,7 +1,7 @@
 """A step as text, and what to do about its bytes.  Knows no torch."""
 
 from .choice import Choice, Proposal
-from .decisions import Decision, Offload, Plan, Recompute, Reload, apply, parse_plan
+from .decisions import Decision, Offload, Plan, Recompute, Reload, Stream, apply, parse_plan
 from .errors import BudgetError
 from .forecast import KINDS, Copy, Forecast, predict
 from .invariants import BrokenTrace, check
@@ -29,6 +29,7 @@ __all__ = [
     "Recompute",
     "Reload",
     "Storage",
+    "Stream",
     "Trace",
     "apply",
     "check",

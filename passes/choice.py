@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .decisions import Plan, Recompute, Reload
+from .decisions import Plan, Recompute, Reload, Stream
 from .forecast import Forecast
 
 
@@ -39,7 +39,15 @@ class Choice:
     @property
     def lower_bound(self) -> float:
         """Microseconds of a step, less than which no plan of this plan's class takes.  See `Proposal`."""
+        if self.streams:
+            return self.captured.us
         return self.captured.us + (self.bound_us if self.is_single else self.any_us)
+
+    @property
+    def streams(self) -> bool:
+        """Whether state lives in the far tier, of which nothing is proven."""
+        handed = {value for _, value in self.captured.trace.outputs}
+        return any(isinstance(said, Stream) or said.value in handed for said in self.plan)
 
     @property
     def overhead(self) -> float:

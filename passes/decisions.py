@@ -11,17 +11,39 @@
                                          a__back_1 = wait(a__in_1)      # it has ended
                                          g = relu_backward(d, a__back_1)
 
+With `wire`, a value is cast for its way:
+
+    Offload("a", out="a", free="b", wire="bf16"), Reload("a", back="f", use="g"):
+        a = relu(x)
+        a__wire = narrow(a)              # half the bytes; those of a go at once
+        a__out = offload(a__wire)
+        ...                              # and so on, until
+        a__back_1 = wait(a__in_1)
+        a__wide_1 = widen(a__back_1)     # as wide as before, but rounded
+        g = relu_backward(d, a__wide_1)
+
 A decision defines a value anew: every later read reads its newest definition.  Where bytes come and go is thereby a
 place in the trace and never a matter of time.
+
+    Stream("w"), Reload("w", back="f", use="b"):
+        w = parameter()                  w = parameter()  # far: no bytes here
+        ...                              w__in_1 = reload(w)
+        b = mm(x, w)                     f = ...
+                                         w__back_1 = wait(w__in_1)
+                                         b = mm(x, w__back_1)
+
+The update reads what is far where it lies: a streamed input itself, and a gradient that has left as its ticket.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
+from .gaps import type_nbytes
 from .trace import Op, Storage, Trace
+from .wire import WORKSPACE, narrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +59,15 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Begin to send `value` to the far tier after op `out`; its bytes are free after op `free`."""
+    """Begin to send `value` to the far tier after op `out`; its bytes are free after op `free`.
+
+    With `wire` it is cast to that type for its way, and comes back rounded.
+    """
 
     value: str
     out: str
     free: str
+    wire: str = ""
 
     def __str__(self) -> str:
         return _say(self)
@@ -60,17 +86,29 @@ class Reload:
         return _say(self)
 
 
-Decision = Recompute | Offload | Reload
-KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload}
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The bytes of `value`, an input, live in the far tier; the step fetches them when it has a use for them."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return _say(self)
+
+
+Decision = Recompute | Offload | Reload | Stream
+KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload, "stream": Stream}
 Plan = tuple[Decision, ...]
 Line = Callable[[Op, str], object]
 
 
 def _say(decision: Decision) -> str:
-    value, *places = astuple(decision)
-    names = [field.name for field in fields(decision)][1:]
-    said = ", ".join(f"{name} {place}" for name, place in zip(names, places, strict=True))
-    return f"{type(decision).__name__.lower()} {value}: {said}"
+    said = asdict(decision)
+    value = said.pop("value")
+    if not said.get("wire", "said"):
+        del said["wire"]
+    facts = ", ".join(f"{name} {fact}" for name, fact in said.items())
+    return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
 def parse_plan(text: str) -> Plan:
@@ -83,11 +121,12 @@ def parse_plan(text: str) -> Plan:
 
 
 def _parse_decision(line: str) -> Decision:
-    found = re.fullmatch(r"(\w+) (\S+): (.*)", line)
+    found = re.fullmatch(r"(\w+) ([^\s:]+)(?:: (.*))?", line)
     if found and (kind := KINDS.get(found[1])):
-        places = dict(part.split(" ", 1) for part in found[3].split(", ") if " " in part)
-        if list(places) == [field.name for field in fields(kind)][1:]:
-            decision = kind(found[2], **places)
+        facts = dict(part.split(" ", 1) for part in (found[3] or "").split(", ") if " " in part)
+        names = [field.name for field in fields(kind)][1:]
+        if list(facts) in (names, [name for name in names if name != "wire"]):
+            decision = kind(found[2], **facts)
             if str(decision) == line:
                 return decision
     raise ValueError(f"not a decision: {line!r}\nwrite e.g.: recompute relu_1: before mm_4")
@@ -97,23 +136,27 @@ def apply(trace: Trace, plan: Plan) -> Trace:
     """The trace that runs when `plan` is carried out on `trace`.
 
     Raises:
-        ValueError: a decision names an op that the trace does not have.
+        ValueError: a decision names an op that the trace does not have, or a cast of what may not be cast.
     """
     for decision in plan:
-        for place in astuple(decision):
-            if place not in trace.op:
+        for name, place in asdict(decision).items():
+            if name != "wire" and place not in trace.op:
                 raise ValueError(f"{decision}: the trace has no op {place!r}")
     return _Writer(trace, plan).write()
 
 
 class _Writer:
-    """Writes the new trace line by line; `newest` is the newest definition of each value."""
+    """Writes the new trace line by line; `newest` is the newest definition of each value, `far` what stands for one in
+    the far tier."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace = trace
         self.newest: dict[str, Op] = {}
+        self.far: dict[str, Op] = {}
+        self.streamed = {decision.value for decision in plan if isinstance(decision, Stream)}
         self.copies: dict[str, int] = {}
         self.trips: dict[str, int] = {}
+        self.wires: dict[str, str] = {}  # the type on the way of each value that is cast
         self.lines: list[Op] = []
         self.before: dict[str, list[tuple[Line, str]]] = {}
         self.after: dict[str, list[tuple[Line, str]]] = {}
@@ -124,10 +167,24 @@ class _Writer:
         for op in self.trace.ops:
             for line, value in self.before.get(op.name, ()):
                 line(self.trace.op[value], op.phase)
-            self.newest[op.name] = self._add(self._renamed(op))
+            self._define(op)
             for line, value in self.after.get(op.name, ()):
                 line(self.trace.op[value], op.phase)
-        return Trace(tuple(self.lines), self.trace.outputs)
+        outputs = tuple(
+            (kind, self.far[value].name if self._left(value) else value) for kind, value in self.trace.outputs
+        )
+        return Trace(tuple(self.lines), outputs)
+
+    def _left(self, value: str) -> bool:
+        """Whether the bytes of `value` end up in the far tier."""
+        return value in self.streamed or (value in self.far and value not in self.trips)
+
+    def _define(self, op: Op) -> None:
+        new = self._renamed(op)
+        if op.name in self.streamed:
+            new = replace(new, makes=tuple(Storage(made.name, 0) for made in op.makes), far=True)
+            self.far[op.name] = new
+        self.newest[op.name] = self._add(new)
 
     def _place(self, decision: Decision) -> None:
         """Note which lines a decision adds, and where."""
@@ -139,6 +196,10 @@ class _Writer:
                     self.before.setdefault(value, []).append((self._note_state, value))
                 self.before.setdefault(decision.before, []).append((self._recompute, value))
             case Offload():
+                if decision.wire:
+                    self.wires[value] = narrowed(type := self.trace.op[value].type, decision.wire)
+                    if not self.wires[value]:
+                        raise ValueError(f"{decision}: {type or 'it'} may not be cast to {decision.wire!r}")
                 self.after.setdefault(decision.out, []).append((self._offload, value))
                 self.after.setdefault(decision.free, []).append((self._free, value))
             case Reload():
@@ -162,32 +223,42 @@ class _Writer:
             self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _offload(self, op: Op, phase: str) -> None:
-        empty = op.type.partition("[")[0] + "[0]"
-        self._runtime(f"{op.name}__out", "offload", (self.newest[op.name].name,), phase, 0, type=empty)
+        sent, type = self.newest[op.name].name, op.type
+        if wire := self.wires.get(op.name):
+            reads, sent, type = (sent,), f"{op.name}__wire", wire
+            nbytes = type_nbytes(wire)
+            self._runtime(sent, "narrow", reads, phase, nbytes, type=wire, where=op.where, workspace=WORKSPACE)
+        empty = type.partition("[")[0] + "[0]"
+        self.far[op.name] = self._runtime(f"{op.name}__out", "offload", (sent,), phase, 0, type=empty)
 
     def _free(self, op: Op, phase: str) -> None:
-        self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", self.newest[op.name].name), phase)
+        sent = f"{op.name}__wire" if op.name in self.wires else self.newest[op.name].name
+        self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", sent), phase)
 
     def _reload(self, op: Op, phase: str) -> None:
         self.trips[op.name] = number = self.trips.get(op.name, 0) + 1
-        nbytes = self.trace.nbytes[op.holds[0]]
-        reads = (f"{op.name}__out",)
-        self._runtime(f"{op.name}__in_{number}", "reload", reads, phase, nbytes, type=op.type, where=op.where)
+        wire = self.wires.get(op.name)
+        nbytes, type = (type_nbytes(wire), wire) if wire else (self.trace.nbytes[op.holds[0]], op.type)
+        reads = (op.name if op.name in self.streamed else f"{op.name}__out",)
+        self._runtime(f"{op.name}__in_{number}", "reload", reads, phase, nbytes, type=type, where=op.where)
 
     def _wait(self, op: Op, phase: str) -> None:
         number = self.trips[op.name]
         holds = (f"{op.name}__in_{number}",)
-        self.newest[op.name] = self._runtime(
-            f"{op.name}__back_{number}", "wait", holds, phase, holds=holds, type=op.type, where=op.where
-        )
+        back, type = f"{op.name}__back_{number}", self.wires.get(op.name, op.type)
+        self.newest[op.name] = self._runtime(back, "wait", holds, phase, holds=holds, type=type, where=op.where)
+        if op.name in self.wires:
+            wide, nbytes = f"{op.name}__wide_{number}", self.trace.nbytes[op.holds[0]]
+            self.newest[op.name] = self._runtime(wide, "widen", (back,), phase, nbytes, type=op.type, where=op.where)
 
     def _runtime(
         self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
-        holds: tuple[str, ...] = (), type: str = "", where: str = "",
+        holds: tuple[str, ...] = (), type: str = "", where: str = "", workspace: int = 0,
     ) -> Op:  # fmt: skip
         makes = () if nbytes is None else (Storage(name, nbytes),)
         holds = holds or tuple(storage.name for storage in makes)
-        return self._add(Op(name, f"memgraph.{fn}.default", reads, makes, holds, phase, type=type, where=where))
+        fn = f"memgraph.{fn}.default"
+        return self._add(Op(name, fn, reads, makes, holds, phase, workspace=workspace, type=type, where=where))
 
     def _add(self, op: Op) -> Op:
         self.lines.append(op)
@@ -195,7 +266,8 @@ class _Writer:
 
     def _renamed(self, op: Op) -> Op:
         """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
-        newest = [self.newest[name] for name in op.reads]
+        update = op.phase == "update"
+        newest = [self.far[name] if update and self._left(name) else self.newest[name] for name in op.reads]
         moved = {
             old: new
             for name, definition in zip(op.reads, newest, strict=True)

@@ -9,14 +9,17 @@ finding a plan that fits, and no part of any proof.
 from __future__ import annotations
 
 from .forecast import Forecast
+from .gaps import COPIES
 from .linear import INFINITY
 from .model import MIB, Model
+
+LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
 
 
 def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     """Write that what is there at op `index` of the simulated step, before `position` of the captured one, has to
     fit; the row."""
-    gone = {op.reads[0] for op in forecast.trace.ops if op.fn == "memgraph.offload.default"}
+    gone = {op.reads[0] for op in forecast.trace.ops if op.fn in LEAVING}
     coefficients: dict[int, float] = {}
     held = 0
     for life in forecast.alive(index):
@@ -25,17 +28,13 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
         if i is None or not (made.again or _waits(model, i, position)):
             continue
         held += life.nbytes
-        moves = made.name in gone or made.fn == "memgraph.reload.default"
-        for column in _columns(model, i, moves and i in model.away, bool(made.again)):
+        found = [model.kept[i], *([model.again[model.program.items[i].maker]] if made.again else [])]
+        if made.name in gone or made.fn in COPIES:
+            found += model.sent(i)
+        for column in found:
             coefficients[column] = coefficients.get(column, 0.0) + life.nbytes / MIB
     fixed = float(forecast.total[index]) - held
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
-
-
-def _columns(model: Model, i: int, moves: bool, again: bool) -> list[int]:
-    """The columns without which the item would not be there."""
-    away = [model.away[i]] if moves else []
-    return [model.kept[i], *away, *([model.again[model.program.items[i].maker]] if again else [])]
 
 
 def _waits(model: Model, i: int, position: int) -> bool:

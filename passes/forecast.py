@@ -3,8 +3,8 @@
     predict(trace, machine) -> Forecast: 18.9 MB at mm_7, 2730 us
 
 Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
-copies. Time: three queues.  Compute runs the ops one after the other; `out` and `back` carry copies, each first in,
-first out.  `free` and `wait` hold compute until their copy has ended.
+copies. Time: three queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
+each first in, first out.  `free` and `wait` hold compute until their copy has ended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from .gaps import type_nbytes
 from .lifetime import Life, lifetimes
 from .machine import Machine
-from .trace import Trace
+from .trace import Op, Trace
 
 KINDS = (
     "parameter",
@@ -88,11 +89,29 @@ def predict(trace: Trace, machine: Machine) -> Forecast:
         change[life.kind][life.first] += life.nbytes
         change[life.kind][life.last + 1] -= life.nbytes
     by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
-    by_kind["workspace"] = np.array([op.workspace for op in trace.ops], dtype=np.int64)
-    if any(op.fn == "memgraph.offload.default" for op in trace.ops):
+    by_kind["workspace"] = np.array([_workspace(trace, op, machine) for op in trace.ops], dtype=np.int64)
+    if any(op.fn in ("memgraph.offload.default", "memgraph.reload.default") for op in trace.ops):
         by_kind["staging"] = np.full(size, machine.staging, dtype=np.int64)
     begins, us, copies = _clock(trace, machine)
     return Forecast(trace, lives, by_kind, begins, us, copies)
+
+
+def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
+    """What an op of the update reads where it lies in the far tier: inputs, and tickets of what has left."""
+    found = (trace.op[read] for read in op.reads) if op.phase == "update" else ()
+    return tuple(read for read in found if read.far or read.fn == "memgraph.offload.default")
+
+
+def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
+    return machine.window if far_reads(trace, op) else op.workspace
+
+
+def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
+    """What is far comes while the update computes, and goes back, but for gradients."""
+    far = far_reads(trace, op)
+    come = sum(type_nbytes((read if read.far else trace.op[read.reads[0]]).type) for read in far)
+    go = sum(type_nbytes(read.type) for read in far if read.fn in ("parameter", "state"))
+    return max(op.us, come / (machine.back or 1.0) + go / (machine.out or 1.0))
 
 
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:
@@ -115,8 +134,14 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
                 send(op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
             case "memgraph.reload.default":
                 send(op.name, "back", op.nbytes)
+            case "memgraph.narrow.default":
+                now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
+            case "memgraph.widen.default":
+                now += op.nbytes / (machine.widen or 1.0)
             case "memgraph.free.default" | "memgraph.wait.default":
                 now = max(now, ends[op.reads[0]])
+            case _ if op.phase == "update":
+                now += _update_us(trace, op, machine)
             case _:
                 now += op.us
     return tuple(begins), now, tuple(copies)

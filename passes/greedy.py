@@ -11,7 +11,7 @@ repeat, worse on others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
 from .decisions import Plan, apply
@@ -19,10 +19,12 @@ from .forecast import Forecast, predict
 from .gaps import Gaps
 from .lifetime import Life
 from .machine import Machine
-from .schedule import AWAY, Fate, fate, schedule
+from .schedule import AWAY, CAST, HIDDEN, Fate, fate, schedule, sent_nbytes
 from .trace import Trace
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is given up between two simulations
+LATER = {Fate.OFFLOAD: Fate.STALL, Fate.CAST_OFFLOAD: Fate.CAST_STALL}
+SMALLEST_HOME = 1 << 16  # bytes of an input or a gradient: what is smaller stays on the device
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
@@ -61,12 +63,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A new fate for a storage: the bytes it takes from the peak, and the time it costs."""
+    """A new fate for a storage: the bytes it takes from the peak, the time it costs, the bytes on the far tier."""
 
     storage: str
     fate: Fate
     nbytes: int
     us: float
+    sent: int = 0
 
     @property
     def price(self) -> float:
@@ -75,11 +78,12 @@ class Move:
 
 def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
-    movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in gaps.maker)
+    known = {*gaps.maker, *gaps.homes, *gaps.gradients}
+    movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
     while moves := _moves(gaps, machine, state):
-        away = {storage for storage, known in state.fates.items() if known in AWAY}
-        room = machine.capacity - sum(gaps.trace.nbytes[storage] for storage in away)
+        away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in AWAY}
+        room = machine.capacity - sum(away.values())
         state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
         if state.peak < lowest.peak:
             yield lowest, state
@@ -88,13 +92,13 @@ def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[Stat
         yield lowest, state  # with nothing movable left at the peak it shows best what is in the way
 
 
-def _batch(moves: list[Move], nbytes: int, away: set[str], room: int) -> dict[str, Fate]:
+def _batch(moves: list[Move], nbytes: int, away: Container[str], room: int) -> dict[str, Fate]:
     """The cheapest moves that make up `nbytes`, one at the least; what is not yet `away` has to fit in `room`."""
     batch: dict[str, Fate] = {}
     for move in sorted(moves, key=lambda move: (move.price, move.storage)):
         if batch and nbytes <= 0:
             break
-        leaves = move.nbytes if move.fate in AWAY and move.storage not in away else 0
+        leaves = move.sent if move.storage not in away else 0
         if move.storage not in batch and leaves <= room:
             batch[move.storage] = move.fate
             nbytes -= move.nbytes
@@ -120,15 +124,17 @@ def state_of(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
 
 
 def _moves(gaps: Gaps, machine: Machine, state: State) -> list[Move]:
-    """What can be given up at the peak: movable storages that are there and not in use."""
+    """What can be given up at the peak: movable storages that are there and not in use; the update uses in windows what
+    is far."""
     forecast = state.forecast
     op = forecast.trace.ops[forecast.at]
     in_use = {held for read in op.reads for held in forecast.trace.op[read].holds}
     costs = Costs(gaps, machine, state)
     found: list[Move] = []
     for life in forecast.alive(forecast.at):
-        if life.first < forecast.at < life.last and life.storage not in in_use:
-            found += costs.moves(life)
+        rests = life.first < forecast.at < life.last and life.storage not in in_use
+        if rests or op.phase == "update" or life.kind in ("state", "gradient"):
+            found += costs.moves(life) if rests else costs.homeward(life)
     return found
 
 
@@ -140,7 +146,10 @@ class Costs:
         self.machine = machine
         self.forecast = state.forecast
         self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
-        self.sent = sum(gaps.trace.nbytes[storage] for storage, known in self.fates.items() if known in AWAY)
+        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in (*gaps.homes, *gaps.gradients)}
+        self.known = self.fates | self.homes
+        self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in AWAY}
+        self.room = machine.capacity - sum(self.sent.values())
         self.again = {op.again for op in self.forecast.trace.ops if op.again}
         at = self.forecast.at
         self.present = {life.storage for life in state.forecast.lives if life.first <= at <= life.last}
@@ -151,35 +160,64 @@ class Costs:
     def moves(self, life: Life) -> Iterator[Move]:
         """The next fates of a storage that is there at the peak."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
+        if storage in self.homes:
+            yield from self.homeward(life)
         now = self.fates.get(storage)
         if now is None:
             return
         if storage != life.storage:
             yield from self._moves_of_copy(storage, now, life.nbytes)
-        elif now is Fate.OFFLOAD:
-            yield self._away(storage, Fate.STALL, life.nbytes)
+        elif now in HIDDEN:
+            yield self._away(storage, LATER[now], life.nbytes)
         elif now is Fate.KEEP:
             used = not self.backward_before.isdisjoint(self.gaps.values[storage])
             yield from self._remake(storage, Fate.BRIEF if used else Fate.RECOMPUTE, life.nbytes)
-            if self._can_leave(storage):
-                yield self._away(storage, Fate.FETCH if used else Fate.OFFLOAD, life.nbytes)
+            ways = (Fate.FETCH, Fate.CAST_FETCH) if used else HIDDEN
+            yield from (self._away(storage, new, life.nbytes) for new in ways if self._can(storage, new))
+
+    def homeward(self, life: Life) -> Iterator[Move]:
+        """Where an input or a gradient that is there at the peak can live, or come to later."""
+        storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
+        now = self.homes.get(storage) if self.machine.homes else None
+        there = self.machine.out > 0 < self.machine.back
+        if now is Fate.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
+            yield Move(storage, Fate.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
+        elif now is Fate.OFFLOAD and life.nbytes and life.first < self.forecast.at < life.last:
+            yield self._away(storage, Fate.STALL, life.nbytes)
+
+    def _home_us(self, storage: str) -> float:
+        """What a far home costs: the update's windows, and what of the step's own traffic does not hide."""
+        trace, nbytes = self.gaps.trace, self.gaps.trace.nbytes[storage]
+        value = self.gaps.homes.get(storage) or self.gaps.gradients[storage]
+        updated = any(value in op.reads for op in trace.ops if op.phase == "update")
+        fn = trace.op[value].fn
+        goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0
+        return (goes + nbytes / self.machine.back) * updated + (fn != "state") * self._offload_us(nbytes)
 
     def _moves_of_copy(self, storage: str, now: Fate, nbytes: int) -> Iterator[Move]:
         """What was made again or came back, and waits for its use, can be made or fetched later, or more often."""
         if now is Fate.RECOMPUTE:
             yield from self._remake(storage, Fate.BRIEF, nbytes)
-        if now is Fate.OFFLOAD:
-            yield self._away(storage, Fate.STALL, nbytes)
-        elif now is not Fate.FETCH and self._can_leave(storage):
-            yield self._away(storage, Fate.FETCH, nbytes)
+        if now in HIDDEN:
+            yield self._away(storage, LATER[now], nbytes)
+        elif now not in (Fate.FETCH, Fate.CAST_FETCH):
+            # What is cast already stays so: it costs no more, and takes half as long.
+            ways = (Fate.CAST_FETCH,) if now in CAST else (Fate.FETCH, Fate.CAST_FETCH)
+            yield from (self._away(storage, new, nbytes) for new in ways if self._can(storage, new))
 
-    def _can_leave(self, storage: str) -> bool:
-        fits = self.sent + self.gaps.trace.nbytes[storage] <= self.machine.capacity
-        return storage in self.gaps.root and self.machine.out > 0 and self.machine.back > 0 and fits
+    def _can(self, storage: str, new: Fate) -> bool:
+        """Whether `storage` can leave in this way."""
+        if storage not in self.gaps.root or not self.machine.out > 0 < self.machine.back:
+            return False
+        nbytes = sent_nbytes(self.gaps, self.machine, storage, new)
+        return nbytes <= self.room and (nbytes > 0 or new not in CAST)
 
     def _away(self, storage: str, new: Fate, nbytes: int) -> Move:
-        us = self._offload_us(nbytes) if new is Fate.OFFLOAD else nbytes / self.machine.out + nbytes / self.machine.back
-        return Move(storage, new, nbytes, us)
+        sent = sent_nbytes(self.gaps, self.machine, storage, new)
+        us = self._offload_us(sent) if new in HIDDEN else sent / self.machine.out + sent / self.machine.back
+        if new in CAST and self.fates[storage] not in CAST:
+            us += self.machine.cast_us(self.gaps.trace.nbytes[storage])
+        return Move(storage, new, nbytes, us, sent)
 
     def _remake(self, storage: str, new: Fate, nbytes: int) -> Iterator[Move]:
         """The move that makes `storage` again, if that is allowed and takes bytes from the peak."""
@@ -217,7 +255,7 @@ class Costs:
         """What does not hide: copies beyond what the links carry in a phase, and compute's share of the memory's
         rate."""
         begins, boundary = self.gaps.begins, self.gaps.trace.boundary
-        sent = sum(self.gaps.trace.nbytes[s] for s, known in self.fates.items() if known is Fate.OFFLOAD)
+        sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in HIDDEN)
         windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)
         late = sum(min(nbytes / rate, max(0.0, (sent + nbytes) / rate - window)) for window, rate in windows)
         return late + 2 * nbytes / MEMORY_RATE

@@ -4,7 +4,9 @@
 - Forward ops stand before backward ops.
 - A value holds only what its op makes, or what the values that it reads hold.
 - What is handed out has been defined.
-- A value is not read between `free` and `wait`: what was offloaded is read again only as what came back.
+- A value is not read between `free` and `wait`: what was offloaded is read again only as what came back, be it cast for
+  its way or not.
+- Only `reload` and the update read what is far.
 - An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
 """
 
@@ -33,7 +35,9 @@ def check(trace: Trace) -> None:
         if left := gone.intersection(held for read in op.reads for held in holds[read]):
             raise BrokenTrace(f"{op.name} reads {left.pop()}, whose bytes have left the device")
         if op.fn == "memgraph.free.default":
-            gone.update(holds[op.reads[1]])
+            sent = trace.op[op.reads[1]]
+            gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
+        _far(op, trace)
         _again(trace, index)
         holds[op.name] = op.holds
         made.update(storage.name for storage in op.makes)
@@ -59,6 +63,14 @@ def _names(op: Op, holds: dict[str, tuple[str, ...]], made: set[str]) -> None:
     can = {storage.name for storage in op.makes} | {held for read in op.reads for held in holds[read]}
     if strange := set(op.holds) - can:
         raise BrokenTrace(f"{op.name} holds {strange.pop()}, which neither it nor what it reads has made")
+
+
+def _far(op: Op, trace: Trace) -> None:
+    for read in op.reads:
+        if trace.op[read].far and op.fn != "memgraph.reload.default" and op.phase != "update":
+            raise BrokenTrace(f"{op.name} reads {read}, which is far: it has to be reloaded before")
+    if op.far and (op.nbytes or not op.is_input):
+        raise BrokenTrace(f"{op.name} is far, and no input or of {op.nbytes} bytes here")
 
 
 def _again(trace: Trace, index: int) -> None:

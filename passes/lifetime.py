@@ -29,12 +29,13 @@ class Life:
 def lifetimes(trace: Trace) -> tuple[Life, ...]:
     """The life of every storage, in the order in which they are made."""
     last = last_reads(trace)
-    handed = {storage: kind for kind, value in trace.outputs for storage in trace.op[value].holds}
+    said = {"watched": "gradient"}
+    handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
     end = len(trace.ops) - 1
     lives = []
     for index, op in enumerate(trace.ops):
         for made in op.makes:
-            kind = handed.get(made.name) or _kind(op, last[made.name] >= trace.boundary)
+            kind = handed.get(made.name) or _kind(trace, op, last[made.name] >= trace.boundary)
             stays = op.is_input or made.name in handed
             first = index if not op.is_input else trace.boundary if op.fn == "tangent" else 0
             lives.append(Life(made.name, made.nbytes, first, end if stays else last[made.name], kind, op.name))
@@ -54,9 +55,11 @@ def last_reads(trace: Trace) -> dict[str, int]:
     return last
 
 
-def _kind(op: Op, crosses: bool) -> str:
+def _kind(trace: Trace, op: Op, crosses: bool) -> str:
     if op.is_input:
         return op.fn
-    if (op.phase == "forward" and crosses) or op.fn == "memgraph.reload.default":
-        return "activation"
-    return "temporary"
+    if op.fn == "memgraph.reload.default":
+        home = trace.op[op.reads[0]]
+        return home.fn if home.is_input else "activation"
+    crosses_or_comes = (op.phase == "forward" and crosses) or op.fn == "memgraph.widen.default"
+    return "activation" if crosses_or_comes else "temporary"

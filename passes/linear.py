@@ -4,12 +4,14 @@
     linear.row(1.0, INFINITY, {x: 1.0})
     linear.solve()   ->   Solved(us=2.0, values=[1.0], prices=[0.0])
 
-Work is limited in nodes, not in seconds, so that the same program always has the same answer.
+Work is limited in steps and nodes, so that the same program always has the same answer; in seconds only if somebody
+gives a time at which to stop.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +33,8 @@ OPTIONS = {
     "mip_rel_gap": 2e-4,
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
-# Of a search: how long it takes, in steps of the simplex method, which are the same on every machine.
-WORK_PER_COLUMN = 0.5
+STEPS_PER_LOOK = 256, 16  # of the simplex method, between two looks of a search at its limits: at the root, below
+COLUMNS_PER_STEP = 16  # so many are prepared for a search in the time of a step of the simplex method
 Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
 
 
@@ -54,7 +56,9 @@ def there() -> bool:
 class Linear:
     """Columns and rows; both are handed over in batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = INFINITY) -> None:
+        """`until`: the time, as `time.monotonic` has it, from which on nothing is solved any more."""
+        self.until = until
         self.highs: Any = highspy.Highs()
         for option, value in OPTIONS.items():
             self.highs.setOptionValue(option, value)
@@ -63,7 +67,7 @@ class Linear:
         self.rows = 0
         self.waiting: list[Row] = []
         self.given = 0  # columns that HiGHS knows
-        self.work = 0  # see `WORK_PER_COLUMN`
+        self.work = 0  # of searches: steps of the simplex method times rows, which are the same on every machine
 
     def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
         self.bounds.append((least, most))
@@ -81,9 +85,9 @@ class Linear:
         self.highs.changeRowBounds(row, -INFINITY, most)
 
     def solve(self) -> Solved | None:
-        """The least objective; None if there is no point."""
+        """The least objective; None if there is no point, or no time."""
         self._hand_over()
-        self.highs.run()
+        self._run()
         if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         us = self.highs.getInfo().objective_function_value
@@ -91,11 +95,11 @@ class Linear:
         return Solved(us, us, np.array(solution.col_value), np.array(solution.col_dual))
 
     def solve_whole(
-        self, whole: Iterable[int], fixed: dict[int, float], nodes: int, target: float
+        self, whole: Iterable[int], fixed: dict[int, float], nodes: int, work: float, target: float
     ) -> tuple[Solved | None, float]:
         """The best point found whose columns `whole` are integers, and a bound below all such points.
 
-        The search ends at `target`, at `nodes`, or when all is known.
+        The search ends at `target`, at `nodes`, after about so much `work`, or when all is known.
         """
         self._hand_over()
         columns = np.fromiter(whole, dtype=np.int32)
@@ -104,9 +108,9 @@ class Linear:
         self._kind(columns, highspy.HighsVarType.kInteger)
         for option, value in {"mip_max_nodes": nodes, "objective_target": target}.items():
             self.highs.setOptionValue(option, value)
-        self.highs.run()
+        self._run(steps=work / self.rows)
         found = self.highs.getInfo()
-        self.work += max(0, found.simplex_iteration_count) + int(WORK_PER_COLUMN * len(self.costs))
+        self.work += (max(0, found.simplex_iteration_count) + len(self.costs) // COLUMNS_PER_STEP) * self.rows
         point = np.array(self.highs.getSolution().col_value)
         status = self.highs.getModelStatus()
         self._kind(columns, highspy.HighsVarType.kContinuous)
@@ -117,6 +121,23 @@ class Linear:
         if found.primal_solution_status != highspy.kSolutionStatusFeasible:
             return None, found.mip_dual_bound
         return Solved(found.objective_function_value, found.mip_dual_bound, point, point), found.mip_dual_bound
+
+    def _run(self, steps: float = INFINITY) -> None:
+        """Solve; a search ends after about so many steps, by how often it has looked at its limits."""
+        if self.until < INFINITY:
+            left = max(0.0, self.until - time.monotonic())
+            self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)
+        taken = 0
+
+        def look(kind: Any, message: str, out: Any, say: Any, given: Any) -> None:
+            nonlocal taken
+            taken += STEPS_PER_LOOK[out.mip_node_count > 0]
+            say.user_interrupt = taken >= steps
+
+        self.highs.setCallback(look, None)
+        self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+        self.highs.run()
+        self.highs.stopCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
 
     def _kind(self, columns: Any, kind: Any) -> None:
         self.highs.changeColsIntegrality(len(columns), columns, np.array([kind] * len(columns)))

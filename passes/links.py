@@ -1,8 +1,9 @@
-"""How many bytes the links carry by when: one cumulative curve a direction, over stages of equal time.
+"""How many bytes the links carry by when: one cumulative curve a direction, over stages of nearly equal time.
 
-    10 ms in 32 stages, 100 bytes per microsecond   ->   D_0 <= 31250 + 100 w_0,  D_1 <= D_0 + 31250 + 100 w_1, ...
+    10 ms in 32 stages, 100 bytes per microsecond   ->   D_0 <= 31250 + 100 e_0,  D_1 <= D_0 + 31250 + 100 e_1, ...
 
 Curves in place of a schedule of copies: bytes that may have left by a time, and those that must be back by a time.
+Links carry on while compute waits, casts, or runs ops again.
 """
 
 from __future__ import annotations
@@ -11,40 +12,48 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from .linear import INFINITY, Linear
+from .linear import INFINITY
 from .program import Program
 
-STAGES = 64
+if TYPE_CHECKING:
+    from .model import Model
+
+STAGES = 128
 MIB = float(1 << 20)
 
 
 @dataclass(frozen=True)
-class Links:
-    """The curves' columns, and the positions at which their stages begin."""
+class Curve:
+    """One direction: the positions at which its stages begin, and D_j or P_j."""
 
-    out_begins: tuple[int, ...]
-    back_begins: tuple[int, ...]
-    left: tuple[int, ...]
-    come: tuple[int, ...]
+    begins: tuple[int, ...]
+    carried: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Links:
+    """The curves of both directions."""
+
+    out: Curve
+    back: Curve
 
     @classmethod
-    def of(cls, program: Program, linear: Linear, away: dict[int, int]) -> Links:
+    def of(cls, model: Model) -> Links:
         """Write the rows of both directions."""
-        out_ends, back_ends = _stages(program)
-        curves = _Curves(program, linear, away)
-        left = curves.out(out_ends)
-        come = curves.back(back_ends)
-        return cls(tuple(out_ends[:-1]), tuple(back_ends[:-1]), left, come)
+        out_ends, back_ends = _stages(model.program)
+        curves = _Curves(model)
+        return cls(curves.out(out_ends), curves.back(back_ends))
 
     def leaving(self, position: int) -> int:
         """D_j of a forward position's stage."""
-        return self.left[stage(self.out_begins, position)]
+        return self.out.carried[stage(self.out.begins, position)]
 
     def coming(self, position: int) -> int | None:
         """P_j of the stage before a backward position's; None in the first stage."""
-        j = stage(self.back_begins, position)
-        return self.come[j - 1] if j else None
+        j = stage(self.back.begins, position)
+        return self.back.carried[j - 1] if j else None
 
 
 def stage(begins: tuple[int, ...], position: int) -> int:
@@ -56,59 +65,71 @@ def _stages(program: Program) -> tuple[list[int], list[int]]:
     begins, boundary = program.gaps.begins, program.boundary
     share = begins[boundary] / begins[-1] if begins[-1] else 0.5
     forward = min(max(2, int(STAGES * share)), STAGES - 2)
-    return _cut(begins, 0, boundary, forward), _cut(begins, boundary, program.size, STAGES - forward)
+    left, used = dict[int, int](), dict[int, int]()
+    for item, due in zip(program.items, program.due, strict=True):
+        if item.leaves:
+            left[item.left + 1] = left.get(item.left + 1, 0) + item.nbytes
+            used[due] = used.get(due, 0) + item.nbytes
+    return _cut(begins, 0, boundary, forward, left), _cut(begins, boundary, program.size, STAGES - forward, used)
 
 
-def _cut(begins: tuple[float, ...], first: int, last: int, count: int) -> list[int]:
-    """Positions from `first` to `last` that cut the time between them into equal parts, where there are that many."""
+def _cut(begins: tuple[float, ...], first: int, last: int, count: int, nbytes: dict[int, int]) -> list[int]:
+    """Positions from `first` to `last` that cut the time between them into nearly equal parts: in each part that at
+    which the most bytes may begin to leave, or have to be back."""
     length = begins[last] - begins[first]
-    inner = {bisect.bisect_left(begins, begins[first] + length * k / count, first, last) for k in range(1, count)}
+    cuts = [bisect.bisect_left(begins, begins[first] + length * k / count, first, last) for k in range(1, count)]
+    inner = [max(range(a, b), key=lambda p: nbytes.get(p, 0)) for a, b in pairwise([first, *cuts, last]) if a < b]
     return sorted({first, last, *inner})
 
 
 class _Curves:
     """Writes curves."""
 
-    def __init__(self, program: Program, linear: Linear, away: dict[int, int]) -> None:
-        self.program, self.linear, self.away = program, linear, away
+    def __init__(self, model: Model) -> None:
+        self.model, self.program, self.linear = model, model.program, model.linear
+        self.sent = {i: model.sent(i) for i in model.away}
 
-    def out(self, ends: list[int]) -> tuple[int, ...]:
+    def out(self, ends: list[int]) -> Curve:
         """What has left; what has been used for the last time may leave; all leaves before forward ends."""
-        curve = self._curve(ends, self.program.machine.out)
-        items = self.program.items
-        for column, sent in zip(curve, self._until(ends, lambda i: items[i].left), strict=True):
+        items, boundary, machine = self.program.items, self.program.boundary, self.program.machine
+        busy = {column: items[i].nbytes / machine.narrow for i, column in self.model.cast.items()}
+        curve = self._curve(ends, machine.out, busy)
+        for column, sent in zip(curve, self._until(ends, lambda i: min(items[i].left + 2, boundary)), strict=True):
             self.linear.row(-INFINITY, 0.0, {column: 1.0, **{c: -m for c, m in sent.items()}})
         self.linear.row(-INFINITY, 0.0, {curve[-1]: -1.0, **sent})
-        return curve
+        return Curve(tuple(ends[:-1]), curve)
 
-    def back(self, ends: list[int]) -> tuple[int, ...]:
-        """What has come back; what is used first has to."""
-        curve = self._curve(ends, self.program.machine.back)
-        items = self.program.items
-        for column, used in zip(curve, self._until(ends, lambda i: items[i].use), strict=True):
+    def back(self, ends: list[int]) -> Curve:
+        """What has come back; what is wanted has to."""
+        items, machine = self.program.items, self.program.machine
+        busy = {column: items[i].nbytes / machine.widen for i, column in self.model.cast.items()}
+        busy |= {column: maker.us for column, maker in zip(self.model.again, self.program.makers, strict=True)}
+        curve = self._curve(ends, machine.back, busy)
+        for column, used in zip(curve, self._until(ends, lambda i: self.program.due[i]), strict=True):
             self.linear.row(0.0, INFINITY, {column: 1.0, **{c: -m for c, m in used.items()}})
-        return curve
+        return Curve(tuple(ends[:-1]), curve)
 
-    def _curve(self, ends: list[int], rate: float) -> tuple[int, ...]:
-        """A column for each stage, none below the one before, and none above what the link carries meanwhile."""
-        begins, curve = self.program.gaps.begins, list[int]()
+    def _curve(self, ends: list[int], rate: float, busy: dict[int, float]) -> tuple[int, ...]:
+        """A column for each stage, none below the one before, and none above what the link carries meanwhile; `busy`:
+        for how long each column makes compute do what the captured step does not."""
+        begins, carried, longer = self.program.gaps.begins, list[int](), list[int]()
         for first, last in pairwise(ends):
             column = self.linear.column(most=INFINITY)
-            waited = self.linear.column(1.0, most=INFINITY)
-            before = {curve[-1]: -1.0} if curve else {}
+            longer.append(self.linear.column(most=INFINITY))
+            before = {carried[-1]: -1.0} if carried else {}
             length = begins[last] - begins[first]
-            self.linear.row(-INFINITY, rate / MIB * length, {column: 1.0, waited: -rate / MIB, **before})
+            self.linear.row(-INFINITY, rate / MIB * length, {column: 1.0, longer[-1]: -rate / MIB, **before})
             if before:
                 self.linear.row(0.0, INFINITY, {column: 1.0, **before})
-            curve.append(column)
-        return tuple(curve)
+            carried.append(column)
+        waited = self.linear.column(1.0, most=INFINITY)
+        spent = {column: -us for column, us in busy.items()}
+        self.linear.row(-INFINITY, 0.0, {**dict.fromkeys(longer, 1.0), waited: -1.0, **spent})
+        return tuple(carried)
 
     def _until(self, ends: list[int], when: Callable[[int], int]) -> list[dict[int, float]]:
-        """For each stage the O_s, with their MiB, whose time lies in it or before."""
-        begins = tuple(ends[:-1])
-        stages = {i: stage(begins, when(i)) for i in self.away}
-        items = self.program.items
+        """For the end of each stage the columns of L_s, with their MiB, whose position is not behind it."""
         return [
-            {column: items[i].nbytes / MIB for i, column in self.away.items() if stages[i] <= j}
-            for j in range(len(begins))
+            {column: mib for i, sent in self.sent.items() if when(i) <= end for column, mib in sent.items()}
+            for end in ends[1:]
         ]

@@ -11,6 +11,9 @@ class Machine:
 
     Bytes are ints; `out` and `back` are bytes per microsecond (1.0 = 1 MB/s ... 1000.0 = 1 GB/s), measured; 0.0 means
     that there is no far tier.  `staging` bytes of the device are held for copies as soon as a plan makes one.
+
+    `wire` is the type to which values may be cast for their way there and back ("bf16"); empty: none, nothing is lossy.
+    `narrow` and `widen` are bytes of the value as it was, per microsecond of compute, that the two casts take.
     """
 
     budget: int
@@ -19,8 +22,18 @@ class Machine:
     out: float = 0.0
     back: float = 0.0
     staging: int = 0
+    homes: bool = False  # whether parameters, gradients and states may live there
+    window: int = 0  # bytes that the update takes for what it fetches from the far tier
     capacity: int = 1 << 62  # bytes that the far tier takes
+    wire: str = ""
+    narrow: float = 0.0
+    widen: float = 0.0
 
     def __str__(self) -> str:
         far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"
-        return f"{self.device} {self.budget} bytes, {far}"
+        cast = f", cast to {self.wire} at {self.narrow:.0f}/{self.widen:.0f} MB/s" if self.wire else ""
+        return f"{self.device} {self.budget} bytes, {far}{cast}"
+
+    def cast_us(self, nbytes: int) -> float:
+        """The microseconds that a value of so many bytes takes to be cast, out and back together."""
+        return nbytes / self.narrow + nbytes / self.widen

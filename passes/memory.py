@@ -17,47 +17,58 @@ if TYPE_CHECKING:
     from .model import Model
 
 MIB = float(1 << 20)
+Terms = dict[int, float]
 
 
 def forward(model: Model, position: int) -> None:
     """What lies there at a forward position: items that forward has done with stay, or have not left yet."""
     row = _Row(model)
     for i in np.flatnonzero(model.program.left < position):
-        for column in model.saved(int(i)):
-            row.add(column, model.program.items[i].nbytes / MIB)
+        lies = {model.kept[i]: model.program.items[i].nbytes / MIB, **model.sent(int(i))}
+        for column, nbytes in lies.items():
+            row.add(column, nbytes)
     if model.links:
         row.add(model.links.leaving(position), -1.0)
     row.write(position)
 
 
-def backward(model: Model, position: int, first: int = 0) -> None:
-    """What lies there at a backward position: items that are kept or were made again, and those that came back.
-
-    Makers before `first` count as not having run again, which leaves the row valid, and much shorter.
-    """
+def backward(model: Model, position: int) -> None:
+    """What lies there at a backward position: items that are kept or were made again, and those that came back."""
     row = _Row(model)
-    again = ran_again(model, position, first)
+    again, came = ran_again(model, position), Terms()
     for i in map(int, np.flatnonzero((model.program.left < position) & (model.program.use > position))):
         item = model.program.items[i]
-        if item.use < model.program.size:
-            column: int | None = direct(model, i, again)
-        else:
-            column = indirect(model, i, again) if all(w >= first for w in item.readers) else None
-        if column is not None:
-            row.add(column, model.program.items[i].nbytes / MIB)
+        there = direct(model, i, again, came) if item.use < model.program.size else indirect(model, i, again)
+        for column, share in there.items():
+            row.add(column, share * item.nbytes / MIB)
     if model.links and (come := model.links.coming(position)) is not None:
-        row.add(come, 1.0)
-        for i, column in model.away.items():
-            if model.program.items[i].use <= position:
-                row.add(column, -model.program.items[i].nbytes / MIB)
+        row.add(_early(model, position, come, came), 1.0)
     row.write(position)
 
 
-def ran_again(model: Model, position: int, first: int) -> dict[int, int]:
-    """Q_ot of the makers from `first` on that can have run again by a position; R_o, where that says the same."""
+def _early(model: Model, position: int, come: int, came: Terms) -> int:
+    """E_t: what has come back and is not wanted yet; what is, is part of the base or counted in `came`."""
+    column = model.linear.column(most=INFINITY)
+    least = {column: 1.0, come: -1.0, **came}
+    for i in model.away:
+        if back_by(model, i) <= position:
+            least |= model.sent(i)
+    model.linear.row(0.0, INFINITY, least)
+    return column
+
+
+def back_by(model: Model, i: int) -> int:
+    """From where on an item that came back is no longer among the bytes that did: it is part of the base, or, if only
+    re-runs read it, may be gone."""
+    item = model.program.items[i]
+    return item.use if item.use < model.program.size else model.program.wanted[0][i]
+
+
+def ran_again(model: Model, position: int) -> dict[int, int]:
+    """Q_ot of the makers that can have run again by a position; R_o, where that says the same."""
     program, linear = model.program, model.linear
     again: dict[int, int] = {}
-    for o in reversed(range(first, len(program.makers))):
+    for o in reversed(range(len(program.makers))):
         made = program.makers[o].items
         if program.makers[o].once:
             continue
@@ -77,43 +88,57 @@ def ran_again(model: Model, position: int, first: int) -> dict[int, int]:
     return again
 
 
-def direct(model: Model, i: int, again: dict[int, int]) -> int | None:
-    """V_st of an item that backward has yet to read: K_s itself, if nothing can have made it again."""
+def direct(model: Model, i: int, again: dict[int, int], came: Terms) -> Terms:
+    """V_st of an item that backward has yet to read: K_s, and whether it has been made again or come back for a re-run;
+    `came` takes the bytes of those that came back."""
     item, kept = model.program.items[i], model.kept[i]
     made = again.get(item.maker)
     read = [again[w] for w in item.readers if w in again]
+    alone = model.program.makers[item.maker].alone
     if made is None and not read:
-        return kept
-    column = model.linear.column()
-    for least in (kept, *read):
-        model.linear.row(0.0, INFINITY, {column: 1.0, least: -1.0})
-    if made is not None:
-        came = {model.away[i]: 1.0} if i in model.away else {}
-        model.linear.row(0.0, INFINITY, {column: 1.0, made: -1.0, **came})
-    return column
+        return {kept: 1.0}
+    if made is not None and alone and i not in model.away:
+        return {kept: 1.0, made: 1.0}  # what readers that have run again need is one of the two
+    column, row, sent = model.linear.column(), model.linear.row, dict.fromkeys(model.sent(i), 1.0)
+    for least in read:
+        row(0.0, INFINITY, {column: 1.0, least: -1.0})
+    if made is None or not alone:
+        row(0.0, INFINITY, {column: 1.0, kept: -1.0})
+    if made is not None and alone:
+        row(0.0, INFINITY, {column: 1.0, made: -1.0, kept: -1.0})
+    elif made is not None:
+        row(0.0, INFINITY, {column: 1.0, made: -1.0, **sent})
+    if read and sent:
+        back = model.linear.column()
+        row(0.0, INFINITY, {column: 1.0, back: -1.0})
+        row(0.0, INFINITY, {**sent, back: -1.0})
+        came[back] = item.nbytes / MIB
+    return {column: 1.0}
 
 
-def indirect(model: Model, i: int, again: dict[int, int]) -> int | None:
+def indirect(model: Model, i: int, again: dict[int, int]) -> Terms:
     """V_st of an item that only re-runs read: it is there until the last of them."""
     item, kept = model.program.items[i], model.kept[i]
-    if not item.readers:
-        return None
     if all(w not in again for w in item.readers):
-        return kept
+        return {kept: 1.0} if item.readers else {}
+    alone = model.program.makers[item.maker].alone
+    made = again.get(item.maker) if alone else None
     column, row = model.linear.column(), model.linear.row
     if len(item.readers) == 1:
-        ran = again[item.readers[0]]
-        row(0.0, INFINITY, {column: 1.0, kept: -1.0, ran: 1.0})
-        made = again.get(item.maker)
-        if made is not None and len(model.program.makers[item.maker].items) == 1:
-            row(0.0, INFINITY, {column: 1.0, made: -1.0, ran: 1.0})
-        return column
+        there = {kept: -1.0} if made is None else {kept: -1.0, made: -1.0}
+        row(0.0, INFINITY, {column: 1.0, **there, again[item.readers[0]]: 1.0})
+        return {column: 1.0}
+    makes, sent = model.again[item.maker], dict.fromkeys(model.sent(i), 1.0)
+    later = {} if made == makes else {makes: 1.0} if made is None else {makes: 1.0, made: -1.0}
     for w in item.readers:
         wanted, last = model.again[w], again.get(w)
         if last != wanted:
-            ran_by_now = {last: 1.0} if last is not None else {}
-            row(-1.0, INFINITY, {column: 1.0, kept: -1.0, wanted: -1.0, **ran_by_now})
-    return column
+            wants = {wanted: -1.0} if last is None else {wanted: -1.0, last: 1.0}
+            if alone:
+                row(0.0, INFINITY, {column: 1.0, **wants, **later, **sent})
+            else:
+                row(-1.0, INFINITY, {column: 1.0, kept: -1.0, **wants})
+    return {column: 1.0}
 
 
 class _Row:

@@ -1,41 +1,53 @@
 """The planner's linear program: which storages stay, which are made again, which go away and come back.
 
 Symbols.  t: a position; F: the first backward one.  s: an item of m_s bytes, made by p(s), read in forward by makers
-W(s), last at f_s, and in backward first at b_s (never: s is *indirect*).  o, w: makers that take c_o microseconds.
+W(s), last at f_s, and in backward first at b_s.  If backward never reads it, s is *indirect*: re-runs alone do, at g_s
+at the earliest, and if any, by h_s; where it is not, g_s = h_s = b_s.  o, w: makers that take c_o microseconds.
 base(t): bytes that are there whatever is decided.  B: the budget.
 
     K_s  s stays through its gap            R_o   o runs again in backward, once, when it is first needed
     O_s  s goes away and comes back         Q_ot  o has run again before t
-    A_s = K_s + O_s                         V_st  s is there at t, kept or made again
+    C_s  the same, cast for its way         V_st  s is there at t, kept or made again
+    A_s = K_s + O_s + C_s                   L_s = m_s O_s + n_s C_s, its bytes on the way; n_s once it is cast
     D_j, P_j  bytes that have left by the end of forward stage j, that have come back by the end of backward stage j
-    w_j  microseconds that compute waits in stage j         z  anything goes away, so that copies need their staging
+    e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
+    x_s, y_s  microseconds of the casts of s, out and back         z  anything goes away: copies need their staging
+    E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
 
-    minimise  sum c_o R_o + sum w_j
+    minimise  sum c_o R_o + sum (x_s + y_s) C_s + w_out + w_back
 
     need        A_s + R_p(s) >= 1                            s that backward reads         rows.available
     chain       A_s + R_p(s) >= R_w                          w in W(s)                     rows.available
-    one form    A_s <= 1,  O_s <= z                                                        rows.available
-    dominance   K_s <= sum of R_w over W(s)                  indirect s                    rows.available
-    out         D_j <= D_j-1 + rate (length_j + w_j),  D_j <= sum of m_s O_s, f_s in stages up to j      links.out
-    back        P_j <= P_j-1 + rate (length_j + w_j),  P_j >= sum of m_s O_s, b_s in stages up to j      links.back
-    forward t   base(t) + sum of m_s (K_s + O_s) over f_s < t - D_j(t) + z staging <= B    memory.forward
-    backward t  base(t) + sum of m_s V_st over gaps + P_j(t)-1 - sum of m_s O_s over b_s <= t
-                + z staging <= B                                                           memory.backward
+    one form    A_s + R_p(s) <= 1                            s that is all p(s) makes      rows.available
+                A_s <= 1                                     other s                       rows.available
+                O_s + C_s <= z                                                             rows.available
+    dominance   A_s <= sum of R_w over W(s)                  indirect s                    rows.available
+    out         D_j <= D_j-1 + rate (length_j + e_j),  D_j <= sum of L_s, f_s before the end of j        links.out
+    back        P_j <= P_j-1 + rate (length_j + e_j),  P_j >= sum of L_s, h_s up to the end of j         links.back
+    time        sum of e_j over forward <= w_out + sum x_s C_s                                           links.out
+                sum of e_j over backward <= w_back + sum y_s C_s + sum c_o R_o                           links.back
+    forward t   base(t) + sum of m_s K_s + L_s over f_s < t - D_j(t) + z staging <= B      memory.forward
+    backward t  base(t) + sum of m_s V_st over gaps + E_t + z staging <= B                 memory.backward
+    early       E_t >= P_j(t)-1 - sum of L_s over g_s <= t - sum of m_s G_st               memory.backward
     again by t  Q_ot <= R_o;  Q_ot >= 1 - A_s, s of o, b_s <= t;  Q_ot >= Q_wt - A_s       memory.ran_again
-    there at t  V_st >= K_s, Q_wt, Q_p(s)t - O_s             s that backward reads         memory.direct
-                V_st >= K_s - Q_wt, Q_p(s)t - Q_wt           indirect s with one reader    memory.indirect
-                V_st >= K_s + R_w - 1 - Q_wt                 indirect s with several       memory.indirect
+    there at t  V_st >= Q_wt;  G_st <= V_st, O_s + C_s       s that backward reads         memory.direct
+                V_st >= K_s + Q_p(s)t                        the same, all p(s) makes      memory.direct
+                V_st >= K_s, Q_p(s)t - O_s - C_s             the same, one of several      memory.direct
+                V_st >= K_s + Q_p(s)t - Q_wt                 indirect s with one reader    memory.indirect
+                V_st >= (R_w - Q_wt) - (R_p(s) - Q_p(s)t) - O_s - C_s    the same with several     memory.indirect
+                V_st >= K_s + R_w - 1 - Q_wt                 the same, one of several      memory.indirect
 
 Every plan of the class satisfies all rows: forward and backward run in the trace's order; an op runs again at most
-once, in backward; an item is kept through its gap, away, or made again, and is then there until backward last reads it;
-copies out end with forward; links are fluid.  What a re-run takes while it runs is left out.  So the least objective is
-a lower bound on the time that a plan of the class adds.  Without the backward rows it is one on the time that any plan
-adds that recomputes in backward only, however often.
+once, in backward, when it is first needed; an item is kept through its gap, away, or made again, and is then there
+until backward last reads it; copies out end with forward; links are fluid, and carry on while compute does something
+else.  What a re-run or a cast holds while it runs is left out.  So the least objective is a lower bound on the time
+that a plan of the class adds.  Without the backward rows it is one on the time that any plan adds that recomputes in
+backward only, however often.
 """
 
 from __future__ import annotations
 
-from .linear import Linear
+from .linear import INFINITY, Linear
 from .links import Links
 from .program import Program
 from .rows import available
@@ -47,36 +59,43 @@ TIE = 1e-4  # microseconds per MiB: of two plans that take the same time, the on
 class Model:
     """The columns of a program under a budget, and the rows that have been written so far."""
 
-    def __init__(self, program: Program, budget: int) -> None:
+    def __init__(self, program: Program, budget: int, until: float = INFINITY) -> None:
         self.program = program
         self.budget = budget
-        self.linear = Linear()
+        self.linear = Linear(until)
         self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
         self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
         self.away = {
             i: self.linear.column(TIE * item.nbytes / MIB) for i, item in enumerate(program.items) if item.leaves
         }
+        self.cast = {
+            i: self.linear.column(program.machine.cast_us(item.nbytes) + TIE * item.wire / MIB)
+            for i, item in enumerate(program.items)
+            if item.wire
+        }
         self.staged = self.linear.column() if self.away else -1
-        self.links = Links.of(program, self.linear, self.away) if self.away else None
+        self.links = Links.of(self) if self.away else None
         available(self)
-        self.windows: dict[int, int] = {}  # of each position that has rows: at how many makers they look
+        self.written: set[int] = set()  # positions that have rows
 
     @property
     def whole(self) -> list[int]:
         """The columns that a plan makes 0 or 1; the others follow."""
-        return [*self.kept, *self.away.values()]
+        return [*self.kept, *self.away.values(), *self.cast.values()]
 
     def saved(self, item: int) -> dict[int, float]:
         """A_s as coefficients."""
-        found = {self.kept[item]: 1.0}
-        if item in self.away:
-            found[self.away[item]] = 1.0
-        return found
+        return {self.kept[item]: 1.0, **dict.fromkeys(self.sent(item), 1.0)}
+
+    def sent(self, item: int) -> dict[int, float]:
+        """L_s as coefficients, in MiB; none, if s may not leave."""
+        columns = (self.away, self.program.items[item].nbytes), (self.cast, self.program.items[item].wire)
+        return {column[item]: nbytes / MIB for column, nbytes in columns if item in column}
 
     @property
     def tie(self) -> float:
         """The most that ties add to the objective."""
-        return sum(self.linear.costs[column] for column in self.away.values())
+        return sum(TIE * self.program.items[i].nbytes / MIB for i in self.away)
 
     def room(self, position: int) -> float:
         """What the budget leaves to the items at a position, in MiB."""

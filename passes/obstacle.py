@@ -44,12 +44,13 @@ def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
 
 
 def _floor(captured: Trace, machine: Machine) -> list[str]:
-    """What must lie there at the same time whatever is decided, if that alone is over the budget."""
+    """What must lie there at the same time whatever is decided, if that alone is over the budget; state need not, where
+    it may live far."""
     program = Program(Gaps(captured), machine)
-    base = program.base[: program.boundary]
-    if not len(base) or (least := int(base.max())) <= machine.budget:
+    floor = program.floor
+    if machine.homes or not len(floor) or (least := int(floor.max())) <= machine.budget:
         return []
-    op = captured.ops[int(np.argmax(base))]
+    op = captured.ops[int(np.argmax(floor))]
     return [f"No plan can do with less than {least} bytes: so many are in use at {op.name} at the same time."]
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .memory import back_by
 from .model import MIB, Model
 from .program import Floats, Ints, Item
 
@@ -28,7 +29,8 @@ class Occupancy:
         """MiB at every position, without what is made again and waits for its use."""
         program = self.model.program
         until = np.where(program.use < program.size, program.use, program.boundary)
-        return self._gaps(program.left + 1, until, self.kept) + program.base / MIB + self._moving()
+        kept = program.nbytes * self.kept / MIB
+        return self._gaps(program.left + 1, until, kept) + program.base / MIB + self._moving()
 
     def worked(self, positions: Ints) -> Floats:
         """MiB at some backward positions, with what is made again and waits for its use."""
@@ -49,15 +51,23 @@ class Occupancy:
 
     @cached_property
     def away(self) -> Floats:
+        """How much of each item is away, cast for its way or not."""
         found = np.zeros(len(self.kept))
-        for i, column in self.model.away.items():
-            found[i] = self.values[column]
+        for i in self.model.away:
+            found[i] = sum(self.values[column] for column in self.model.sent(i))
         return found
 
-    def _gaps(self, first: Ints, last: Ints, share: Floats) -> Floats:
-        """The sum at every position of the items that are there from `first` to before `last`."""
+    @cached_property
+    def sent(self) -> Floats:
+        """MiB of each item that are away."""
+        found = np.zeros(len(self.kept))
+        for i in self.model.away:
+            found[i] = sum(self.values[column] * nbytes for column, nbytes in self.model.sent(i).items())
+        return found
+
+    def _gaps(self, first: Ints, last: Ints, nbytes: Floats) -> Floats:
+        """The sum at every position of the items that are there, with so many MiB, from `first` to before `last`."""
         change = np.zeros(self.model.program.size + 1)
-        nbytes = self.model.program.nbytes * share / MIB
         np.add.at(change, first, nbytes)
         np.add.at(change, np.maximum(first, last), -nbytes)
         return np.cumsum(change)[:-1]
@@ -69,15 +79,15 @@ class Occupancy:
             return np.zeros(program.size)
         positions = np.arange(program.size)
         end = np.full(len(self.away), program.size)
-        moving = self._gaps(program.left + 1, end, self.away)
-        left = self.values[[*links.left]]
-        out = np.searchsorted(links.out_begins, positions[: program.boundary], side="right") - 1
+        moving = self._gaps(program.left + 1, end, self.sent)
+        left = self.values[[*links.out.carried]]
+        out = np.searchsorted(links.out.begins, positions[: program.boundary], side="right") - 1
         moving[: program.boundary] -= left[np.maximum(out, 0)]
-        back = np.searchsorted(links.back_begins, positions[program.boundary :], side="right") - 1
-        come = np.concatenate([[0.0], self.values[[*links.come]]])[np.maximum(back, 0)]
-        # Behind its use an item is part of the base.
-        used = self._gaps(program.use, end, self.away)[program.boundary :]
-        moving[program.boundary :] = np.where(back > 0, come - used, 0.0)
+        back = np.searchsorted(links.back.begins, positions[program.boundary :], side="right") - 1
+        come = np.concatenate([[0.0], self.values[[*links.back.carried]]])[np.maximum(back, 0)]
+        begin = np.array([back_by(self.model, i) for i in range(len(self.away))], dtype=np.int64)
+        used = self._gaps(begin, end, self.sent)[program.boundary :]
+        moving[program.boundary :] = np.where(back > 0, np.maximum(come - used, 0.0), 0.0)
         return moving + program.machine.staging / MIB * float(self.values[self.model.staged])
 
     def _ran(self, positions: Ints) -> Floats:
@@ -101,15 +111,19 @@ class Occupancy:
         return ran
 
     def _direct(self, i: int, item: Item, ran: Floats, positions: Ints) -> Floats:
-        there = np.maximum(self.kept[i], ran[item.maker] - self.away[i])
+        if self.model.program.makers[item.maker].alone:
+            there = self.kept[i] + ran[item.maker]
+        else:
+            there = np.maximum(self.kept[i], ran[item.maker] - self.away[i])
         for w in item.readers:
             there = np.maximum(there, ran[w])
         inside = (item.left < positions) & (item.use > positions)
         return np.where(inside, there - self.kept[i], 0.0)
 
     def _indirect(self, i: int, item: Item, ran: Floats, positions: Ints) -> Floats:
-        there = np.zeros(len(positions))
-        most = np.maximum(self.kept[i], ran[item.maker])
+        there, made = np.zeros(len(positions)), ran[item.maker]
+        alone = self.model.program.makers[item.maker].alone
+        most = self.kept[i] + made if alone else np.maximum(self.kept[i], made)
         for w in item.readers:
             there = np.maximum(there, np.minimum(most, self.again[w]) - ran[w])
         return there

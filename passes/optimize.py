@@ -20,52 +20,61 @@ from .linear import INFINITY, Solved
 from .machine import Machine
 from .model import Model
 from .program import Program
-from .relax import EVERY, WINDOW, relax, write
+from .relax import apart, relax, write
 from .trace import Trace
 from .whole import Effort, fates, whole
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
 NOTHING_US = 20.0  # microseconds a step that nobody searches for
-FAIR = 0.01  # a gap at which it ends after the first few tries
 AIM = 0.8  # of this gap, so that a repair may cost something
 REPAIRS = 8
-LADDER = ((WINDOW, 12), (3 * WINDOW, 4), (EVERY, 2))  # how many makers rows look at, of how many positions at once
-EFFORTS = (
-    (1e-4, 200, WINDOW),
-    (1e-3, 200, WINDOW),
-    (1e-3, 100, EVERY),
-)  # threshold as a share of the step, nodes, makers a row looks at
-THOROUGH = 200  # nodes of the search with nothing fixed
-LARGE = 5_000  # columns: above, nothing fixed takes too long
-WORK = 25_000  # of all searches together, some seconds; see `Linear.work`
-PURE = 3  # points in a round, after which rows are written that are part of no proof
+POSITIONS = 12  # that get their rows at once
+# Thresholds as shares of the step, and whether a point that misses the aim is mended: a wider search is better.
+EFFORTS = ((-INFINITY, False), (1e-4, False), (5e-4, False), (1e-3, True), (INFINITY, True))
+NODES = 200
+LARGE = 5_000  # columns: of more the search with nothing fixed takes too long
+FEW = 1_000  # ops: with fewer a search takes no less
+WORK_PER_OP = 400_000  # of all searches of a pass together; see `Linear.work`
 
 
-def optimize(trace: Trace, machine: Machine) -> Proposal:
-    """The best plan found in which every value runs again or is sent away at most once; no decisions, if none fits."""
+def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
+    """The best plan found in which every value runs again or is sent away at most once; no decisions, if none fits.
+
+    The search ends at `until`, as `time.monotonic` has it; without it, it does not depend on the clock.
+    """
     if not linear.there():
         return Proposal(())
     program = Program(Gaps(trace), machine)
-    return _Search(program, machine).run()
+    return _Search(program, machine, until).run()
 
 
-def optimize_at_home(trace: Trace, machine: Machine) -> Proposal:
+def optimize_at_home(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same without the far tier; what is proven of that says nothing of plans that use it."""
     if not machine.out:
         return Proposal(())
-    return Proposal(optimize(trace, replace(machine, out=0.0, back=0.0)).plan)
+    return Proposal(optimize(trace, replace(machine, out=0.0, back=0.0), until).plan)
+
+
+def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
+    """The same with nothing cast for its way; what is proven of that says nothing of plans that cast."""
+    if not (machine.wire and machine.out):
+        return Proposal(())
+    return Proposal(optimize(trace, replace(machine, wire=""), until).plan)
 
 
 class _Search:
     """The best plan so far, and what is proven."""
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: Program, machine: Machine, until: float) -> None:
         self.program = program
         self.machine = machine
-        self.model = Model(program, machine.budget)
+        self.model = Model(program, machine.budget, until)
         self.step_us = program.captured.us
+        self.work = WORK_PER_OP * max(FEW, program.size)
         self.best: Choice | None = None
         self.bound_us = self.any_us = 0.0
+        self.relaxed: Solved
+        self.rows = 0  # that the relaxed point keeps
         self.events: list[int] = []  # rows that are no part of a proof
 
     def run(self) -> Proposal:
@@ -75,72 +84,71 @@ class _Search:
         self.any_us = relaxed.any_us
         if relaxed.solved is None:
             return Proposal((), any_us=self.any_us)
+        self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
         self._prove(relaxed.solved.us)
-        for share, nodes, window in EFFORTS:
-            for position in list(self.model.windows):
-                write(self.model, position, window)
-            self._round(Effort(share * self.step_us, nodes))
-            if self._is_near(FAIR):
+        for share, patient in EFFORTS:
+            self._round(share * self.step_us, patient)
+            if self._is_near():
                 break
-        if not self._is_near(ENOUGH):
-            self._be_thorough()
         return Proposal(self.best.plan if self.best else (), self.bound_us, self.any_us)
 
     def _prove(self, us: float) -> None:
         if not self.events:
             self.bound_us = max(self.bound_us, us - self.model.tie)
 
-    def _is_near(self, gap: float) -> bool:
+    def _is_near(self) -> bool:
         if self.best is None:
             return False
-        best = self._proven(self.best)
-        return best.forecast.us - best.lower_bound <= max(gap * best.lower_bound, NOTHING_US)
-
-    def _proven(self, choice: Choice) -> Choice:
-        return replace(choice, bound_us=self.bound_us, any_us=self.any_us)
+        best = replace(self.best, bound_us=self.bound_us, any_us=self.any_us)
+        return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
 
     @property
     def _target(self) -> float:
         return self.bound_us + AIM * max(ENOUGH * (self.step_us + self.bound_us), NOTHING_US)
 
-    def _round(self, effort: Effort) -> None:
+    def _effort(self, threshold: float) -> Effort | None:
+        """How hard to search, if a search ends in time: nothing fixed takes too long where there is much."""
+        left = self.work - self.model.linear.work
+        large = threshold == INFINITY and len(self.model.linear.costs) > LARGE
+        return Effort(threshold, NODES, left) if left > 0 and not large else None
+
+    def _round(self, threshold: float, patient: bool) -> None:
         """Round and repair, until a plan fits or nothing is left to mend."""
-        for turn in range(REPAIRS):
-            relaxed = self.model.linear.solve()
-            if relaxed is None or self.model.linear.work > WORK:
+        for _ in range(REPAIRS):
+            effort = self._effort(threshold)
+            if effort is None or not self._relax_again():
                 break
-            self._prove(relaxed.us)
-            point, _ = whole(self.model, relaxed, effort, self._target)
-            if point is None or self._judge(point, turn < PURE - 1):
+            point, bound = whole(self.model, self.relaxed, effort, self._target)
+            if threshold == INFINITY > bound:
+                self._prove(bound)
+            if point is None:
+                break
+            state = state_of(self.program.gaps, self.machine, fates(self.model, point))
+            near = patient or point.us <= self._target
+            if self._take(state) or not near or self._mend(state):
                 break
         self._forget_events()
 
-    def _be_thorough(self) -> None:
-        """Search with nothing fixed: what it proves is a bound of the class."""
-        if len(self.model.linear.costs) > LARGE or self.model.linear.work > WORK:
-            return
-        relaxed = self.model.linear.solve()
-        if relaxed is not None:
-            effort = Effort(float("inf"), THOROUGH)
-            point, bound = whole(self.model, relaxed, effort, self._target)
-            if bound < float("inf"):
-                self._prove(bound)
-            if point is not None and not self._judge(point, True):
-                self._round(Effort(EFFORTS[-1][0] * self.step_us, THOROUGH))
+    def _relax_again(self) -> bool:
+        """Bring the relaxed point up to date with rows written since; whether there is one."""
+        if self.rows != self.model.linear.rows:
+            solved = self.model.linear.solve()
+            if solved is None:
+                return False
+            self.relaxed, self.rows = solved, self.model.linear.rows
+            self._prove(solved.us)
+        return True
 
-    def _judge(self, point: Solved, pure: bool) -> bool:
-        """Whether the plan of a point fits; if not, what breaks the budget gets rows."""
-        gaps, machine = self.program.gaps, self.machine
-        state = state_of(gaps, machine, fates(self.model, point))
-        if self._take(state):
-            return True
-        self._take(descend_from(gaps, machine, state))
-        forecast = state.forecast
-        over = sorted(_over(self.program, forecast, self.machine.budget), key=lambda found: -found[1])
-        wrote = self._write_rows([position for position, _, _ in over])
-        if not (wrote and pure):
-            self.events += [event(self.model, forecast, index, position) for position, _, index in over]
-        return self._is_near(ENOUGH if pure else FAIR)
+    def _mend(self, state: State) -> bool:
+        """Whether what the greedy pass makes of the plan is near enough; if not, what breaks the budget gets rows."""
+        self._take(descend_from(self.program.gaps, self.machine, state))
+        over = sorted(_over(self.program, state.forecast, self.machine.budget), key=lambda found: -found[1])
+        new = [position for position, _, _ in over if position not in self.model.written]
+        for position in apart(new, POSITIONS):
+            write(self.model, position)
+        if not new:
+            self.events += [event(self.model, state.forecast, index, position) for position, _, index in over]
+        return self._is_near()
 
     def _take(self, state: State) -> bool:
         """Whether a plan fits; it is kept if it is the best so far."""
@@ -150,16 +158,11 @@ class _Search:
             self.best = Choice(state.plan, self.program.captured, state.forecast)
         return True
 
-    def _write_rows(self, positions: list[int]) -> bool:
-        """Rows for positions that have none, or rows that look at more makers; whether there were any to write."""
-        for window, count in LADDER:
-            if sum(write(self.model, position, window) for position in positions[:count]):
-                return True
-        return False
-
     def _forget_events(self) -> None:
         for row in self.events:
             self.model.linear.bound_row(row, INFINITY)
+        if self.events:
+            self.rows = 0  # the point may be another without them
         self.events.clear()
 
 

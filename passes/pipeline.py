@@ -21,16 +21,24 @@ from .greedy import descend, descend_at_home
 from .invariants import check
 from .machine import Machine
 from .obstacle import obstacle
-from .optimize import optimize, optimize_at_home
+from .optimize import optimize, optimize_at_home, optimize_uncast
 from .trace import Trace
 
 Pass = Callable[[Trace, Machine], Plan | Proposal]
+Search = Callable[[Trace, Machine, float], Proposal]
 Log = Callable[[str], None]
 
-# Without the far tier plans are easier to find, and its staging is spared.
-PASSES: tuple[Pass, ...] = (optimize, optimize_at_home, rerun_slices, descend, descend_at_home)
+# Without casts plans are easier to find; without the far tier even more so, and its staging is spared.
+PASSES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home, rerun_slices, descend, descend_at_home)
+# The passes that are told when to end.
+SEARCHES: dict[Pass, Search] = {
+    optimize: optimize,
+    optimize_uncast: optimize_uncast,
+    optimize_at_home: optimize_at_home,
+}
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked however little time there is
 NEAR = 0.02  # a gap at which no further pass is asked
+FAIR = 0.05  # a gap at which no further search is: it takes seconds
 
 
 def quiet(line: str) -> None:
@@ -42,7 +50,7 @@ def make_plan(
 ) -> Choice:
     """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
 
-    After so many `seconds` only the quick passes are still asked.
+    After so many `seconds` searches end with what they have, and only the quick passes are still asked.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
@@ -57,13 +65,22 @@ def make_plan(
     for find in passes:
         if find not in QUICK and time.monotonic() - begin >= seconds:
             continue
-        best = _better(best, find(trace, machine), machine)
+        search = SEARCHES.get(find)
+        if search and best.plan and best.forecast.peak <= machine.budget and best.gap <= FAIR:
+            continue
+        found = search(trace, machine, begin + seconds) if search else find(trace, machine)
+        best = _better(best, found, machine)
         log(f"{find.__name__:<16} {best.forecast}")
-        if best.forecast.peak <= machine.budget and best.gap <= NEAR:
+        if best.forecast.peak <= machine.budget and best.gap <= NEAR and not _may_stream(best, machine):
             break
     if best.forecast.peak > machine.budget:
         raise BudgetError(obstacle(best.forecast, machine, trace), machine.budget, best.forecast.peak)
     return best
+
+
+def _may_stream(best: Choice, machine: Machine) -> bool:
+    """Whether a plan costs so much that it may be better to let state live in the far tier."""
+    return machine.homes and best.overhead > NEAR
 
 
 def _better(best: Choice, found: Plan | Proposal, machine: Machine) -> Choice:

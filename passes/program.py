@@ -10,7 +10,6 @@ Positions are indices of the trace's ops; makers and items have indices of their
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +31,8 @@ class Item:
     """A movable storage.
 
     `left` is the last forward position that uses it, `use` the first backward position that reads it, or the number of
-    ops if none does.  `readers` are the makers that read it and may run again.
+    ops if none does.  `readers` are the makers that read it and may run again.  `wire` are its bytes once it is cast
+    for its way, 0 if it may not leave so.
     """
 
     storage: str
@@ -42,6 +42,7 @@ class Item:
     use: int
     readers: tuple[int, ...]
     leaves: bool
+    wire: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class Maker:
     us: float
     once: bool
     items: tuple[int, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it makes one item, which then is either saved or made again."""
+        return len(self.items) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +79,7 @@ class Program:
     def items(self) -> tuple[Item, ...]:
         place = {maker.value: i for i, maker in enumerate(self.makers)}
         readers = self._readers()
+        leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.maker}
         return tuple(
             Item(
                 storage=storage,
@@ -81,7 +88,8 @@ class Program:
                 left=self.gaps.left[storage],
                 use=self.gaps.uses.get(storage, (self.size,))[0],
                 readers=tuple(readers[storage]),
-                leaves=self._leaves(storage),
+                leaves=leaves[storage],
+                wire=self.gaps.wire_nbytes(storage, self.machine.wire) if leaves[storage] else 0,
             )
             for storage, value in self.gaps.maker.items()
         )
@@ -115,13 +123,43 @@ class Program:
         return base
 
     @cached_property
-    def reached(self) -> tuple[int, ...]:
-        """For each backward position the latest maker whose items it or a later one reads."""
-        latest = [0] * (self.size - self.boundary)
-        for item in self.items:
-            if item.use < self.size:
-                latest[item.use - self.boundary] = max(latest[item.use - self.boundary], item.maker)
-        return tuple(itertools.accumulate(reversed(latest), max))[::-1]
+    def floor(self) -> Floats:
+        """The bytes at every position that no plan lowers, whatever it runs again and how often: in backward, of the
+        items only those that the op reads."""
+        waiting = np.zeros(self.size + 1)
+        for life in self.captured.lives:
+            if life.storage in self.place and life.last >= self.boundary:
+                waiting[self.items[self.place[life.storage]].use] += life.nbytes
+                waiting[life.last + 1] -= life.nbytes
+        ops = self.gaps.trace.op
+        read = np.zeros(self.size)
+        for position in range(self.boundary, self.size):
+            held = {s for value in self.gaps.trace.ops[position].reads for s in ops[value].holds}
+            read[position] = sum(self.items[self.place[s]].nbytes for s in held if s in self.place)
+        floor: Floats = self.base - np.cumsum(waiting)[:-1] + read
+        return floor
+
+    @cached_property
+    def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Before which backward position each item is wanted at the earliest, to be read or to make another again; and
+        before which each maker may run again.  The number of ops if there is none."""
+        items, makers = [item.use for item in self.items], [self.size] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            for i in self.makers[o].items:
+                items[i] = min([items[i], *(makers[w] for w in self.items[i].readers)])
+            makers[o] = min(items[i] for i in self.makers[o].items)
+        return tuple(items), tuple(makers)
+
+    @cached_property
+    def due(self) -> tuple[int, ...]:
+        """The backward position before which each item is wanted at the latest, if it is wanted at all."""
+        items, makers = [item.use for item in self.items], [0] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            for i in self.makers[o].items:
+                if items[i] == self.size:
+                    items[i] = max((makers[w] for w in self.items[i].readers), default=self.size)
+            makers[o] = max(items[i] for i in self.makers[o].items)
+        return tuple(items)
 
     @cached_property
     def nbytes(self) -> Floats:
@@ -144,6 +182,6 @@ class Program:
                     found[storage].append(i)
         return found
 
-    def _leaves(self, storage: str) -> bool:
-        wanted = storage in self.gaps.root and storage in self.gaps.uses
+    def _leaves(self, storage: str, readers: list[int]) -> bool:
+        wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
         return wanted and self.machine.out > 0 < self.machine.back and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

@@ -21,8 +21,6 @@ from .program import Floats
 ROUNDS = 60
 PER_ROUND = 12  # positions of each kind that get their rows
 BANDS = 64  # of backward, in each of which the worst position is looked at
-WINDOW = 50  # makers before the one that backward has reached, whose re-runs a row looks at at first
-EVERY = 1 << 62
 APART = 3  # positions nearer to each other than this say much the same
 OVER = 1.001  # of the budget: what is less over it is left to the simulator
 
@@ -41,6 +39,8 @@ class Relaxed:
 def relax(model: Model) -> Relaxed | None:
     """The least point; None if no plan at all fits the budget."""
     program = model.program
+    if program.floor.max(initial=0.0) > model.budget:
+        return None
     first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
     for position in sorted(first & set(range(program.boundary))):
         write(model, position)
@@ -53,18 +53,12 @@ def relax(model: Model) -> Relaxed | None:
     return Relaxed(solved, max(0.0, anyhow.us - model.tie))
 
 
-def write(model: Model, position: int, window: int = WINDOW) -> bool:
-    """The rows of a position, if it does not have as many; whether there was anything to write."""
-    if model.windows.get(position, -1) >= window:
-        return False
-    model.windows[position] = window
-    if position < model.program.boundary:
-        memory.forward(model, position)
-        model.windows[position] = EVERY
-    else:
-        reached = model.program.reached[position - model.program.boundary]
-        memory.backward(model, position, max(0, reached - window))
-    return True
+def write(model: Model, position: int) -> None:
+    """The rows of a position, if it has none."""
+    if position in model.written:
+        return
+    model.written.add(position)
+    (memory.forward if position < model.program.boundary else memory.backward)(model, position)
 
 
 def _backward(model: Model) -> range:
@@ -96,14 +90,18 @@ def _over(model: Model, occupancy: Occupancy) -> list[int]:
     positions = np.array([band[np.argmax(occupancy.plain[band])] for band in bands], dtype=np.int64)
     worked = occupancy.worked(positions)
     order = [k for k in np.argsort(-worked) if worked[k] * MIB > model.budget * OVER]
-    return found + [int(positions[k]) for k in order if positions[k] not in model.windows][:PER_ROUND]
+    return found + [int(positions[k]) for k in order if positions[k] not in model.written][:PER_ROUND]
 
 
 def _worst(model: Model, nbytes: Floats) -> list[int]:
+    over = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > model.budget * OVER]
+    return apart([position for position in over if position not in model.written], PER_ROUND)
+
+
+def apart(positions: list[int], most: int) -> list[int]:
+    """The first positions, without those that are near to one before them."""
     found: list[int] = []
-    for position in map(int, np.argsort(-nbytes)):
-        if nbytes[position] * MIB <= model.budget * OVER or len(found) == PER_ROUND:
-            break
-        if position not in model.windows and all(abs(position - other) > APART for other in found):
+    for position in positions:
+        if len(found) < most and all(abs(position - other) > APART for other in found):
             found.append(position)
     return found

@@ -9,12 +9,15 @@ there.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
+from itertools import accumulate
 
 from .decisions import Decision, Offload, Plan, Recompute, Reload
 from .gaps import Gaps
 from .machine import Machine
+from .streams import Streams
 
 
 class Fate(Enum):
@@ -26,10 +29,16 @@ class Fate(Enum):
     OFFLOAD = "offload"  # copied away and back while compute goes on
     STALL = "stall"  # copied away and back while compute waits
     FETCH = "fetch"  # the same, and copied back for each use
+    CAST_OFFLOAD = "cast offload"  # as the three above, cast for its way
+    CAST_STALL = "cast stall"
+    CAST_FETCH = "cast fetch"
 
 
-AWAY = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH)
-PASSING = (Fate.BRIEF, Fate.FETCH)
+HIDDEN = (Fate.OFFLOAD, Fate.CAST_OFFLOAD)
+CAST = (Fate.CAST_OFFLOAD, Fate.CAST_STALL, Fate.CAST_FETCH)
+HOMEWARD = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH)  # of an input or a gradient: its home is far
+AWAY = (*HOMEWARD, *CAST)
+PASSING = (Fate.BRIEF, Fate.FETCH, Fate.CAST_FETCH)
 Fates = Mapping[str, Fate]
 
 
@@ -46,12 +55,20 @@ def fate(gaps: Gaps, fates: Fates, storage: str) -> Fate:
     return Fate.KEEP if storage in gaps.uses or once else Fate.RECOMPUTE
 
 
+def sent_nbytes(gaps: Gaps, machine: Machine, storage: str, fate: Fate) -> int:
+    """The bytes that go to the far tier if `storage` has this fate."""
+    if fate not in AWAY:
+        return 0
+    return gaps.wire_nbytes(storage, machine.wire) if fate in CAST else gaps.trace.nbytes[storage]
+
+
 class _Scheduler:
     """Walks backward; `there` are the lost values that have been made again and stay, `now` those for one op only."""
 
     def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
         self.gaps = gaps
         self.fates = {storage: fate(gaps, fates, storage) for storage in gaps.maker}
+        self.streams = Streams(gaps, machine, ahead={s: f is Fate.OFFLOAD for s, f in fates.items() if f in HOMEWARD})
         self.links = _Links(gaps, self.fates, machine)
         self.there: set[str] = set()
         self.now: set[str] = set()
@@ -59,18 +76,26 @@ class _Scheduler:
         self.decisions: list[Decision] = []
 
     def plan(self) -> Plan:
-        for index, values in self.gaps.reads.items():
+        self.decisions += self.streams.begin()
+        for index, values in self._reads():
             self.now.clear()
             for value in values:
                 self._need(value, index)
-        return tuple(self.decisions)
+            self.streams.passed(index)
+        return (*self.streams.hastened(self.links.early(self.decisions)), *self.streams.leave())
+
+    def _reads(self) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """The ops (by index) that read what can have been lost, and what they read of it."""
+        reads, visits = self.gaps.reads, self.streams.visits
+        for index in sorted({*reads, *visits}) if visits else reads:
+            yield index, (*visits.get(index, ()), *reads.get(index, ()))
 
     def _need(self, value: str, index: int) -> None:
         """Make `value` be there for the op at `index`; depth first, without recursion: chains are long."""
         todo = [(value, False)]
         while todo:
             value, ready = todo.pop()
-            if self._has(value):
+            if self._has(value, index):
                 continue
             if self._fetch(value, index):
                 continue
@@ -79,15 +104,21 @@ class _Scheduler:
                 continue
             todo.append((value, True))
             reads = self.gaps.trace.op[value].reads
-            todo += [(read, False) for read in reversed(reads) if read in self.gaps.held]
+            todo += [(read, False) for read in reversed(reads) if read in self.gaps.held or self.streams.knows(read)]
 
-    def _has(self, value: str) -> bool:
+    def _has(self, value: str, index: int) -> bool:
+        if self.streams.knows(value):
+            return self.streams.has(value, index)
         if value in self.there or value in self.now:
             return True
         return all(self.fates[storage] is Fate.KEEP for storage in self.gaps.held[value])
 
     def _fetch(self, value: str, index: int) -> bool:
         """Whether `value` is what was sent away; then it is fetched, before the op at `index`."""
+        if self.streams.is_home(value):
+            self.decisions.append(self.streams.fetch(value, index, len(self.decisions)))
+        if self.streams.knows(value):
+            return self.streams.is_home(value)
         storage = self.gaps.held[value][0]
         if self.fates[storage] not in AWAY or self.gaps.root.get(storage) != value:
             return False
@@ -106,9 +137,12 @@ class _Scheduler:
 
     def _again(self, value: str, index: int) -> None:
         self.decisions.append(Recompute(value, self.gaps.trace.ops[index].name))
+        if self.streams.knows(value):
+            self.streams.made(value)
+            return
         self._arrive(value)
         for part in self.gaps.parts.get(value, ()):
-            if not self._has(part) and self._used_later(part, index):
+            if not self._has(part, index) and self._used_later(part, index):
                 self._again(part, index)
 
     def _used_later(self, value: str, index: int) -> bool:
@@ -125,35 +159,50 @@ class _Links:
         self.gaps = gaps
         self.fates = fates
         self.machine = machine
-        away = [storage for storage in gaps.maker if fates[storage] is Fate.OFFLOAD and storage in gaps.uses]
+        self.sent = {storage: sent_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
+        away = [storage for storage in gaps.maker if fates[storage] in HIDDEN]
         self.freed = self._freed(sorted(away, key=lambda s: gaps.left[s]))
-        self.fetched = self._fetched(sorted(away, key=lambda s: -gaps.uses[s][0]))
+        self.hidden = {gaps.root[storage]: storage for storage in away}
 
     def offload(self, storage: str) -> Offload:
         left = self.gaps.left[storage]
         free = self.freed.get(storage, left)
-        return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name)
+        wire = self.machine.wire if self.fates[storage] in CAST else ""
+        return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire)
 
     def reload(self, storage: str, use: int) -> Reload:
-        back = min(self.fetched.get(storage, use), use)
-        return Reload(self.gaps.root[storage], self.gaps.trace.ops[back].name, self.gaps.trace.ops[use].name)
+        """Back just when it is needed; see `early`."""
+        name = self.gaps.trace.ops[use].name
+        return Reload(self.gaps.root[storage], name, name)
+
+    def early(self, decisions: list[Decision]) -> list[Decision]:
+        """The decisions with copies back that begin early enough to have ended where they are needed first."""
+        begins, ends = self._blocks(decisions)
+        boundary, due, found = self.gaps.trace.boundary, float("inf"), list[Decision]()
+        for decision in reversed(decisions):
+            if isinstance(decision, Reload) and decision.value in self.hidden:
+                use = self.gaps.index[decision.use]
+                due = min(due, begins[use]) - self.sent[self.hidden[decision.value]] / self.machine.back
+                back = min(use, max(bisect.bisect_right(ends, due) - 1, boundary))
+                decision = replace(decision, back=self.gaps.trace.ops[back].name)
+            found.append(decision)
+        return found[::-1]
+
+    def _blocks(self, decisions: list[Decision]) -> tuple[list[float], list[float]]:
+        """When what runs again before each op begins, and when the op itself does."""
+        again = [0.0] * len(self.gaps.trace.ops)
+        for decision in decisions:
+            if isinstance(decision, Recompute):
+                again[self.gaps.index[decision.before]] += self.gaps.trace.op[decision.value].us
+        ends = [begin + ran for begin, ran in zip(self.gaps.begins, accumulate(again), strict=False)]
+        return [end - ran for end, ran in zip(ends, again, strict=True)], ends
 
     def _freed(self, away: list[str]) -> dict[str, int]:
         """For each storage the forward op at whose end its copy out will have ended."""
         idle, freed = 0.0, {}
         for storage in away:
             left = self.gaps.left[storage]
-            idle = max(idle, self.gaps.begins[left + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
+            idle = max(idle, self.gaps.begins[left + 1]) + self.sent[storage] / self.machine.out
             ended = bisect.bisect_left(self.gaps.begins, idle) - 1
             freed[storage] = max(left, min(ended, self.gaps.trace.boundary - 1))
         return freed
-
-    def _fetched(self, away: list[str]) -> dict[str, int]:
-        """For each storage the backward op before which its copy back has to begin, to have ended at its first use."""
-        due, fetched = float("inf"), {}
-        for storage in away:
-            use = self.gaps.uses[storage][0]
-            due = min(due, self.gaps.begins[use]) - self.gaps.trace.nbytes[storage] / self.machine.back
-            begun = bisect.bisect_right(self.gaps.begins, due) - 1
-            fetched[storage] = min(use, max(begun, self.gaps.trace.boundary))
-        return fetched

@@ -47,6 +47,7 @@ class Op:
     workspace: int = 0  # bytes that the op allocates and frees while it runs
     draws: int = 0  # bytes of the generator's state, for an op that draws random numbers
     once: bool = False  # may not run a second time
+    far: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
     again: str = ""  # the op that this one repeats
     type: str = ""
     where: str = ""
@@ -66,7 +67,7 @@ class Op:
         if self.holds != tuple(storage.name for storage in self.makes):
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
-        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once
+        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["far"] * self.far
         notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
         text = " | ".join(note for note in notes if note)
         return f"{self.name} = {self.fn}({', '.join(self.reads)})" + (f"  # {text}" if text else "")
@@ -145,7 +146,7 @@ def _parse_op(line: str, phase: str) -> Op:
     return Op(
         name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
-        once=bool(facts["once"]), again=facts["again"], type=facts["type"], where=where,
+        once=bool(facts["once"]), far=bool(facts["far"]), again=facts["again"], type=facts["type"], where=where,
     )  # fmt: skip
 
 
@@ -158,11 +159,11 @@ def _cut(notes: str, mark: str) -> tuple[str, str]:
 
 
 def _parse_notes(notes: str) -> dict[str, str]:
-    facts = dict.fromkeys(("type", "makes", "holds", "us", "workspace", "draws", "once", "again"), "")
+    facts = dict.fromkeys(("type", "makes", "holds", "us", "workspace", "draws", "once", "far", "again"), "")
     for note in filter(None, notes.split(" | ")):
         word, _, rest = note.partition(" ")
-        if note == "once":
-            facts["once"] = note
+        if note in ("once", "far"):
+            facts[note] = note
         elif word in ("makes", "holds", "workspace", "draws", "again"):
             facts[word] = rest
         elif rest == "us":

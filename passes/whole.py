@@ -3,7 +3,8 @@
     K = (1, 0.37, 0, 0.99, ...)   ->   {a: KEEP, b: RECOMPUTE, c: RECOMPUTE, d: KEEP, h: OFFLOAD, ...}
 
 The prices of the relaxed program say which columns it would cost more than a threshold to change; these stay as they
-are, and what is left is small.
+are, and what is left is small.  Below a threshold of minus infinity is no price: only the columns between their ends
+are free then.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ HALF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to search: columns that cost more than `threshold` microseconds to change are fixed; `nodes` at most."""
+    """How hard to search: columns that cost more than `threshold` microseconds to change are fixed; `nodes` and `work`
+    at most."""
 
     threshold: float
     nodes: int
+    work: float
 
 
 def whole(model: Model, relaxed: Solved, effort: Effort, target: float) -> tuple[Solved | None, float]:
     """A point with whole columns of at most `target`, if there is one that is easily found, or the best that is; and a
     bound below all such points that leave the fixed columns as they are."""
-    return model.linear.solve_whole(model.whole, _fixed(model, relaxed, effort.threshold), effort.nodes, target)
+    fixed = _fixed(model, relaxed, effort.threshold)
+    return model.linear.solve_whole(model.whole, fixed, effort.nodes, effort.work, target)
 
 
 def fates(model: Model, solved: Solved) -> dict[str, Fate]:
@@ -38,6 +42,8 @@ def fates(model: Model, solved: Solved) -> dict[str, Fate]:
     for i, item in enumerate(model.program.items):
         if i in model.away and solved.values[model.away[i]] > HALF:
             found[item.storage] = Fate.OFFLOAD
+        elif i in model.cast and solved.values[model.cast[i]] > HALF:
+            found[item.storage] = Fate.CAST_OFFLOAD
         elif solved.values[model.kept[i]] > HALF or model.program.makers[item.maker].once:
             found[item.storage] = Fate.KEEP
         else:

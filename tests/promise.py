@@ -64,9 +64,10 @@ def trial(case: Case, share: float, **wishes: Any) -> Trial:
     ours = _train(model, lambda: batch.of(planned))
     report = planned.plan
     kinds = [type(decision).__name__ for decision in report.plan]
+    held = resident_bytes([*model.parameters(), *model.buffers(), *_tensors(batch)])  # what lives on disk is not
     staging = int(report.forecast.by_kind["staging"].max(initial=0))
     return Trial(
-        budget, there + eager_peak_of(case), report.peak, there + ours.peak + staging, report.measured,
+        budget, there + eager_peak_of(case), report.peak, held + ours.peak + staging, report.measured,
         len(ours.facts) == len(eager.facts) and all(map(torch.equal, ours.facts, eager.facts)),
         eager.us, ours.us, report.planned_us, kinds.count("Recompute"), kinds.count("Offload"),
     )  # fmt: skip

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
 from passes.decisions import Decision
 from passes.gaps import Gaps
-from passes.schedule import AWAY, Fate, schedule
+from passes.schedule import AWAY, CAST, HOMEWARD, Fate, schedule
 
 FORWARD = ("plain", "plain", "view", "several", "random", "dropout", "split", "once", "slice", "empty")
 BACKWARD = ("plain", "plain", "skip", "view", "several", "random")
 LINKS = (0.0, 0.5, 3.0, 100.0, 1e6)  # bytes per microsecond
+CASTS = (1.0, 50.0, 1e5)
 STATE = 16  # bytes of the generator's state
 
 
@@ -71,22 +72,37 @@ def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: b
     return _Writer().write(forward, backward, late, updated)
 
 
-def machines(links: Sequence[float] = LINKS) -> st.SearchStrategy[Machine]:
+def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st.SearchStrategy[Machine]:
     """Machines without a far tier, with slow links and with fast ones; the budget is for the test to say."""
-    link = st.sampled_from(links)
-    return st.builds(Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)))
+    link, cast = st.sampled_from(links), st.sampled_from(CASTS)
+    return st.builds(
+        Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)),
+        wire=st.sampled_from(wires), narrow=cast, widen=cast,
+    )  # fmt: skip
 
 
 @st.composite
-def legal_fates(draw: st.DrawFn, gaps: Gaps) -> dict[str, Fate]:
-    """A fate for each movable storage, of those that the planner may choose."""
-    numbers = draw(st.lists(st.integers(0, 5), min_size=len(gaps.maker), max_size=len(gaps.maker)))
+def legal_fates(draw: st.DrawFn, gaps: Gaps, wire: str = "", homes: bool = True) -> dict[str, Fate]:
+    """A fate for each movable storage, of those that the planner may choose; with `homes` also for some inputs and
+    gradients."""
+    numbers = draw(st.lists(st.integers(0, 8), min_size=len(gaps.maker), max_size=len(gaps.maker)))
     found = {}
     for storage, number in zip(gaps.maker, numbers, strict=True):
         again = () if gaps.trace.op[gaps.maker[storage]].once else (Fate.RECOMPUTE, Fate.BRIEF)
-        may = (Fate.KEEP, *again, *(AWAY if storage in gaps.root else ()))
+        may = (Fate.KEEP, *again, *ways(gaps, storage, wire))
         found[storage] = may[number % len(may)]
-    return found
+    if not homes:
+        return found
+    return found | draw(
+        st.dictionaries(st.sampled_from(sorted({*gaps.homes, *gaps.gradients})), st.sampled_from(HOMEWARD))
+    )
+
+
+def ways(gaps: Gaps, storage: str, wire: str = "") -> tuple[Fate, ...]:
+    """The ways in which a storage can go to the far tier."""
+    if storage not in gaps.root:
+        return ()
+    return tuple(way for way in AWAY if way not in CAST or gaps.wire_nbytes(storage, wire))
 
 
 @st.composite
@@ -108,7 +124,8 @@ def planned(draw: st.DrawFn) -> tuple[Trace, Plan]:
 def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
     """What carries out random fates."""
     gaps = Gaps(trace)
-    return schedule(gaps, draw(legal_fates(gaps)), draw(machines(LINKS[1:])))
+    machine = draw(machines(LINKS[1:], ("", "bf16")))
+    return schedule(gaps, draw(legal_fates(gaps, machine.wire)), machine)
 
 
 @st.composite
@@ -135,7 +152,8 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
 
 
 def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
-    """Out and back between two neighbouring reads of any value that holds `storage`; nothing, if that can't be."""
+    """Out and back between two neighbouring reads of any value that holds `storage`, cast for the way or not; nothing,
+    if that can't be."""
     trace, root = gaps.trace, gaps.root[storage]
     first = gaps.index[root]
     reads = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
@@ -152,7 +170,8 @@ def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
     if views is None:
         return ()
     name = [op.name for op in trace.ops]
-    trip = Offload(root, name[out], name[free]), Reload(root, name[back], name[use])
+    wire = "bf16" if places[5] % 2 and gaps.wire_nbytes(storage, "bf16") else ""
+    trip = Offload(root, name[out], name[free], wire), Reload(root, name[back], name[use])
     later = _between(use, len(name) - 1, places[5])
     latest = _between(later, len(name) - 1, places[6])
     second = [Reload(root, name[later], name[latest])] * (places[6] % 2)
@@ -244,7 +263,7 @@ class _Writer:
         self.nbytes |= {storage.name: storage.nbytes for storage in made}
         # A view shows all of its storage or a piece of it.
         piece = gene.kind in ("slice", "split") or (gene.kind == "view" and gene.us % 1)
-        types = ["u8[7]" if piece else f"u8[{self.nbytes[held]}]" for held in holds]
+        types = ["u8[7]" if piece else _type(self.nbytes[held]) for held in holds]
         op = Op(
             name, f"aten.{gene.kind}.default", reads, made, holds, phase, gene.us * bool(made), gene.workspace * bool(made),
             STATE * (gene.kind in ("random", "dropout")), gene.kind == "once", type=", ".join(types), where=f"model.py:{len(self.ops)}",
@@ -265,6 +284,10 @@ class _Writer:
         self.ops.append(op)
         self.holds[op.name] = op.holds
         return op.name
+
+
+def _type(nbytes: int) -> str:
+    return f"u8[{nbytes}]" if nbytes % 4 else f"f32[{nbytes // 4}]"
 
 
 def _made(name: str, gene: Gene) -> list[tuple[str, int]]:

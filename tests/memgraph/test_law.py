@@ -3,6 +3,9 @@
     summarize(rewrite(graph, apply(summarize(graph), plan))) == apply(summarize(graph), plan)
 
 for any plan, not only for those that a planner finds sensible: hypothesis draws what becomes of each storage.
+
+What is cast for its way comes back rounded, and nothing else does: such a step is what the same step without casts is, if
+the far tier rounds.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,20 +29,26 @@ import memgraph
 from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses, operands
 from memgraph.disk import STAGING
+from memgraph.ops import Lease
 from memgraph.peak import measured, resident_bytes
 from memgraph.probe import Prober
 from memgraph.report import Report
-from memgraph.rewrite import fake_mode, rewrite, slot_nbytes
+from memgraph.residence import Residence
+from memgraph.rewrite import fake_mode, rewrite
+from memgraph.slots import Homes, slots
 from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import Cost, summarize
 from memgraph.tiers import far_tier
 from memgraph.truth import correct
-from passes import Choice, Machine, Plan, Recompute, Trace, apply, check, predict
+from passes import Choice, Machine, Offload, Plan, Recompute, Trace, apply, check, predict
 from passes.gaps import Gaps
-from passes.schedule import AWAY, Fate, schedule
+from passes.schedule import CAST, HOMEWARD, Fate, schedule
+from tests.strategies import ways
 
-MACHINE = Machine(1 << 40, out=10.0, back=10.0, staging=STAGING, capacity=1 << 40)
+MACHINE = Machine(
+    1 << 40, out=10.0, back=10.0, staging=STAGING, capacity=1 << 40, wire="bf16", narrow=100.0, widen=100.0
+)
 CPU = torch.device("cpu")
 PROBER = Prober(1 << 30)
 # What the forecast may count too much of: a tangent is there from the first backward op on, but the engine hands it in when it likes.
@@ -158,6 +167,8 @@ class Subject:
 
     def again(self) -> None:
         """Everything as it was before the first step."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.begin[name].clone()  # on the device, wherever the plan before had it
         self.model.load_state_dict(self.begin)
         for tensor in self.tensors:
             tensor.grad = None
@@ -196,16 +207,18 @@ def traced(name: str, adds: bool) -> Trace:
 
 
 @cache
-def fates(name: str, adds: bool) -> st.SearchStrategy[dict[str, Fate]]:
+def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.SearchStrategy[dict[str, Fate]]:
     """What may become of each storage."""
     gaps = Gaps(traced(name, adds))
-    return st.fixed_dictionaries({storage: st.sampled_from(legal(gaps, storage)) for storage in gaps.maker})
+    return st.fixed_dictionaries(
+        {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.maker}
+        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in (*gaps.homes, *gaps.gradients) if homes}
+    )
 
 
-def legal(gaps: Gaps, storage: str) -> list[Fate]:
+def legal(gaps: Gaps, storage: str, wire: str = "") -> list[Fate]:
     again = [] if gaps.trace.op[gaps.maker[storage]].once else [Fate.RECOMPUTE, Fate.BRIEF]
-    away = list(AWAY) if storage in gaps.root else []
-    return [Fate.KEEP, *again, *away]
+    return [Fate.KEEP, *again, *ways(gaps, storage, wire)]
 
 
 def planned(name: str, adds: bool, chosen: dict[str, Fate]) -> Plan:
@@ -218,11 +231,42 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     its, trace = subject(name), traced(name, adds)
     forecast = predict(apply(trace, plan), MACHINE)
     graph = rewrite(its.graphs[adds], forecast.trace)
-    tier = far_tier(CPU, slot_nbytes(graph), None)
+    found = slots(graph, its.captured)
+    tier = far_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
-    yield Step(its.captured, split(graph, its.captured.graph), tier, report)
+    homes = Homes(Residence(its.model, None), found, its.captured, list)
+    yield Step(its.captured, split(graph, its.captured.graph), tier, report, homes)
     if tier is not None:
         tier.close()
+
+
+class Rounding:
+    """A lease that rounds what it takes into some slots."""
+
+    def __init__(self, lease: Lease, slots: set[int]) -> None:
+        self.lease, self.slots = lease, slots
+
+    def offload(self, slot: int, tensor: Tensor) -> None:
+        self.lease.offload(slot, tensor.bfloat16().to(tensor.dtype) if slot in self.slots else tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lease, name)
+
+
+@contextmanager
+def rounding(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
+    """The step of `plan` without casts, on a tier that rounds what the plan casts."""
+    with step_of(name, adds, tuple(replace(d, wire="") if isinstance(d, Offload) else d for d in plan)) as step:
+        ops = (op for op in apply(traced(name, adds), plan).ops if op.fn == "memgraph.offload.default")
+        slots = {slot for slot, op in enumerate(ops) if op.reads[0].endswith("__wire")}
+        if step.tier is not None:
+            lease = step.tier.lease
+            step.tier.lease = lambda: Rounding(lease(), slots)  # type: ignore[method-assign]
+        yield step
+
+
+def casts(plan: Plan) -> bool:
+    return any(isinstance(decision, Offload) and decision.wire for decision in plan)
 
 
 def run(its: Subject, step: Step, times: int) -> list[Tensor]:
@@ -258,7 +302,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 @thorough
 @given(data=st.data())
 def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool, data: st.DataObject) -> None:
-    plan = planned(name, adds, data.draw(fates(name, adds)))
+    plan = planned(name, adds, data.draw(fates(name, adds, "bf16")))
     text = apply(traced(name, adds), plan)
     check(text)
     found = summarize(rewrite(subject(name).graphs[adds], text), price)
@@ -272,7 +316,7 @@ def test_no_decisions_leave_the_graph_as_it_is(name: str) -> None:
     assert summarize(rewrite(subject(name).graphs[False], apply(trace, ())), price) == trace
 
 
-@pytest.mark.parametrize("only", list(Fate))
+@pytest.mark.parametrize("only", [fate for fate in Fate if fate not in CAST])
 @pytest.mark.parametrize("name", ["attention", "normed"])
 def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Fate) -> None:
     gaps = Gaps(traced(name, False))
@@ -297,6 +341,36 @@ def test_any_plan_is_bit_equal_with_eager_and_measures_itself_within_its_forecas
         assert step.report.measured <= step.report.peak
 
 
+@pytest.mark.parametrize("only", CAST)
+@pytest.mark.parametrize("name", ["attention", "normed"])
+def test_casts_round_what_they_send_and_nothing_else(name: str, only: Fate) -> None:
+    gaps, its = Gaps(traced(name, False)), subject(name)
+    plan = planned(name, False, {s: only if only in legal(gaps, s, "bf16") else Fate.KEEP for s in gaps.maker})
+    assert casts(plan)
+    with step_of(name, False, plan) as step, rounding(name, False, plan) as other:
+        its.again()
+        found = run(its, step, 1)
+        its.again()
+        assert same(found, run(its, other, 1))
+    assert not same(found, eager(name, 1))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@thorough
+@given(data=st.data())
+def test_any_plan_rounds_what_it_casts_and_nothing_else(name: str, adds: bool, data: st.DataObject) -> None:
+    # The other tier rounds all that goes there, and state that lives there is not cast.
+    its, plan = subject(name), planned(name, adds, data.draw(fates(name, adds, "bf16", homes=False)))
+    with step_of(name, adds, plan) as step, rounding(name, adds, plan) as other:
+        its.again()
+        found = run(its, step, 1 + adds)
+        its.again()
+        assert same(found, run(its, other, 1 + adds))
+        assert step.report.measured is not None
+        assert adds or step.report.measured <= step.report.peak
+
+
 @pytest.mark.parametrize("name", MODELS)
 @settings(thorough, max_examples=2)
 @given(data=st.data())
@@ -313,10 +387,12 @@ def test_any_plan_adds_to_gradients_as_eager_does(name: str, data: st.DataObject
 @given(data=st.data())
 def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data: st.DataObject) -> None:
     its = subject(name)
-    with step_of(name, adds, planned(name, adds, data.draw(fates(name, adds)))) as step:
+    with step_of(name, adds, planned(name, adds, data.draw(fates(name, adds, "bf16")))) as step:
         its.again()
         if adds:
             run(its, step, 1)
+        assert step.homes is not None
+        step.homes.settled()
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measured(lambda: step(its.tensors, refuse)[0].backward())
         assert allocated is not None
@@ -324,7 +400,9 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         taken = there + allocated.peak + int(forecast.by_kind["staging"].max(initial=0))
     assert taken <= forecast.peak
     if name in EXACT:
-        assert forecast.peak - taken <= SLACK
+        at = forecast.trace.ops[forecast.at]
+        unused = at.workspace * (at.fn == "memgraph.narrow.default")  # is there for infinite numbers
+        assert forecast.peak - taken <= SLACK + unused
 
 
 def test_no_file_is_left_open() -> None:

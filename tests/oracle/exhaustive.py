@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from passes import Machine, Offload, Plan, Recompute, Trace, apply, predict
 from passes.gaps import Gaps
-from passes.schedule import AWAY, Fate, schedule
+from passes.schedule import Fate, schedule
+from tests.strategies import ways
 
 Choices = Mapping[str, Sequence[Fate]]
 
@@ -49,10 +50,10 @@ def keep_or_recompute(gaps: Gaps) -> Choices:
 
 
 def all_fates(gaps: Gaps, machine: Machine) -> Choices:
-    """The same with what is made again for each use and, if there is a far tier, with all ways there."""
-    away = AWAY if machine.out > 0 and machine.back > 0 else ()
+    """The same with what is made again for each use and, if there is a far tier, with all ways there, cast or not."""
+    linked = machine.out > 0 and machine.back > 0
     return {
-        storage: (*fates, *((Fate.BRIEF,) if len(fates) > 1 else ()), *(away if storage in gaps.root else ()))
+        storage: (*fates, *((Fate.BRIEF,) if len(fates) > 1 else ()), *(ways(gaps, storage, machine.wire) * linked))
         for storage, fates in keep_or_recompute(gaps).items()
     }
 
@@ -74,8 +75,8 @@ def _plans(gaps: Gaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
     """The plan of every choice whose copies the far tier has room for."""
     for fates in itertools.product(*choices.values()):
         plan = schedule(gaps, dict(zip(choices, fates, strict=True)), machine)
-        sent = (gaps.trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload))
-        if sum(gaps.trace.nbytes[storage] for storage in sent) <= machine.capacity:
+        sent = ((gaps.held[d.value][0], d.wire) for d in plan if isinstance(d, Offload))
+        if sum(gaps.wire_nbytes(s, wire) if wire else gaps.trace.nbytes[s] for s, wire in sent) <= machine.capacity:
             yield plan
 
 

@@ -48,8 +48,9 @@ class Run:
     nbytes: list[int] = field(default_factory=list)
 
 
-def run(trace: Trace) -> Run:
-    return _Interpreter(trace).run()
+def run(trace: Trace, window: int | None = None) -> Run:
+    """`window`: what an update holds that reads what is far; None, if that is its own workspace."""
+    return _Interpreter(trace, window).run()
 
 
 def digest(*parts: object) -> str:
@@ -59,8 +60,8 @@ def digest(*parts: object) -> str:
 class _Interpreter:
     """`env` has the values that are still to be read, `alive` every block that something refers to, `far` what was sent away."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, window: int | None) -> None:
+        self.trace, self.window = trace, window
         self.done = Run()
         self.env: dict[str, Value] = {}
         self.far: dict[str, tuple[str, str]] = {}
@@ -91,7 +92,9 @@ class _Interpreter:
         verb = op.fn.removeprefix("memgraph.").removesuffix(".default") if op.fn.startswith("memgraph.") else "compute"
         self.env[op.name] = getattr(self, f"_{verb}")(op, reads, blocks)
         begun = self.tangents * any(known.phase == "backward" for known in self.trace.ops[: len(self.done.nbytes) + 1])
-        self.done.nbytes.append(sum(block.nbytes for block in self.alive) - self.tangents + begun + op.workspace)
+        in_windows = op.phase == "update" and any(name in self.far for name in op.reads)
+        taken = self.window if in_windows and self.window is not None else op.workspace
+        self.done.nbytes.append(sum(block.nbytes for block in self.alive) - self.tangents + begun + taken)
 
     def _new(self, name: str, nbytes: int, content: str = "") -> Block:
         block = Block(name, nbytes, content)
@@ -112,6 +115,9 @@ class _Interpreter:
         if op.again:
             assert value.content == self.done.computed[name], f"{op.name} is not what {name} was"
         self.done.computed.setdefault(name, value.content)
+        if op.far:
+            self.far[op.name] = value.how, blocks[0].content
+            self.landed.add(op.name)
         return value
 
     def _rng_state(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
@@ -125,12 +131,28 @@ class _Interpreter:
     def _offload(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
         assert len(reads[0].blocks) == 1, f"{op.name} sends away more than one storage"
         assert reads[0].content
-        self.far[op.name] = reads[0].how, reads[0].blocks[0].content
-        return Value("ticket", ())
+        how, content = self.far[op.name] = reads[0].how, reads[0].blocks[0].content
+        return Value(how, (Block("", 0, content),))  # who reads the ticket reads the bytes where they are now
+
+    def _narrow(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        """What is cast is not what it was; it stands for it until it is wide again."""
+        assert len(reads[0].blocks) == 1, f"{op.name} casts more than one storage"
+        blocks[0].content = f"narrow {reads[0].content} {reads[0].blocks[0].content}"
+        return Value(f"narrow {reads[0].how}", blocks)
+
+    def _widen(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
+        how = reads[0].how.removeprefix("narrow ")
+        word, content, blocks[0].content = reads[0].blocks[0].content.split(" ")
+        value = Value(how, blocks)
+        assert reads[0].content and word == "narrow" and reads[0].how != how and value.content == content
+        return value
 
     def _free(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
         assert reads[1].blocks[0].content == self.far[op.reads[0]][1], f"{op.name} frees what was not sent"
         reads[1].blocks[0].content = ""
+        sent = self.trace.op[op.reads[1]]
+        if sent.fn == "memgraph.narrow.default" and sent.reads[0] in self.env:  # a view may still hold it
+            self.env[sent.reads[0]].blocks[0].content = ""
         self.landed.add(op.reads[0])
         return Value("nothing", ())
 

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import Offload, Op, Plan, Recompute, Reload, Trace, apply, check, parse, parse_plan
+from passes import Offload, Op, Plan, Recompute, Reload, Stream, Trace, apply, check, parse, parse_plan
 from tests.passes.interpreter import run
 from tests.strategies import planned, traces
 
@@ -153,6 +153,41 @@ f = relu_backward(e, a__back_1)  # makes f:128
     )
 
 
+def test_what_is_cast_for_its_way_comes_back_wide_but_rounded() -> None:
+    """Its own bytes go with the cast, those of the narrow copy when they have left; only f is given what was rounded."""
+    plan = (Offload("a", out="v", free="b", wire="bf16"), Reload("a", back="e", use="f"), Recompute("v", before="f"))
+    unread = Op("e", "mm_backward", ("d",), STEP.op["e"].makes, ("e",), "backward")
+    step = replace(STEP, ops=tuple(unread if op.name == "e" else op for op in STEP.ops))
+    assert_expected_inline(
+        changed(step, plan),
+        """\
+forward:
+a = relu(x)  # f32[8, 4] | makes a:128 | 10.0 us | at model.py:1
+v = view(a)  # f32[32] | holds a
+a__wire = memgraph.narrow.default(a)  # bf16[8, 4] | makes a__wire:64 | workspace 16384 | at model.py:1
+a__out = memgraph.offload.default(a__wire)  # bf16[0] | makes a__out:0
+b = mm(v, w)  # makes b:128
+a__free = memgraph.free.default(a__out, a__wire)
+backward:
+a__in_1 = memgraph.reload.default(a__out)  # bf16[8, 4] | makes a__in_1:64 | at model.py:1
+e = mm_backward(d)  # makes e:64
+a__back_1 = memgraph.wait.default(a__in_1)  # bf16[8, 4] | holds a__in_1 | at model.py:1
+a__wide_1 = memgraph.widen.default(a__back_1)  # f32[8, 4] | makes a__wide_1:128 | at model.py:1
+v__1 = view(a__wide_1)  # f32[32] | holds a__wide_1 | again v
+f = relu_backward(e, a__wide_1)  # makes f:128
+""",
+    )
+
+
+def test_only_what_a_type_may_stand_for_is_cast() -> None:
+    for type in ("f64[8, 2]", "bf16[8, 8]", "i32[8, 4]", "c64[8, 2]", "f32[4], f32[4]", ""):
+        step = replace(STEP, ops=tuple(replace(op, type=type) if op.name == "a" else op for op in STEP.ops))
+        with pytest.raises(ValueError, match="may not be cast to 'bf16'"):
+            apply(step, (Offload("a", "a", "b", "bf16"),))
+    with pytest.raises(ValueError, match="may not be cast to 'f16'"):
+        apply(STEP, (Offload("a", "a", "b", "f16"),))
+
+
 def test_what_was_sent_away_can_be_fetched_for_each_use() -> None:
     plan = (
         Offload("a", out="b", free="b"), Reload("a", back="e", use="e"), Recompute("v", before="e"), Reload("a", back="f", use="f"),
@@ -260,12 +295,14 @@ def test_a_decision_about_an_unknown_op_is_refused(decision: Recompute | Offload
 PLAN = """\
 recompute a: before f
 offload a: out v, free b
+offload b: out e, free f, wire bf16
 reload a: back e, use f"""
 
 
 def test_a_plan_prints_as_it_was_read() -> None:
     plan = parse_plan(PLAN)
-    assert plan == (Recompute("a", "f"), Offload("a", "v", "b"), Reload("a", "e", "f"))
+    there = Offload("a", "v", "b"), Offload("b", "e", "f", "bf16")
+    assert plan == (Recompute("a", "f"), *there, Reload("a", "e", "f"))
     assert "\n".join(map(str, plan)) == PLAN
     assert parse_plan("") == parse_plan(" \n\n") == ()
     assert parse_plan(PLAN.replace("\n", "\n\n  ")) == plan
@@ -280,6 +317,9 @@ def test_a_plan_prints_as_it_was_read() -> None:
         "keep a: before f",
         "offload a: out v",
         "offload a: free b, out v",
+        "offload a: out v, free b, wire",
+        "offload a: out v, wire bf16, free b",
+        "reload a: back e, use f, wire bf16",
         "recompute a: before f, junk",
         "?",
         "a = f()",
@@ -294,7 +334,7 @@ def test_what_is_no_decision_is_shown_beside_one(line: str) -> None:
 names = st.text("ab_1.", min_size=1, max_size=9)
 decisions = (
     st.builds(Recompute, names, names)
-    | st.builds(Offload, names, names, names)
+    | st.builds(Offload, names, names, names, names | st.just(""))
     | st.builds(Reload, names, names, names)
 )
 
@@ -324,8 +364,13 @@ def test_the_ops_of_the_step_stay_as_they_are_and_in_their_order(both: tuple[Tra
     trace, plan = both
     applied = apply(trace, plan)
     kept = [op for op in applied.ops if op.name in trace.op]
-    assert [replace(op, reads=(), holds=()) for op in kept] == [replace(op, reads=(), holds=()) for op in trace.ops]
-    assert applied.outputs == trace.outputs
+    far = {decision.value for decision in plan if isinstance(decision, Stream)}
+    assert {op.name for op in kept if op.far} == far
+    bare = [replace(op, reads=(), holds=()) for op in kept]
+    assert [op for op in bare if not op.far] == [
+        replace(op, reads=(), holds=()) for op in trace.ops if op.name not in far
+    ]
+    assert [(kind, value.removesuffix("__out")) for kind, value in applied.outputs] == list(trace.outputs)
     added = [op for op in applied.ops if op.name not in trace.op]
     assert all(op.again or op.fn.startswith("memgraph.") for op in added)
     assert all(replace(trace.op[op.again], **same(op)) == op for op in added if op.again)

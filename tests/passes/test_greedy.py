@@ -98,9 +98,9 @@ def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
         way_down(STEP, SLOW, (descend,)),
         """\
 7108 bytes at q, 4230 us
-6158 bytes at q, 4330 us
+6158 bytes at q, 4325 us
     offload a: out b, free f
-    reload a: back q, use s
+    reload a: back p, use s
     recompute b: before s
 5158 bytes at q, 6825 us
     offload c: out e, free o

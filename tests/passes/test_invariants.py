@@ -94,6 +94,14 @@ def test_what_was_sent_away_is_not_read_before_it_is_back() -> None:
     )
 
 
+def test_what_was_cast_and_sent_away_is_not_read_either_before_it_is_back() -> None:
+    typed = parse(STEP.replace("makes a:8", "f32[2] | makes a:8"))
+    sent = Offload("a", out="a", free="n", wire="bf16")
+    with pytest.raises(BrokenTrace, match="g reads a, whose bytes have left the device"):
+        check(apply(typed, (sent,)))
+    check(apply(typed, (sent, Reload("a", back="g", use="g"))))
+
+
 def test_a_view_of_what_was_sent_away_is_not_read_either() -> None:
     plan = (Offload("a", out="a", free="n"), Reload("a", back="g", use="g"))
     check(apply(parse(STEP), plan))

@@ -140,9 +140,10 @@ def test_what_backward_reads_of_forward_is_an_activation() -> None:
         a = f()  # makes a:8
         b = f(a)  # makes b:8
         v = view(b)  # holds b
+        o = memgraph.offload.default(b)
         backward:
         c = g(v)  # makes c:8
-        r = memgraph.reload.default()  # makes r:8
+        r = memgraph.reload.default(o)  # makes r:8
         e = g(c)  # makes e:8
         return gradient e
     """))}  # fmt: skip

@@ -1,0 +1,90 @@
+"""Move bytes between a home on disk and memory, while the caller goes on.
+
+Before:                                   After:
+    tensor.copy_(mapped[range])               copy = fetch(place, tensor)   # two threads read
+    ...  # page faults, one by one            ...                           # other work meanwhile
+                                              copy.end()                    # the bytes are there
+
+Both ways go past the page cache. A copy holds the file and the tensor until it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from .disk import Copy, Move, Part, address_of, settle
+from .homes import Home, Place, form_of, place_of
+from .spill import PAGE, pages
+from .workers import CHUNK, WORKERS, read, submit, write
+
+
+def bring_home(tensors: Sequence[Tensor], folder: str | os.PathLike[str]) -> list[Tensor]:
+    """The same values, in a new home on disk; a tensor that has a place is left where it is.
+
+    Raises:
+        SpillError: the disk does not give or take the bytes. No tensor has changed.
+    """
+    strangers = [tensor.detach() for tensor in tensors if place_of(tensor) is None]
+    if not strangers:
+        return list(tensors)
+    home = Home([form_of(tensor) for tensor in strangers], folder)
+    settled([store(home.place(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
+    mapped = iter([home.tensor(i) for i in range(len(strangers))])
+    return [next(mapped) if place_of(tensor) is None else tensor for tensor in tensors]
+
+
+def part_of(place: Place, begin: int, nbytes: int) -> Place:
+    """Bytes of a place from `begin` on, which begin a page and end one, or with the place."""
+    assert begin % PAGE == 0 and (begin + nbytes == place.nbytes or nbytes % PAGE == 0)
+    return replace(place, offset=place.offset + begin, nbytes=nbytes)
+
+
+def fetch(place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
+    """Begin to fill `tensor` from the file, once `after` have ended; if one of those failed, it is left alone."""
+    return _start("read", read, place, tensor, after)
+
+
+def store(place: Place, tensor: Tensor) -> Copy:
+    """Begin to copy `tensor` to the file. It must not change until the copy has ended."""
+    return _start("write", write, place, tensor, ())
+
+
+def settled(copies: Iterable[Copy]) -> None:
+    """Wait until all have ended, and raise what one of them met.
+
+    Raises:
+        SpillError: the disk failed.
+    """
+    copies = list(copies)
+    settle(*copies)  # all of them first, so that none is at a tensor when the caller hears of another
+    for copy in copies:
+        copy.end()
+
+
+def _start(verb: str, move: Move, place: Place, tensor: Tensor, after: Sequence[Part]) -> Copy:
+    address = address_of(tensor, place.nbytes)
+    copy = Copy(f"to {verb} {place.nbytes} bytes of the state", tensor)
+    # Half for each worker, so that one copies memory while the other waits for the disk.
+    share = max(CHUNK, pages(-(-place.nbytes // WORKERS)))
+    for at in range(0, place.nbytes, share):
+        nbytes = min(share, place.nbytes - at)
+        copy.parts.append(part := Part(nbytes))
+        submit(partial(_run, part, after, move, (place, tensor), place.offset + at, address + at, nbytes))
+    return copy
+
+
+def _run(part: Part, after: Sequence[Part], move: Move, held: tuple[Place, Tensor], *where: int) -> None:
+    try:
+        # Parts begin in the order in which they were submitted, so two workers never wait for each other.
+        for earlier in after:
+            earlier.end()
+        move(held[0].file, *where)
+    except Exception as error:
+        part.error = error.with_traceback(None)  # whose frames hold the tensor
+    finally:
+        part.open()

@@ -1,0 +1,179 @@
+"""Step a copy of an optimizer on pieces of its parameters.
+
+    AdamW, w of 1000000 elements   ->   AdamW.step on a parameter of 262144 elements, with its gradient and states
+
+A pointwise optimizer changes each element by that element's parameter, gradient and states alone, so its own step may
+be run on any range of elements. Nothing of any optimizer is written anew here. Which ones are pointwise is a list, and
+the tests show each of them bit-equal in windows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from .errors import MemgraphError
+from .peak import measured, resident_bytes
+
+POINTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
+)
+EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
+TRIED = 4096  # elements of a made-up parameter
+STEPS = 7  # RAdam's update takes more from the sixth on
+
+
+class UpdateError(MemgraphError, TypeError):
+    """An optimizer whose update can't be run in windows; says why, and what to do."""
+
+
+def is_pointwise(optimizer: optim.Optimizer) -> bool:
+    """Whether its update can be run in windows, whatever gradients there will be."""
+    options = ("differentiable", "capturable")
+    return type(optimizer) in POINTWISE and not any(group.get(o) for group in optimizer.param_groups for o in options)
+
+
+def refuse(optimizer: optim.Optimizer) -> None:
+    """Raise what is in the way of running this optimizer's update in windows.
+
+    Raises:
+        UpdateError: it is none of those that are known to be pointwise, or an option or a gradient stands against it.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) not in POINTWISE:
+        known = ", ".join(one.__name__ for one in POINTWISE)
+        message = f"{name} is not known to change each element by itself, so its state can't be streamed"
+        raise UpdateError(f"{message}; use one of {known} itself, or leave state and parameters on the device")
+    for group in optimizer.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                raise UpdateError(f"{name} with {option}=True can't be run in windows; set {option}=False")
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _refuse_gradient(name, parameter, parameter.grad)
+                if type(optimizer) is optim.SGD and group["fused"] and parameter.dtype not in EXACT:
+                    # Seen in torch 2.13 with momentum: the last elements differ from run to run.
+                    message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
+                    raise UpdateError(f"{message}, so it can't be run in windows; set fused=False")
+
+
+def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
+    where = f"of a parameter of shape {tuple(parameter.shape)}"
+    if gradient.layout != torch.strided:
+        advice = "make it dense, e.g. with Embedding(sparse=False)"
+        raise UpdateError(f"{name} in windows takes dense gradients, and that {where} is {gradient.layout}; {advice}")
+    if type(parameter) not in (Tensor, torch.nn.Parameter) or {parameter.device.type, gradient.device.type} != {"cpu"}:
+        found = f"{type(parameter).__name__} on {parameter.device}, its gradient on {gradient.device}"
+        raise UpdateError(f"{name} in windows takes plain CPU tensors, not a {found}; leave it on the device")
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """Bytes that an update allocates and frees: some for each parameter, some for each element of it, and some for each
+    element of the one before it, which stay until they are replaced."""
+
+    fixed: int
+    each: float
+    before: float
+    together: bool  # all parameters of the group at once
+
+    def most(self, counts: Sequence[int]) -> int:
+        """The most that an update of parameters of so many elements takes, in this order."""
+        if self.together:
+            return sum(self.fixed + math.ceil(self.each * count) for count in counts)
+        pairs = [sorted(pair) for pair in itertools.pairwise([0, *counts])]
+        return max(
+            (2 * self.fixed + math.ceil(self.each * large + self.before * small) for small, large in pairs), default=0
+        )
+
+
+class Alone:
+    """A copy of an optimizer, with its options as they are now, that steps on what it is given."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.options = [
+            {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self.optimizer = copy.copy(optimizer)
+        # A copy takes no attributes along, and these are how a GradScaler tells a fused update what to do.
+        scaling = ("grad_scale", "found_inf")
+        self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
+
+    def step(self, pieces: Sequence[tuple[int, Tensor, Mapping[str, Any]]]) -> list[dict[str, Any] | None]:
+        """Update tensors, each with its group and its state; returns the state of each, None if it has none."""
+        vars(self.optimizer).update(self.scaling)
+        return self._step(pieces)
+
+    def entries(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+        """What the state of a parameter has in it: the type of what has an element for each of its own, else None."""
+        (state,) = self._step([(group, _made_up(2, dtype), {})])
+        return {key: value.dtype if _alike(value, (2,)) else None for key, value in (state or {}).items()}
+
+    def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:
+        """What its updates allocate and free, states that stay left out."""
+        one, large, two = (self._allocates(group, counts, dtype) for counts in ([TRIED], [2 * TRIED], [TRIED] * 2))
+        fixed, together = max(0, 2 * one - large), bool(self.options[group].get("foreach"))
+        return Temporaries(fixed, (large - one) / TRIED, max(0, two - one) / TRIED, together)
+
+    def _allocates(self, group: int, counts: Sequence[int], dtype: torch.dtype) -> int:
+        """The most that updates of made-up parameters take, one after the other."""
+        pieces, most = [_made_up(count, dtype) for count in counts], 0
+        states: list[dict[str, Any]] = [{} for _ in pieces]
+        for _ in range(STEPS):
+            given = [(group, piece, state) for piece, state in zip(pieces, states, strict=True)]
+            before = _held(states)
+            found, seen = measured(functools.partial(self._step, given))
+            states = [state or {} for state in found]
+            most = max(most, seen.peak - (_held(states) - before) if seen else 0)
+        return most
+
+    def _step(self, pieces: Sequence[tuple[int, Tensor, Mapping[str, Any]]]) -> list[dict[str, Any] | None]:
+        alone = self.optimizer
+        alone.state = defaultdict(dict, {piece: dict(state) for _, piece, state in pieces if state})
+        alone.param_groups = [
+            {**options, "params": [piece for group, piece, _ in pieces if group == i]}
+            for i, options in enumerate(self.options)
+            if any(group == i for group, _, _ in pieces)
+        ]
+        try:
+            unhooked(type(alone))(alone)
+            return [alone.state.get(piece) for _, piece, _ in pieces]
+        finally:
+            alone.state, alone.param_groups = defaultdict(dict), []
+            for name in self.scaling:
+                vars(alone).pop(name, None)
+
+
+def unhooked(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
+    """The step of a class as it was written, without the hooks that torch puts around it."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def _made_up(count: int, dtype: torch.dtype) -> Tensor:
+    piece = torch.zeros(count, dtype=dtype, device="cpu")
+    piece.grad = torch.zeros_like(piece)
+    return piece
+
+
+def _held(states: Sequence[Mapping[str, Any]]) -> int:
+    return resident_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def _alike(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
+
+
+def _kept(value: Any) -> Any:
+    """An option as it is now; a scheduler writes into a learning rate that is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,103 @@
+"""Which of a module's parameters, and of their gradients and states, live beyond the device.
+
+    residence.settle({"parameter fc.weight": like, "gradient fc.weight": like})
+        fc.weight      its values are on disk, and the Parameter is mapped there
+        its gradient   has a place on disk, for when there is one
+
+Everybody else goes on with the same Parameter objects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .homes import Home, Place, form_of, place_of
+from .movement import bring_home
+from .spill import spill_folder
+
+PARAMETER, GRADIENT = "parameter", "gradient"
+Key = tuple[str, str]  # one of the two, and the parameter's name
+
+
+class Residence:
+    """The far homes of one module."""
+
+    def __init__(self, module: nn.Module, folder: str | os.PathLike[str] | None) -> None:
+        self.module, self.folder = module, folder
+        self.gradients: dict[str, Tensor] = {}
+
+    def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, Place]:
+        """The places of these, which are brought there if they are elsewhere: also when the caller has re-bound them.
+
+        `homes` shows what each looks like; `states` are of parameters whose states live far as well.
+
+        Raises:
+            SpillError: the disk does not take them.  Nothing has changed.
+        """
+        named = dict(self.module.named_parameters())
+        parameters = [named[name] for kind, name in homes if kind == PARAMETER]
+        strangers = [parameter for parameter in parameters if place_of(parameter.detach()) is None]
+        wanted = {name: like for (kind, name), like in homes.items() if kind == GRADIENT and name not in self.gradients}
+        if strangers or wanted:
+            self._move(strangers, wanted)
+        for state in states:
+            self._move_states(state)
+        return {(kind, name): self._place(kind, name, named) for kind, name in homes}
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Bring parameters back to the device."""
+        named = dict(self.module.named_parameters())
+        for name in names:
+            named[name].data = named[name].detach().clone()
+
+    def adopt(self, name: str, gradient: Tensor) -> None:
+        """Bring a gradient that the caller has made to its home; it stays the caller's object."""
+        if place_of(gradient) != place_of(self.gradients[name]):
+            if self.is_held(name):
+                self.gradients |= self.apart({name: gradient})
+            home = self.gradients[name]
+            gradient.data = laid(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
+
+    def is_held(self, name: str) -> bool:
+        """Whether somebody has a tensor in the home of a gradient: then the next one may not lie there."""
+        # One is the tensor here, and one the storage's own object.
+        return torch._C._storage_Use_Count(self.gradients[name].untyped_storage()._cdata) > 2
+
+    def apart(self, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New places on disk for gradients.
+
+        Raises:
+            SpillError: the disk has no room for them.
+        """
+        home = Home([form_of(like) for like in likes.values()], spill_folder(self.folder))
+        return {name: home.tensor(i) for i, name in enumerate(likes)}
+
+    def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+        folder = spill_folder(self.folder)
+        moved = bring_home([parameter.detach() for parameter in parameters], folder)
+        if gradients:
+            self.gradients |= self.apart(gradients)
+        for parameter, mapped in zip(parameters, moved, strict=True):
+            parameter.data = mapped
+
+    def _move_states(self, state: dict[str, object]) -> None:
+        near = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+        strangers = [key for key, value in near.items() if place_of(value) is None]
+        if strangers:
+            state |= zip(
+                strangers, bring_home([near[key] for key in strangers], spill_folder(self.folder)), strict=True
+            )
+
+    def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> Place:
+        place = place_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
+        assert place is not None
+        return place
+
+
+def laid(flat: Tensor, like: Tensor) -> Tensor:
+    """The bytes of a tensor, laid out as `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage(), 0, like.shape, like.stride())

@@ -1,0 +1,130 @@
+"""The slots of the far tier that a rewritten graph uses, and whose home a slot is.
+
+offload(a, 0), reload(..., 0)      ->   slot 0: 4194304 bytes of this step's own
+reload(w, 1)                       ->   slot 1: where parameter fc.weight lives
+offload(g, 2), return ticket       ->   slot 2: where its gradient lives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from .capture import Captured
+from .homes import Place, place_of
+from .nodes import returned
+from .residence import GRADIENT, PARAMETER, Key, Residence, laid
+from .summarize import tensors
+
+States = Callable[[], Iterable[dict[str, object]]]  # of the parameters whose states live far
+
+OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """What lies in a slot: a fake tensor; and whose home it is, if it is one."""
+
+    like: Tensor
+    home: Key | None = None
+    is_sent: bool = False  # and not only fetched
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the step's own room."""
+        return 0 if self.home else self.like.nbytes
+
+
+def slots(graph: fx.Graph, captured: Captured) -> tuple[Slot, ...]:
+    """All of them, by number."""
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), _inputs(captured), strict=False))
+    handed = {node: role.name for node, role in zip(returned(graph), captured.outputs, strict=True)}
+    found: dict[int, Slot] = {}
+    for node in graph.nodes:
+        if node.target is OFFLOAD:
+            home = (GRADIENT, handed[node]) if node in handed else None
+            found[node.args[1]] = Slot(tensors(node.args[0])[0], home, is_sent=True)
+        elif node.target is RELOAD and node.args[0] in inputs:
+            found[node.args[1]] = Slot(tensors(node.args[0])[0], inputs[node.args[0]])
+    return tuple(found[number] for number in range(len(found)))
+
+
+def _inputs(captured: Captured) -> list[Key]:
+    """Of each placeholder what it is of; those of gradients to add to stand behind the captured ones."""
+    given = [(PARAMETER, role.name) for role in captured.inputs]
+    return [*given, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
+
+
+class Homes:
+    """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
+
+    def __init__(self, residence: Residence, slots: Sequence[Slot], step: Captured, states: States) -> None:
+        self.residence, self.states = residence, states
+        self.homes = {number: (slot.home, slot.like) for number, slot in enumerate(slots) if slot.home}
+        gradients = [role.name for role in step.outputs if role.kind != "output"]
+        sent = {slot.home[1]: number for number, slot in enumerate(slots) if slot.home and slot.is_sent}
+        self.sent = {gradients.index(name): number for name, number in sent.items()}
+
+    def settled(self) -> dict[int, Place]:
+        """The place of each slot, once everything is where it belongs."""
+        places = self.residence.settle({home: like for home, like in self.homes.values()}, self.states())
+        return {number: places[home] for number, (home, _) in self.homes.items()}
+
+    def replaced(self, other: Homes | None) -> None:
+        """Another plan takes this one's place: what it has on the device comes back there."""
+        kept = {home for home, _ in other.homes.values()} if other is not None else set()
+        gone = {home for home, _ in self.homes.values()} - kept
+        self.residence.leave(name for kind, name in gone if kind == PARAMETER)
+
+    def before(self, takers: Sequence[Tensor | None], adds: bool) -> tuple[dict[int, Tensor], dict[int, Place]]:
+        """Make room for the gradients that leave.
+
+        Those that are there are brought home. If backward does not know to add to one of them, or somebody still has
+        what lies in a home, the new one lies apart. Returned are those, by position, and the places of all slots.
+
+        Raises:
+            SpillError: the disk has no room for them.
+        """
+        likes: dict[str, Tensor] = {}
+        for position, number in self.sent.items():
+            (_, name), like = self.homes[number]
+            taker = takers[position]
+            there = taker.grad if taker is not None else None
+            if there is not None:
+                self.residence.adopt(name, there)
+            if taker is None or (self.residence.is_held(name) if there is None else not adds):
+                likes[name] = like
+        made = self.residence.apart(likes) if likes else {}
+        lie = self.residence.gradients | made
+        places = {number: place_of(lie[name]) for number, ((kind, name), _) in self.homes.items() if kind == GRADIENT}
+        apart = {position: made[self._name(position)] for position in self.sent if self._name(position) in made}
+        return apart, {number: place for number, place in places.items() if place}
+
+    def after(
+        self,
+        gradients: Sequence[Tensor],
+        takers: Sequence[Tensor | None],
+        apart: Mapping[int, Tensor],
+        sent: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """The gradients with those that have gone home in place of their tickets."""
+        found = list(gradients)
+        for position, number in self.sent.items():
+            name, taker = self._name(position), takers[position]
+            if taker is not None and taker.grad is not None:
+                if position in apart:  # another step has been differentiated since this one's forward
+                    taker.grad.add_(laid(apart[position], sent[number]))
+                found[position] = taker.grad
+            else:
+                if taker is not None and position in apart:
+                    self.residence.gradients[name] = apart[position]
+                found[position] = laid(apart.get(position, self.residence.gradients[name]), sent[number])
+                if taker is not None:
+                    taker.grad = found[position]
+        return found
+
+    def _name(self, position: int) -> str:
+        return self.homes[self.sent[position]][0][1]

@@ -1,0 +1,180 @@
+"""Find what the update of each parameter reads and writes, and where that lies.
+
+w: AdamW, gradient in memory, states on disk   ->   a parameter   in memory
+                                                    its gradient  in memory
+                                                    exp_avg       file 7 at 0
+                                                    exp_avg_sq    file 7 at 4194304
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from .homes import Form, Home, Place, form_of, is_dense, place_of
+from .movement import bring_home
+from .pieces import Row
+from .pointwise import EXACT, Alone, UpdateError
+
+Folder = str | os.PathLike[str]
+Whose = Callable[[Tensor], bool]  # of a parameter
+
+PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of states, which are words without a space
+
+
+@dataclass
+class Strand:
+    """One tensor that an update reads, as pieces are cut from it."""
+
+    tensor: Tensor
+    place: Place | None
+    order: tuple[int, ...]  # of its dimensions, as the parameter's lie in memory
+    written: bool
+
+    def __post_init__(self) -> None:
+        self.ordered = self.tensor.detach().permute(self.order)
+        self.flat = self.ordered.view(-1) if self.ordered.is_contiguous() else None
+
+    def source(self, whole: bool) -> Place | None:
+        """Where its pieces are moved from and to as runs of bytes."""
+        return self.place if whole or self.flat is not None else None
+
+    def roomy(self, whole: bool) -> bool:
+        """Whether its pieces want room in the window."""
+        return self.place is not None or (self.flat is None and not whole)
+
+
+@dataclass
+class Subject:
+    """A parameter in an update."""
+
+    parameter: Tensor
+    group: int
+    state: dict[str, Any]
+    entries: Mapping[str, torch.dtype | None]
+    strands: dict[str, Strand] = field(default_factory=dict)
+    fresh: dict[str, tuple[Tensor, Place | None]] = field(default_factory=dict)  # states that are being made
+    scalars: dict[str, Any] = field(default_factory=dict)  # states that are one for all elements, as they will be
+    keys: tuple[str, ...] = ()  # of the state, once it was updated
+    left: int = 0  # pieces that are not yet done
+
+    @property
+    def missing(self) -> dict[str, torch.dtype]:
+        """The states with an element for each of the parameter's that its update will make."""
+        return {key: dtype for key, dtype in self.entries.items() if dtype and self.state.get(key) is None}
+
+    @property
+    def there(self) -> list[str]:
+        """The states with an element for each of the parameter's that it has."""
+        shape, known = self.parameter.shape, self.entries
+        return [key for key, value in self.state.items() if known.get(key) is not None and _shape_of(value) == shape]
+
+    @property
+    def row(self) -> Row:
+        strands = self.strands.values()
+        moved = tuple(strand.tensor.dtype.itemsize for strand in strands if strand.roomy(whole=False))
+        resident = tuple(strand.tensor.dtype.itemsize for strand in strands if not strand.roomy(whole=False))
+        fresh = tuple(dtype.itemsize for dtype in self.missing.values())
+        return Row(self.parameter.numel(), moved, resident, fresh, self.parameter.dtype in EXACT)
+
+
+def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, folder: Folder) -> list[Subject]:
+    """The parameters that have a gradient. States that belong on disk are there then.
+
+    Raises:
+        SpillError: the disk does not take them.
+        UpdateError: two tensors lie on one place.
+    """
+    entries: dict[tuple[int, torch.dtype], dict[str, torch.dtype | None]] = {}
+    found = []
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                kind = i, parameter.dtype
+                if kind not in entries:
+                    entries[kind] = alone.entries(*kind)
+                found.append(Subject(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
+    _bring_states_home([subject for subject in found if far_states(subject.parameter)], folder)
+    for subject in found:
+        subject.strands = _strands(subject)
+    _refuse_shared(found)
+    return found
+
+
+def make_places(subjects: Sequence[Subject], far_states: Whose, folder: Folder) -> None:
+    """Make room for states that do not exist yet.
+
+    Raises:
+        SpillError: the disk has none.
+    """
+    far = []
+    for subject in subjects:
+        for key, dtype in subject.missing.items():
+            form = form_beside(subject.parameter, dtype)
+            if far_states(subject.parameter) and form.nbytes:
+                far.append((subject, key, form))
+            elif subject.left > 1:  # else the update makes it whole
+                subject.fresh[key] = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="cpu"), None
+    if far:
+        home = Home([form for *_, form in far], folder)
+        for i, (subject, key, _) in enumerate(far):
+            subject.fresh[key] = home.tensor(i), home.place(i)
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor as they lie in memory, or as they are where elements leave gaps."""
+    order, strides = range(tensor.dim()), tensor.stride()
+    return tuple(sorted(order, key=lambda i: -strides[i]) if is_dense(tensor) else order)
+
+
+def form_beside(parameter: Tensor, dtype: torch.dtype) -> Form:
+    """What lies in memory as a parameter does, without its gaps."""
+    alike = torch.empty_like(parameter, device="meta", dtype=dtype, memory_format=torch.preserve_format)
+    return form_of(alike)
+
+
+def _bring_states_home(subjects: Sequence[Subject], folder: Folder) -> None:
+    """Move states that are in memory to disk, as they are after `load_state_dict`."""
+    near = []
+    for subject in subjects:
+        for key in subject.there:
+            tensor = subject.state[key]
+            if tensor.numel() and is_dense(tensor) and place_of(tensor) is None:
+                near.append((subject.state, key))
+    for (state, key), tensor in zip(near, bring_home([state[key] for state, key in near], folder), strict=True):
+        state[key] = tensor
+
+
+def _strands(subject: Subject) -> dict[str, Strand]:
+    parameter, gradient = subject.parameter, subject.parameter.grad
+    assert gradient is not None
+    tensors = {PARAMETER: parameter, GRADIENT: gradient, **{key: subject.state[key] for key in subject.there}}
+    order = order_of(parameter)
+    return {name: Strand(tensor, place_of(tensor), order, name != GRADIENT) for name, tensor in tensors.items()}
+
+
+def _refuse_shared(subjects: Sequence[Subject]) -> None:
+    """A window reads before the one before it has been written, so nothing may lie on the place of something else."""
+    ends = []
+    for subject in subjects:
+        for name, strand in subject.strands.items():
+            begin, tensor = strand.tensor.data_ptr(), strand.tensor
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            if tensor.numel():
+                what = f"{name} of shape {tuple(subject.parameter.shape)}"
+                ends.append((begin, begin + extent * tensor.itemsize, strand.place is not None, what))
+    until, far = 0, False
+    for begin, end, away, what in sorted(ends):
+        if begin < until and (away or far):
+            raise UpdateError(f"{what} shares its home with another tensor; let one Parameter stand for both")
+        far = away or (far and begin < until)
+        until = max(until, end)
+
+
+def _shape_of(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None

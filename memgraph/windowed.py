@@ -1,0 +1,135 @@
+"""Put a step in windows on an optimizer.
+
+    windowed = Windowed(optimizer, nbytes, far_states, folder)
+    optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
+    windowed.remove()
+
+Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
+what is pickled of it, have the plain step.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from .homes import place_of
+from .pointwise import POINTWISE, refuse, unhooked
+from .spill import SpillError
+from .strands import Whose
+from .windows import Update
+
+
+class Windowed:
+    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk."""
+
+    def __init__(
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, folder: str | os.PathLike[str]
+    ) -> None:
+        self.nbytes, self.far_states, self.folder = nbytes, far_states, folder
+        self.optimizer = optimizer
+        self.pending: Update | None = None
+        self.on = True
+        self.before, self.plain = vars(optimizer).get("step"), optimizer.step
+        self.ours = _method(self)
+        optimizer.step = self.ours  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Take the step off again. An update that the disk interrupted is given up."""
+        self.on, self.pending = False, None
+        # A scheduler may have wrapped it since; then it stays, and does what the plain one does.
+        if vars(self.optimizer).get("step") is self.ours:
+            del self.optimizer.step
+            if self.before is not None:
+                self.optimizer.step = self.before  # type: ignore[method-assign]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """What `optimizer.step` does now.
+
+        Raises:
+            SpillError: the disk failed. The next call goes on with the same update.
+            UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
+        """
+        optimizer = self.optimizer
+        if not self.on or (type(optimizer) not in POINTWISE and not self._far()):
+            return self.plain(*args, **kwargs)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        if self.pending is not None and self._goes_on(self.pending):
+            return self._resume(self.pending, args, kwargs)
+        if self._far():
+            refuse(optimizer)
+        return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
+
+    def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._far():
+            refuse(optimizer)  # again, for the gradients that the closure made
+            with torch.inference_mode(False), torch.no_grad():
+                self.pending = Update(optimizer, self.nbytes, self.far_states, self.folder, loss)
+                self._run(self.pending)
+        else:
+            unhooked(type(optimizer))(optimizer)
+        return loss
+
+    def _resume(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on with an update whose first hooks and closure have run."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._run(update)
+        for hook in chain(self.optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+            hook(self.optimizer, args, kwargs)
+        return update.loss
+
+    def _run(self, update: Update) -> None:
+        try:
+            update.run()
+        except SpillError as error:
+            done = f"{update.finished} of {len(update.windows)} windows of this update are done"
+            advice = "call step() again, which does the others, or load an earlier state into model and optimizer"
+            raise SpillError(f"{error}; {done}: {advice}") from error
+        except Exception:
+            if not update.begun:  # the optimizer itself refuses what it was given
+                self.pending = None
+            raise
+        finally:
+            if update.done:
+                self.pending = None
+
+    def _goes_on(self, update: Update) -> bool:
+        """Whether this update is still to be finished; no, if the state was loaded anew."""
+        changed = update.changed()
+        if changed == "gradient" and update.begun:
+            done = f"{update.finished} of {len(update.windows)} windows of the last update are done"
+            message = f"{done}, and the gradients that the others want have been changed"
+            raise SpillError(f"{message}; load an earlier state into model and optimizer")
+        if changed is not None:
+            self.pending = None
+        return changed is None
+
+    def _far(self) -> bool:
+        """Whether anything that the step needs is on disk, or belongs there."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return any(self.far_states(parameter) or any(map(place_of, self._tensors(parameter))) for parameter in trained)
+
+    def _tensors(self, parameter: Tensor) -> list[Tensor]:
+        held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
+        return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def _method(windowed: Windowed) -> Any:
+    """A method, because schedulers take the function out of what they wrap."""
+
+    @functools.wraps(windowed.plain)
+    def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return windowed.step(*args, **kwargs)
+
+    return MethodType(step, windowed.optimizer)

@@ -1,0 +1,307 @@
+"""Update parameters, gradients and states that lie on disk, a window at a time.
+
+Before:                                  After:
+    optimizer.step()                         fill window 0
+      reads and writes all of it             for each window:
+                                                 fill the next one        # two threads, from the disk
+                                                 optimizer.step() on this one
+                                                 drain it                 # two threads, to the disk
+
+There are two windows: while one is computed, the other is drained and filled anew. So the disk is busy throughout where
+it is slower than the processor, and the processor where it is slower. What is in memory is used where it is.
+
+An update that the disk interrupts knows which windows are done, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from .disk import Copy, settle
+from .homes import Place
+from .interrupts import Interrupts
+from .movement import fetch, part_of, settled, store
+from .pieces import Piece, aligned, boxes, cut
+from .pointwise import Alone
+from .strands import GRADIENT, PARAMETER, Folder, Strand, Subject, Whose, make_places, order_of, subjects_of
+
+Write = tuple[Place, Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A piece as the optimizer sees it."""
+
+    subject: Subject
+    piece: Piece
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A window that has been begun to be filled."""
+
+    cuts: list[Cut]
+    copies: list[Copy]
+
+
+@dataclass(frozen=True)
+class Drained:
+    """A window that was computed and has been begun to be drained."""
+
+    cuts: list[Cut]
+    writes: list[Write]
+    copies: list[Copy]
+
+
+class Update:
+    """One update of an optimizer. `run` may be called again when it has failed."""
+
+    def __init__(
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, folder: Folder, loss: Any = None
+    ) -> None:
+        """
+        Raises:
+            SpillError: the disk does not take states that have to go there. Nothing has changed.
+            UpdateError: two parameters lie on one place.
+            ValueError: the windows are too small for a piece of some parameter.
+        """
+        self.optimizer, self.loss = optimizer, loss
+        self.alone = Alone(optimizer)
+        self.subjects = subjects_of(optimizer, self.alone, far_states, folder)
+        rows = [subject.row for subject in self.subjects]
+        self.windows = cut(rows, nbytes)
+        for window in self.windows:
+            for piece in window:
+                self.subjects[piece.row].left += 1
+        make_places(self.subjects, far_states, folder)
+        most = max((sum(rows[piece.row].room(piece.count) for piece in window) for window in self.windows), default=0)
+        self.slabs = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.windows[:2]]
+        self.computed = self.finished = 0  # windows
+        self.filled: dict[int, Filled] = {}
+        self.drained: dict[int, Drained] = {}
+        self.seen = self._marks()
+
+    @property
+    def done(self) -> bool:
+        return self.finished == len(self.windows)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything may have changed."""
+        return self.computed > 0
+
+    def run(self) -> None:
+        """Update all windows that are not done.
+
+        Raises:
+            SpillError: the disk failed. What is done is known, and the next call goes on.
+        """
+        with Interrupts() as interrupts:
+            try:
+                self._begin_anew()
+                while not self.done:
+                    self._advance()
+                    interrupts.check()
+            except BaseException:
+                self._settle()
+                raise
+            finally:
+                self.seen = self._marks()
+
+    def changed(self) -> str | None:
+        """What somebody has changed since: "state" (a parameter or a state), "gradient", or None."""
+        states, gradients = self._marks()
+        return "state" if states != self.seen[0] else "gradient" if gradients != self.seen[1] else None
+
+    def _advance(self) -> None:
+        """Compute one window, or finish one if all are computed."""
+        now = self.computed
+        if now == len(self.windows):
+            self._finish(self.finished)
+            return
+        for at in range(now, min(now + 2, len(self.windows))):
+            if at not in self.filled:
+                self.filled[at] = self._fill(at)
+        if now - self.finished == 2:
+            self._finish(self.finished)
+        self._compute(now)
+
+    def _fill(self, at: int) -> Filled:
+        before = self.drained.get(at - 2)
+        after = [part for copy in before.copies for part in copy.parts] if before else []
+        slab, begin = self.slabs[at % 2], 0
+        filled = Filled([], [])
+        for piece in self.windows[at]:
+            subject, tensors = self.subjects[piece.row], {}
+            for name, strand in subject.strands.items():
+                if strand.roomy(piece.whole):
+                    room = aligned(piece.count * strand.tensor.dtype.itemsize)
+                    tensors[name] = _laid(slab[begin : begin + room], strand, piece)
+                    begin += room
+                else:
+                    tensors[name] = _view(strand, piece)
+                if place := strand.source(piece.whole):
+                    filled.copies.append(fetch(_range(place, piece, strand.tensor.dtype), tensors[name], after))
+            filled.cuts.append(Cut(subject, piece, tensors, _state(subject, piece, tensors)))
+        return filled
+
+    def _compute(self, at: int) -> None:
+        filled = self.filled[at]
+        settled(filled.copies)
+        given = []
+        for one in filled.cuts:
+            for strand, tensor in _scattered(one):
+                for box, flat in _boxes(strand, one.piece, tensor):
+                    flat.copy_(box)
+            piece = one.tensors[PARAMETER]
+            piece.grad = one.tensors[GRADIENT]
+            given.append((one.subject.group, piece, one.state))
+        versions = [_version(one.tensors[GRADIENT]) for one in filled.cuts]
+        states = self.alone.step(given)
+        del self.filled[at]
+        self.computed += 1
+        writes: list[Write] = []
+        for one, state, version in zip(filled.cuts, states, versions, strict=True):
+            # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
+            written = _version(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
+            writes += _changed(one, written) + _made(one, state or {})
+        self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])
+
+    def _finish(self, at: int) -> None:
+        drained = self.drained[at]
+        settled(drained.copies)
+        del self.drained[at]
+        self.finished += 1
+        for one in drained.cuts:
+            one.subject.left -= 1
+            if not one.subject.left:
+                _commit(self.optimizer, one.subject)
+
+    def _begin_anew(self) -> None:
+        """Read again what was not computed, and write again what could not be written."""
+        self._settle()
+        self.filled.clear()
+        for drained in self.drained.values():
+            for i, copy in enumerate(drained.copies):
+                if any(part.error for part in copy.parts):
+                    drained.copies[i] = store(*drained.writes[i])
+
+    def _settle(self) -> None:
+        """Wait until no copy is under way."""
+        windows: list[Filled | Drained] = [*self.filled.values(), *self.drained.values()]
+        for window in windows:
+            settle(*window.copies)
+
+    def _marks(self) -> tuple[list[object], list[object]]:
+        """What tells whether a parameter or a state, or a gradient, is another or was written."""
+        found = [subject.parameter for subject in self.subjects]
+        states = [value for parameter in found for value in self.optimizer.state.get(parameter, {}).values()]
+        return [_mark(value) for value in (*found, *states)], [_mark(parameter.grad) for parameter in found]
+
+
+def _mark(value: Any) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return id(value), value.data_ptr(), _version(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _laid(room: Tensor, strand: Strand, piece: Piece) -> Tensor:
+    """Room in the window as the piece's tensor."""
+    tensor = strand.tensor
+    flat = room[: piece.count * tensor.dtype.itemsize].view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride()) if piece.whole else flat
+
+
+def _view(strand: Strand, piece: Piece) -> Tensor:
+    """The piece's elements where they are."""
+    if piece.whole:
+        return strand.tensor.detach()
+    assert strand.flat is not None
+    return strand.flat[piece.begin : piece.end]
+
+
+def _range(place: Place, piece: Piece, dtype: torch.dtype) -> Place:
+    return part_of(place, piece.begin * dtype.itemsize, piece.count * dtype.itemsize)
+
+
+def _state(subject: Subject, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a piece. What is one for all elements is handed to each piece as it was before the update."""
+    if piece.whole:
+        return {key: tensors.get(key, value) for key, value in subject.state.items()}
+    known = {key: value for key, value in subject.state.items() if key in subject.entries}
+    scalars = {key: value.clone() for key, value in known.items() if key not in tensors and isinstance(value, Tensor)}
+    return known | scalars | {key: tensors[key] for key in known if key in tensors}
+
+
+def _scattered(one: Cut) -> list[tuple[Strand, Tensor]]:
+    """What is moved row by row, because its order is not the parameter's."""
+    whole = one.piece.whole
+    strands = one.subject.strands.items()
+    return [(strand, one.tensors[name]) for name, strand in strands if strand.roomy(whole) and not strand.source(whole)]
+
+
+def _boxes(strand: Strand, piece: Piece, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a strand in the parameter's order, each with its part of the piece's memory."""
+    begin = 0
+    for box in boxes(strand.ordered, piece.begin, piece.end):
+        yield box, memory[begin : begin + box.numel()].view(box.shape)
+        begin += box.numel()
+
+
+def _changed(one: Cut, gradient: bool) -> list[Write]:
+    """What of the update of a piece has to be written to disk; what is scattered in memory is put back."""
+    piece, writes = one.piece, []
+    for strand, tensor in _scattered(one):
+        if strand.written or gradient:
+            for box, flat in _boxes(strand, piece, tensor):
+                box.copy_(flat)
+    for name, strand in one.subject.strands.items():
+        if (strand.written or gradient) and (place := strand.source(piece.whole)):
+            writes.append((_range(place, piece, strand.tensor.dtype), one.tensors[name]))
+    return writes
+
+
+def _made(one: Cut, state: Mapping[str, Any]) -> list[Write]:
+    """Keep the states that the update of a piece has made; what has to be written to disk is returned."""
+    subject, piece, writes = one.subject, one.piece, []
+    subject.keys = tuple(state)
+    for key, value in state.items():
+        if key in one.tensors:
+            continue
+        if key not in subject.missing or not isinstance(value, Tensor):
+            subject.scalars[key] = value
+            continue
+        full, place = subject.fresh.setdefault(key, (value, None))
+        if place is not None and (not piece.whole or full.stride() == value.stride()):
+            writes.append((_range(place, piece, value.dtype), value))
+        elif full is not value:
+            _view(Strand(full, None, order_of(full), True), piece).copy_(value)
+    return writes
+
+
+def _commit(optimizer: optim.Optimizer, subject: Subject) -> None:
+    """All pieces of the parameter are updated: let the optimizer have its state."""
+    for strand in subject.strands.values():
+        if strand.written and strand.place is not None and not strand.tensor.is_inference():
+            torch.autograd.graph.increment_version(strand.tensor)
+    if not subject.keys:
+        return
+    state = optimizer.state[subject.parameter]
+    fresh = {key: tensor for key, (tensor, _) in subject.fresh.items()}
+    for key in subject.keys:
+        value, before = {**subject.scalars, **fresh}.get(key), state.get(key)
+        if key in fresh or (key in subject.scalars and not isinstance(before, Tensor)):
+            state[key] = value
+        elif key in subject.scalars and value is not before:
+            before.copy_(value)

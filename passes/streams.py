@@ -1,0 +1,158 @@
+"""When what lives in the far tier comes to the device, and when a gradient leaves for it.
+
+    w is far, read by mm_3 in forward and mm_90 in backward, its view t by both
+        Stream("w"), Reload("w", back="mm_2", use="t"),
+        Reload("w", back="mm_88", use="mm_90"), Recompute("t", before="mm_90")
+    its gradient g, made by mm_91
+        Offload("g", out="mm_91", free="add_92")
+
+A value that is there stays for its next use where fetching it again would take longer than that lasts.  Fetches run
+ahead of their uses by what the link needs, and never by more bytes than two of the largest: so a link that can't keep
+up makes compute wait, and does not fill the device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .decisions import Decision, Offload, Reload, Stream
+from .gaps import Gaps
+from .machine import Machine
+
+AHEAD = 2  # of the largest: the bytes that are under way
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A fetch of a value before the op at `use`; it may not begin before the value's last use, at `before`."""
+
+    place: int  # of its decision
+    value: str
+    nbytes: int
+    use: int
+    before: int
+    hastens: bool
+
+
+class Streams:
+    """Which streamed values are there, while the steps' ops are walked in order."""
+
+    def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool]) -> None:
+        """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use."""
+        self.gaps, self.machine = gaps, machine
+        self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.homes}
+        self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.gradients}
+        self.last: dict[str, int] = {}
+        self.there: dict[str, set[str]] = {}
+        self.fetches: list[Fetch] = []
+
+    def begin(self) -> list[Decision]:
+        """What says that the values are far."""
+        return [Stream(self.gaps.homes[storage]) for storage in self.ahead]
+
+    def knows(self, value: str) -> bool:
+        """Whether a value shows what is far."""
+        return bool(self.ahead) and self.gaps.views.get(value) in self.ahead
+
+    def is_home(self, value: str) -> bool:
+        """Whether a value is itself what is far, and not a view of it."""
+        return self.knows(value) and self.gaps.homes[self.gaps.views[value]] == value
+
+    @cached_property
+    def visits(self) -> dict[int, tuple[str, ...]]:
+        """For each op (by index) before the update what it reads of what is far."""
+        if not self.ahead:
+            return {}
+        found = {i: tuple(filter(self.knows, values)) for i, values in self.gaps.visits.items()}
+        return {i: values for i, values in found.items() if values}
+
+    def passed(self, index: int) -> None:
+        """The op at `index` has run: if it is a view of what is there, so is its value."""
+        name = self.gaps.trace.ops[index].name
+        if self.knows(name):
+            self.made(name)
+
+    def has(self, value: str, index: int) -> bool:
+        """Whether a streamed value is there for the op at `index`, from an earlier use."""
+        storage = self.gaps.views[value]
+        if value not in self.there.get(storage, ()):
+            return False
+        begins = self.gaps.begins
+        if begins[index] - begins[self.last[storage]] > self.gaps.trace.nbytes[storage] / self.machine.back:
+            self.there[storage] = set()
+            return False
+        self.last[storage] = index
+        return True
+
+    def fetch(self, value: str, index: int, place: int) -> Reload:
+        """The decision, the one at `place`, that fetches a streamed value before the op at `index`."""
+        storage = self.gaps.views[value]
+        nbytes, before = self.gaps.trace.nbytes[storage], self.last.get(storage, -1)
+        self.fetches.append(Fetch(place, value, nbytes, index, before, self.ahead[storage]))
+        self.there[storage], self.last[storage] = {value}, index
+        name = self.gaps.trace.ops[index].name
+        return Reload(value, name, name)
+
+    def made(self, value: str) -> None:
+        """A view of what is there has been made."""
+        self.there.setdefault(self.gaps.views[value], set()).add(value)
+
+    def hastened(self, decisions: list[Decision]) -> list[Decision]:
+        """The decisions with fetches as early as the link needs them."""
+        ops = self.gaps.trace.ops
+        for fetch, back in zip(self.fetches, self._begins(), strict=True):
+            if fetch.hastens:
+                decision = decisions[fetch.place]
+                assert isinstance(decision, Reload)
+                decisions[fetch.place] = replace(decision, back=ops[back].name)
+        return decisions
+
+    def _begins(self) -> list[int]:
+        """The op before which each fetch begins."""
+        begins, boundary = self.gaps.begins, self.gaps.trace.boundary
+        first_op = next((i for i, op in enumerate(self.gaps.trace.ops) if not op.is_input), 0)
+        room = AHEAD * max((fetch.nbytes for fetch in self.fetches), default=0)
+        dues, due = [0.0] * len(self.fetches), float("inf")
+        for k in reversed(range(len(self.fetches))):
+            due = min(due, begins[self.fetches[k].use]) - self.fetches[k].nbytes / self.machine.back
+            dues[k] = due
+        found, first, under_way = list[int](), 0, 0
+        for k, fetch in enumerate(self.fetches):
+            under_way += fetch.nbytes
+            while under_way > room:
+                under_way -= self.fetches[first].nbytes
+                first += 1
+            earliest = self.fetches[first - 1].use if first else 0
+            phase = boundary if fetch.use >= boundary else first_op
+            wanted = bisect.bisect_right(begins, dues[k]) - 1
+            found.append(min(fetch.use, max(wanted, earliest, fetch.before + 1, phase)))
+        return found
+
+    def leave(self) -> list[Decision]:
+        """What sends the gradients to their homes."""
+        ops, begins = self.gaps.trace.ops, self.gaps.begins
+        outs = sorted((self.gaps.ended[storage], storage) for storage in self.sent)
+        room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
+        idle, decisions = 0.0, list[Decision]()
+        for k, (out, storage) in enumerate(outs):
+            idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
+            ended = max(out, bisect.bisect_left(begins, idle) - 1)
+            free = min(ended, self._crowded(outs[k:], room), self._end()) if self.sent[storage] else out
+            decisions.append(Offload(self.gaps.gradients[storage], ops[out].name, ops[max(out, free)].name))
+        return decisions
+
+    def _crowded(self, outs: Sequence[tuple[int, str]], room: int) -> int:
+        """The op at which the first of `outs` has to be gone, lest more than `room` bytes are under way."""
+        for out, storage in outs:
+            room -= self.gaps.trace.nbytes[storage]
+            if room < 0:
+                return out
+        return self._end()
+
+    def _end(self) -> int:
+        """The last op before the update."""
+        late = self.gaps.trace.ops[-1].phase == "update"
+        return len(self.gaps.trace.ops) - 1 - late

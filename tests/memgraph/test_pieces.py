@@ -1,0 +1,41 @@
+"""Windows hold every element once, begin pages, and are no larger than was said."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memgraph.pieces import LINE, Row, boxes, cut
+from memgraph.spill import PAGE
+
+itemsizes = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3).map(tuple)
+rows = st.builds(Row, st.integers(0, 100_000), st.just((4, 4)), itemsizes, itemsizes, st.booleans())
+
+
+@given(st.lists(rows, max_size=6), st.integers(0, 1 << 20))
+def test_windows_hold_every_element_once_and_in_order(rows: list[Row], more: int) -> None:
+    nbytes = max((row.nbytes(min(row.count, row.quantum)) for row in rows), default=0) + more
+    windows = cut(rows, nbytes)
+    pieces = [piece for window in windows for piece in window]
+    for window in windows:
+        assert sum(rows[piece.row].nbytes(piece.count) for piece in window) <= nbytes
+        assert sum(rows[piece.row].room(piece.count) for piece in window) <= nbytes + 4 * LINE * len(window)
+    for i, row in enumerate(rows):
+        ends = [(piece.begin, piece.end) for piece in pieces if piece.row == i]
+        assert [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), row.count]
+        assert all(begin * size % PAGE == 0 for begin, _ in ends for size in row.moved + row.resident + row.fresh)
+    assert [piece.row for piece in pieces] == sorted(piece.row for piece in pieces)
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_are_a_range_of_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
+    begin = data.draw(st.integers(0, tensor.numel()))
+    end = data.draw(st.integers(begin, tensor.numel()))
+    found = [view.reshape(-1) for view in boxes(tensor, begin, end)]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), tensor.reshape(-1)[begin:end])
+    assert all(
+        view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for view in boxes(tensor, begin, end)
+    )

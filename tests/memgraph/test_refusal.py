@@ -1,0 +1,74 @@
+"""An error while a step is captured names the module, the line and the option."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import memgraph
+
+ROOM = "1GB"
+
+
+class Around(nn.Module):
+    """Something in a path of its own."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.body[1](self.body[0](args[0]), *args[1:])
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y: Tensor = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+        return y
+
+
+def test_a_batch_norm_without_momentum_is_refused_by_its_path_and_option() -> None:
+    compiled = memgraph.compile(Around(nn.BatchNorm1d(8, momentum=None)), ROOM)
+    with pytest.raises(
+        memgraph.CaptureError, match=r"test_refusal\.py:\d+ in forward, in body\.1 \(BatchNorm1d\): with momentum=None"
+    ):
+        compiled(torch.ones(3, 8))
+
+
+def test_packed_sequences_are_refused_by_name_and_module() -> None:
+    compiled = memgraph.compile(Around(Packing()), ROOM)
+    with pytest.raises(memgraph.CaptureError, match=r"in body\.1 \(Packing\): pack_padded_sequence .*lengths"):
+        compiled(torch.ones(2, 5, 8), torch.tensor([5, 3]))
+
+
+def test_shapes_that_do_not_fit_are_named_with_their_module_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled = memgraph.compile(Around(nn.Linear(7, 8)), ROOM)
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match=r"in body\.1 \(Linear\)") as caught:
+        compiled(torch.ones(3, 8))
+    assert type(caught.value) is RuntimeError
+    assert "reduction dim" in str(caught.value)
+    assert not caplog.records
+    assert "meta" not in capfd.readouterr().err
+    assert not logging.getLogger("torch._subclasses.fake_tensor").filters
+
+
+def test_an_error_of_the_users_own_stays_what_it_is() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("not today")
+
+    compiled = memgraph.compile(Around(Own()), ROOM)
+    with pytest.raises(RuntimeError, match=r"^not today$"):
+        compiled(torch.ones(3, 8))

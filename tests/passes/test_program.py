@@ -1,0 +1,38 @@
+"""A trace as numbers: when what re-runs read is wanted."""
+
+from __future__ import annotations
+
+from passes import Machine, parse
+from passes.gaps import Gaps
+from passes.program import Program
+
+STEP = parse("""
+    forward:
+    x = input()  # makes x:8
+    d = tangent()  # makes d:8
+    a = f(x)  # makes a:8 | 1.0 us
+    b = f(a)  # makes b:8 | 1.0 us
+    c = f(a)  # makes c:8 | 1.0 us
+    e = f(c)  # makes e:8 | 1.0 us
+    n = once(e)  # makes n:8 | 1.0 us | once
+    m = f(n)  # makes m:8 | 1.0 us
+    backward:
+    g = f(d, e)  # makes g:8
+    h = f(g, b)  # makes h:8
+    i = f(h, n)  # makes i:8
+    return gradient i
+""")
+
+
+def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> None:
+    """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
+    program = Program(Gaps(STEP), Machine(0))
+    place = program.gaps.index | {"never": program.size}
+    items, makers = program.wanted
+    names = [item.storage for item in program.items]
+    assert names == ["a", "b", "c", "e", "n", "m"]
+    first = dict(zip(names, items, strict=True))
+    assert first == {name: place[at] for name, at in zip(names, ("g", "h", "g", "g", "i", "never"), strict=True)}
+    assert makers == items  # each makes one
+    last = dict(zip(names, program.due, strict=True))
+    assert last == {name: place[at] for name, at in zip(names, ("h", "h", "g", "g", "i", "never"), strict=True)}
