@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -81,6 +81,12 @@ class CompiledModule(Shared):
         """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
         gives it, wherever the gradients live."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(undisturbed(self._module, lambda: list(self._module.named_parameters(*args, **kwargs))))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return iter(undisturbed(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
