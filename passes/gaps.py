@@ -135,7 +135,10 @@ class Gaps:
         alone = {op.name: op.holds for op in self.trace.ops if len(op.holds) == 1}
         mixed = {held for op in self.trace.ops if op.name not in alone for held in op.holds}
         handed = {
-            storage for kind, value in self.trace.outputs if kind != "gradient" for storage in self._held_by(value)
+            storage
+            for kind, value in self.trace.outputs
+            if kind != "gradient"
+            for storage in self.trace.op[value].holds
         }
         # To a gradient that no op reads autograd adds by itself, so it stays.
         read = {value for op in self.trace.ops if op.phase != "update" for value in op.reads}
@@ -168,7 +171,7 @@ class Gaps:
     def gradients(self) -> dict[str, str]:
         """The gradients that the step hands out and that may leave before it ends, by their storage."""
         handed = [value for _, value in self.trace.outputs]
-        counts = Counter(storage for value in set(handed) for storage in self._held_by(value))
+        counts = Counter(storage for value in set(handed) for storage in self.trace.op[value].holds)
         found = {}
         for kind, value in self.trace.outputs:
             op = self.trace.op[value]
@@ -188,12 +191,9 @@ class Gaps:
         found: dict[str, int] = {}
         for i, op in enumerate(self.trace.ops):
             for value in (op.name, *op.reads) if op.phase != "update" else ():
-                for storage in self._held_by(value):
+                for storage in self.trace.op[value].holds:
                     found[storage] = i
         return {storage: found[storage] for storage in self.gradients}
-
-    def _held_by(self, value: str) -> tuple[str, ...]:
-        return self.trace.op[value].holds
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:

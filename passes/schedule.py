@@ -115,10 +115,11 @@ class _Scheduler:
 
     def _fetch(self, value: str, index: int) -> bool:
         """Whether `value` is what was sent away; then it is fetched, before the op at `index`."""
-        if self.streams.is_home(value):
-            self.decisions.append(self.streams.fetch(value, index, len(self.decisions)))
         if self.streams.knows(value):
-            return self.streams.is_home(value)
+            is_home = self.streams.is_home(value)
+            if is_home:
+                self.decisions.append(self.streams.fetch(value, index, len(self.decisions)))
+            return is_home
         storage = self.gaps.held[value][0]
         if self.fates[storage] not in AWAY or self.gaps.root.get(storage) != value:
             return False
