@@ -1,8 +1,10 @@
-"""How hypothesis tries: without a clock, and in CI always the same examples; and costs that are nobody's but the tests'."""
+"""How hypothesis tries: without a clock, and in CI always the same examples; costs that are nobody's but the tests'; and
+Ctrl-C as in a terminal."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +26,13 @@ def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """A shell without job control starts what runs in the background with SIGINT ignored; the tests send it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
