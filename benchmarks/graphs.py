@@ -22,6 +22,7 @@ import typer
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.nets import GPT, ResNet, Size, UNet
@@ -30,6 +31,7 @@ from memgraph.capture import capture, losses
 from memgraph.probe import is_view
 from memgraph.summarize import Cost, summarize, tensors
 from passes import Trace
+from tests import nets
 
 FLOPS = 172e6  # of an A100 in bf16, per microsecond, as far as large matrix products reach them
 BANDWIDTH = 1.2e6  # bytes per microsecond
@@ -102,7 +104,7 @@ def _flops(node: fx.Node) -> float:
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0.0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda read: read.meta["val"])
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda read: read.meta["val"])
     return float(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
@@ -118,22 +120,10 @@ def _images(count: int, size: int) -> Tensor:
     return torch.empty(count, 3, size, size, dtype=torch.bfloat16)
 
 
-def _vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
-
-
 def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=2048,
-        num_layers=12,
-        d_model=768,
-        d_ff=2048,
-        num_heads=12,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
+    return nets.t5(
+        vocab_size=2048, num_layers=12, d_model=768, d_ff=2048, num_heads=12, dropout_rate=0.0, use_cache=False
     )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 GRAPHS = {
@@ -144,7 +134,7 @@ GRAPHS = {
     "llama32": _language(Size(32, 2048, 16, context=2048, gated=True), 4),
     "unet": Graph(UNet, lambda: (_images(8, 256), _images(8, 256))),
     "resnet50": Graph(ResNet, lambda: (_images(32, 224), _zeros(32))),
-    "vit": Graph(_vit, lambda: (_images(64, 224),), {"labels": partial(_zeros, 64)}),
+    "vit": Graph(partial(nets.vit, num_labels=1000), lambda: (_images(64, 224),), {"labels": partial(_zeros, 64)}),
     "t5": Graph(_t5, kwargs={"input_ids": partial(_zeros, 8, 512), "labels": partial(_zeros, 8, 512)}),
     "gpt96": _language(Size(96, 1024, 16), 4),
 }

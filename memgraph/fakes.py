@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
@@ -44,11 +45,11 @@ def surroundings(mode: FakeTensorMode) -> Iterator[None]:
 @contextmanager
 def _without_saved_tensor_hooks() -> Iterator[None]:
     """The caller's hooks, those of a checkpoint around the call say, are for real tensors."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    before = _saved_tensors_hooks_set_tracing(True)
     try:
         yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+        _saved_tensors_hooks_set_tracing(before)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -114,6 +115,6 @@ def _run(nodes: list[fx.Node], root: nn.Module) -> Any:
         if node.op == "get_attr":
             values[node] = getattr(root, str(node.target))
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return values[nodes[-1]]

@@ -130,6 +130,7 @@ def _copied(tier: DiskTier) -> tuple[float, float]:
     lease = tier.lease()
     # Noise, because some disks store zeros faster.
     sent = [torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) for nbytes in tier.slots]
+    out = back = 0.0
     for _ in range(TRIES):
         out = _all(tier, lambda slot: lease.offload(slot, sent[slot]), lease.free)
     for _ in range(TRIES):  # into new memory, as in a step

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def derived(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The fake value that it has, reading what it reads now."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -66,8 +66,8 @@ def running(lease: Lease | None, sent: dict[int, Tensor]) -> Iterator[None]:
         yield
     finally:
         _local.lease, _local.sent = before
-        if _local.swapped is not None:
-            _swap_rng(*_local.swapped)
+        if (swapped := getattr(_local, "swapped", None)) is not None:
+            _swap_rng(*swapped)
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:

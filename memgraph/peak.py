@@ -82,12 +82,14 @@ class Meter:
             self._whole = False
             yield
             return
-        with _quiet(), profile(use_kineto=True, profile_memory=True) as profiler:
+        with _quiet(), (profiler := profile(use_kineto=True, profile_memory=True)):
             yield
             whole = _profiler_enabled()  # not if the work ran a profiler of its own
-        self._whole &= whole and profiler.kineto_results is not None
-        if self._whole:
-            seen = _blocks(profiler.kineto_results.experimental_event_tree())
+        results = profiler.kineto_results
+        if not whole or results is None:
+            self._whole = False
+        elif self._whole:
+            seen = _blocks(results.experimental_event_tree())
             self._seen += [(GIVEN, given), *seen, (GIVEN, -given)] if given else seen
 
     def allocated(self) -> Allocation | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
@@ -160,7 +161,7 @@ def _made_up(node: fx.Node, device: torch.device) -> Any:
             return torch.Generator(device)
         return tree_map(lambda value: _fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
-    return fx.node.map_arg((node.args, dict(node.kwargs)), make)
+    return map_arg((node.args, dict(node.kwargs)), make)
 
 
 def _fill(fake: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from .costs import keep, kept
@@ -52,7 +53,7 @@ def flops(node: fx.Node) -> float:
     count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0.0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda read: read.meta.get("val"))
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda read: read.meta.get("val"))
     try:
         return float(count(*args, **kwargs, out_val=node.meta.get("val")))
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
@@ -74,7 +75,8 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
         matrix = torch.full((SIDE, SIDE), 0.5, dtype=dtype, device=device)
         of, into = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
         multiply, copy = partial(_multiply, matrix), partial(into.copy_, of)
-        multiply(), copy()
+        multiply()
+        copy()
         return Rates(2 * SIDE**3 / shortest(multiply, device), 2 * COPIED / shortest(copy, device))
 
 

@@ -44,7 +44,7 @@ class Shared(nn.Module):
         return self._module.training
 
     @training.setter
-    def training(self, mode: bool) -> None:
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] # in torch, an attribute
         self._module.training = mode
 
     def __getattr__(self, name: str) -> Any:

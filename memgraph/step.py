@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from .capture import Captured
 from .company import join
@@ -158,7 +159,7 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     added = (
         [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
     )
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    keep = _get_current_graph_task_keep_graph()
     try:
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
         if step.homes is not None:

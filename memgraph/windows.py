@@ -304,4 +304,4 @@ def _commit(optimizer: optim.Optimizer, subject: Subject) -> None:
         if key in fresh or (key in subject.scalars and not isinstance(before, Tensor)):
             state[key] = value
         elif key in subject.scalars and value is not before:
-            before.copy_(value)
+            before.copy_(subject.scalars[key])

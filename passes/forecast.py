@@ -59,7 +59,7 @@ class Forecast:
 
     @cached_property
     def total(self) -> Bytes:
-        return np.sum(list(self.by_kind.values()), axis=0, dtype=np.int64)
+        return np.add.reduce(list(self.by_kind.values()), axis=0, dtype=np.int64)
 
     @cached_property
     def at(self) -> int:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from .program import Floats
 try:
     import highspy
 except ImportError:  # the greedy pass does without
-    highspy = None  # type: ignore[assignment]
+    highspy = cast(Any, None)
 
 INFINITY = math.inf
 OPTIONS = {

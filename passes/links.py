@@ -94,9 +94,10 @@ class _Curves:
         items, boundary, machine = self.program.items, self.program.boundary, self.program.machine
         busy = {column: items[i].nbytes / machine.narrow for i, column in self.model.cast.items()}
         curve = self._curve(ends, machine.out, busy)
-        for column, sent in zip(curve, self._until(ends, lambda i: min(items[i].left + 2, boundary)), strict=True):
+        left = self._until(ends, lambda i: min(items[i].left + 2, boundary))
+        for column, sent in zip(curve, left, strict=True):
             self.linear.row(-INFINITY, 0.0, {column: 1.0, **{c: -m for c, m in sent.items()}})
-        self.linear.row(-INFINITY, 0.0, {curve[-1]: -1.0, **sent})
+        self.linear.row(-INFINITY, 0.0, {curve[-1]: -1.0, **left[-1]})
         return Curve(tuple(ends[:-1]), curve)
 
     def back(self, ends: list[int]) -> Curve:

@@ -67,6 +67,7 @@ def _backward(model: Model) -> range:
 
 def _converge(model: Model, over: Over) -> Solved | None:
     """Solve and write rows until no position that is looked at is over the budget."""
+    solved: Solved | None = None
     for _ in range(ROUNDS):
         solved = model.linear.solve()
         if solved is None:

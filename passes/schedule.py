@@ -132,8 +132,8 @@ class _Scheduler:
 
     def _arrive(self, value: str) -> None:
         """`value` is there: until its last use, or for the op at hand only."""
-        storages = self.gaps.held[value]
-        passing = len(storages) > 1 or self.fates[storages[0]] in PASSING
+        first, *others = self.gaps.held[value]
+        passing = bool(others) or self.fates[first] in PASSING
         (self.now if passing else self.there).add(value)
 
     def _again(self, value: str, index: int) -> None:

@@ -159,7 +159,8 @@ def _cut(notes: str, mark: str) -> tuple[str, str]:
 
 
 def _parse_notes(notes: str) -> dict[str, str]:
-    facts = dict.fromkeys(("type", "makes", "holds", "us", "workspace", "draws", "once", "far", "again"), "")
+    words = ("type", "makes", "holds", "us", "workspace", "draws", "once", "far", "again")
+    facts: dict[str, str] = dict.fromkeys(words, "")
     for note in filter(None, notes.split(" | ")):
         word, _, rest = note.partition(" ")
         if note in ("once", "far"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import memgraph
 from memgraph.peak import measured, resident_bytes
@@ -108,6 +109,4 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    return [
-        leaf for leaf in torch.utils._pytree.tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)
-    ]
+    return [leaf for leaf in tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)]

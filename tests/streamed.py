@@ -142,6 +142,14 @@ class Twins:
         self.assert_same()
         assert_kept(self.model, self.budget)
 
+    def turns(self, do: Any, count: int) -> None:
+        """Both do something several times, and come to the same each time."""
+        for _ in range(count):
+            theirs, ours = self.each(do)
+            assert torch.equal(theirs, ours)
+            self.assert_same()
+        assert streams(self.model)
+
     def train_plain(self, steps: int) -> None:
         """Only the plain one takes steps."""
         for seed in range(steps):

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from memgraph.peak import measured, resident_bytes
+from tests import nets
 
 
 @dataclass(frozen=True)
@@ -176,21 +176,11 @@ class UNet(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=512,
-        n_positions=128,
-        n_embd=128,
-        n_layer=4,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return nets.gpt2(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4, use_cache=False)
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
+    return nets.bert(
         vocab_size=512,
         hidden_size=128,
         num_hidden_layers=4,
@@ -198,25 +188,14 @@ def bert() -> nn.Module:
         intermediate_size=512,
         max_position_embeddings=128,
     )
-    return transformers.BertForMaskedLM(config)
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=512,
-        d_model=96,
-        d_kv=24,
-        d_ff=384,
-        num_layers=3,
-        num_heads=4,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    return nets.t5(vocab_size=512, d_model=96, d_kv=24, d_ff=384, num_layers=3, num_heads=4, use_cache=False)
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(
+    return nets.vit(
         hidden_size=96,
         num_hidden_layers=6,
         num_attention_heads=4,
@@ -225,11 +204,10 @@ def vit() -> nn.Module:
         patch_size=8,
         num_labels=10,
     )
-    return transformers.ViTForImageClassification(config)
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
+    return nets.llama(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=384,
@@ -239,7 +217,6 @@ def llama() -> nn.Module:
         max_position_embeddings=128,
         use_cache=False,
     )
-    return transformers.LlamaForCausalLM(config)
 
 
 def tokens(batch: int, length: int, vocabulary: int = 512) -> Tensor:

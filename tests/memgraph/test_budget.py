@@ -22,19 +22,11 @@ from memgraph import probe
 from memgraph.budget import UNITS, WHOLE, budget_nbytes
 from memgraph.device import device_of, memory_nbytes, unused_nbytes
 from memgraph.peak import measured, resident_bytes
+from tests.nets import batch, net
 
 CPU = torch.device("cpu")
 MEMORY = memory_nbytes(CPU)
 ROOM = "1GB"
-
-
-def net(width: int = 32, layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)])
-
-
-def batch(rows: int = 100, width: int = 32) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
 
 
 def smallest_of(module: nn.Module, *args: Tensor, **wishes: Any) -> memgraph.BudgetError:

@@ -82,10 +82,10 @@ def test_a_copy_and_one_with_a_loss_are_sequences_too(again: Callable[[Any], Any
 def test_what_has_no_length_is_true_and_has_none() -> None:
     compiled: Any = memgraph.compile(Falsy(), ROOM)
     assert compiled
-    assert type(compiled) is memgraph.CompiledModule
-    assert not hasattr(memgraph.CompiledModule, "__len__")
     with pytest.raises(TypeError, match="no len"):
         len(compiled)
+    assert type(compiled) is memgraph.CompiledModule
+    assert not hasattr(memgraph.CompiledModule, "__len__")
 
 
 def compile_it(module: nn.Module) -> object:

@@ -23,18 +23,10 @@ from memgraph import planner
 from memgraph.compiler import seconds_of
 from memgraph.saved import priced, saved_plans
 from passes import Machine, parse, parse_plan
+from tests.nets import batch, net
 from tests.zoo import CASES, fresh
 
 ROOT = Path(__file__).parents[2]
-
-
-def net(width: int = 32, layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)])
-
-
-def batch(rows: int = 100, width: int = 32) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
 
 
 @cache

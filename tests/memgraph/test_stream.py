@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import far_update
 from memgraph.disk import STAGING
 from tests.streamed import (
     OPTIMIZERS,
@@ -27,12 +25,7 @@ from tests.streamed import (
     tightest,
 )  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So that an update of little takes several."""
-    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
-    yield
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -166,12 +159,7 @@ def test_going_through_a_step_twice() -> None:
         optimizer.step()
         return made.detach()
 
-    twins = Twins()
-    for _ in range(4):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 4)
 
 
 def test_gradients_that_are_asked_for() -> None:
@@ -186,12 +174,7 @@ def test_gradients_that_are_asked_for() -> None:
         optimizer.zero_grad()
         return torch.cat([grad.flatten() for grad in (*grads, *again)])
 
-    twins = Twins()
-    for _ in range(4):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 4)
 
 
 def test_gradients_that_the_caller_puts_there() -> None:
@@ -232,12 +215,7 @@ def test_gradients_that_are_asked_for_beside_those_that_are_there() -> None:
         optimizer.step()
         return torch.cat([grad.flatten() for grad in asked])
 
-    twins = Twins()
-    for _ in range(4):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 4)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -252,12 +230,7 @@ def test_some_gradients_are_there_and_some_are_not(first: int) -> None:
         optimizer.step()
         return made.detach()
 
-    twins = Twins()
-    for _ in range(4):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 4)
 
 
 def test_gradients_of_inputs_stay() -> None:
@@ -301,12 +274,7 @@ def test_gradients_that_the_caller_keeps_are_his(accumulates: bool) -> None:
         optimizer.step()
         return torch.cat([grad.flatten() for grad in kept if grad is not None])
 
-    twins = Twins()
-    for _ in range(3):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 3)
 
 
 def test_a_gradient_that_the_caller_puts_there_is_added_to_in_place() -> None:
@@ -320,9 +288,4 @@ def test_a_gradient_that_the_caller_puts_there_is_added_to_in_place() -> None:
         optimizer.step()
         return torch.cat([gradient.flatten() for gradient in given])
 
-    twins = Twins()
-    for _ in range(3):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
-    assert streams(twins.model)
+    Twins().turns(step, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import far_update, workers
+from memgraph import workers
 from memgraph.homes import is_far
 from memgraph.spill import SpillError
 from passes import Reload
+from tests.faults import open_files
 from tests.streamed import (
     ADAMW,
     TINY,
@@ -36,11 +36,7 @@ from tests.streamed import (
     train,
 )  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an update of little takes several."""
-    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 def phases(model: memgraph.CompiledModule) -> set[str]:
@@ -101,8 +97,8 @@ def test_parameters_of_four_times_the_budget() -> None:
     budget = sum(parameter.nbytes for parameter in module.parameters()) // 4
     theirs, ours = ADAMW(plain.parameters()), ADAMW(module.parameters())
     model = streamed(module, budget, optimizer=ours)
-    for seed in range(3):
-        x = torch.randn(8, WIDE, generator=torch.Generator().manual_seed(seed))
+    xs = [torch.randn(8, WIDE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for x in xs:
         assert torch.equal(
             train(plain, theirs, lambda model, x: loss(model(x)), x), train(model, ours, lambda model, x: model(x), x)
         )
@@ -111,7 +107,7 @@ def test_parameters_of_four_times_the_budget() -> None:
     assert same(facts(model, ours), facts(plain, theirs))
     assert far(module, ours) == {"parameter", "gradient", "state"}
     with torch.no_grad():
-        assert torch.equal(model(x), loss(plain(x)))
+        assert torch.equal(model(xs[-1]), loss(plain(xs[-1])))
     assert_kept(model, budget)
 
 
@@ -258,11 +254,6 @@ def test_the_disk_refuses_what_moves_home(monkeypatch: pytest.MonkeyPatch) -> No
     assert same(facts(twins.model), begin)
     assert not far(twins.module)
     twins.train(3)
-
-
-def open_files() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_files_go_with_the_model() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph import far_update
 from tests.streamed import (
     ADAMW,
     WIDTH,
@@ -30,11 +29,7 @@ from tests.streamed import (
     train,
 )
 
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an update of little takes several."""
-    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+pytestmark = pytest.mark.usefixtures("small_windows")
 
 
 class Tied(nn.Module):
@@ -253,10 +248,7 @@ def test_parameters_that_are_bound_anew_while_a_step_is_under_way() -> None:
         optimizer.step()
         return torch.cat([grad.flatten() for grad in (first.detach(), second.detach(), *kept)])
 
-    for _ in range(2):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        twins.assert_same()
+    twins.turns(step, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

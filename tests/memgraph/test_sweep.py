@@ -19,15 +19,7 @@ from memgraph import Point, Sweep
 from memgraph.curve import missing
 from memgraph.sweep import POINTS
 from passes import make_plan
-
-
-def net(width: int = 32, layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)])
-
-
-def batch(rows: int = 100, width: int = 32) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
+from tests.nets import batch, net
 
 
 @cache

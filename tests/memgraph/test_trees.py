@@ -76,7 +76,8 @@ def test_a_key_value_cache_among_the_outputs_of_a_model() -> None:
     back = unflatten([leaf + 1 for leaf in leaves], spec)
     assert isinstance(back, CausalLMOutputWithPast) and isinstance(back.past_key_values, DynamicCache)
     assert back.past_key_values.get_seq_length() == 3
-    assert torch.equal(back.past_key_values.layers[0].keys, torch.full((1, 2, 3, 4), 2.0))
+    layer: Any = back.past_key_values.layers[0]
+    assert torch.equal(layer.keys, torch.full((1, 2, 3, 4), 2.0))
 
 
 def test_what_can_not_be_taken_apart_is_named() -> None:

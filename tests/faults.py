@@ -1,0 +1,92 @@
+"""After whatever went wrong, the next step is right and nothing is left behind.
+
+    module, compiled = fresh()
+    ...                                       # something goes wrong
+    assert_next_step_right(module, compiled)
+
+Right is what the plain module does from the state of now; what is left is counted in bytes of tensors and in open files.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memgraph
+
+ROOM = "1GB"
+
+
+class Net(nn.Module):
+    norm: Any = nn.LayerNorm
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        block = (nn.Sequential(nn.Linear(width, width), self.norm(width), nn.GELU(), nn.Dropout(0.2)) for _ in range(1))
+        self.blocks, self.last = nn.Sequential(*block), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x))
+
+
+class Running(Net):
+    """With buffers that forward changes."""
+
+    norm = nn.BatchNorm1d
+
+
+def fresh(make: type[Net] = Net, **wishes: Any) -> tuple[Net, memgraph.CompiledModule]:
+    torch.manual_seed(0)
+    module = make()
+    return module, memgraph.compile(module, ROOM, **wishes)
+
+
+def batch(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(5))
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """A step from one seed, and all that it leaves behind."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(batch()).square().mean()
+    loss.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *grads, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+
+
+def assert_next_step_right(module: nn.Module, compiled: nn.Module) -> None:
+    """From the state in which the module is now, the compiled and the plain one take the same step."""
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    ours = step(compiled)
+    module.load_state_dict(state)
+    theirs = step(module)
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def living() -> int:
+    """Bytes of all tensors that Python can reach."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    tensors = [tensor for tensor in tensors if tensor.layout == torch.strided]  # others are of other tests
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """In the place of a call of the system: fails with that error."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail

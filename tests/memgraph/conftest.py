@@ -1,0 +1,58 @@
+"""What several test files patch: the plans that are made, the sizes of windows, and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memgraph import far_update, planner
+from passes import make_plan
+from passes.schedule import Fate
+from tests.disk import Gate
+from tests.fates import all_given_up, given_up
+
+
+@pytest.fixture(name="given_up")
+def _given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans leave nothing as it is."""
+    monkeypatch.setattr(planner, "make_plan", all_given_up)
+
+
+@pytest.fixture(params=["room", "tight"])
+def room_or_tight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether plans leave everything as it is, or nothing."""
+    monkeypatch.setattr(planner, "make_plan", make_plan if request.param == "room" else all_given_up)
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be sent to disk is sent there."""
+    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+
+
+@pytest.fixture(params=[Fate.KEEP, Fate.STALL, Fate.BRIEF])
+def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fate:
+    """What becomes of all that can be given up."""
+    monkeypatch.setattr(planner, "make_plan", given_up(request.param))
+    chosen: Fate = request.param
+    return chosen
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of little takes several windows."""
+    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
