@@ -9,28 +9,25 @@ Before:                   After:
     ...                       lease.wait(0)            # the bytes are there
     g = relu_bwd(a)           g = relu_bwd(a)
 
-Where the bytes lie is `spill.py`, who copies them is `workers.py`; here is who waits for whom.
+Where the bytes lie is `spill.py`, how they are copied `copies.py`; here is which copy waits for which.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
+from .copies import Copy, Move, Part, settle, speed
 from .homes import Place
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
-from .workers import CHUNK, STAGING, WORKERS, Latch, Worker, read, start, submit, write
+from .workers import STAGING, Worker, read, start, write
 
 __all__ = ["STAGING", "DiskLease", "DiskTier", "SpillError", "spill_folder"]
-
-Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
 class DiskTier:
@@ -139,35 +136,18 @@ class DiskLease:
     def _start(
         self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
     ) -> None:
-        file, offset, nbytes = self._where(slot)
-        address = address_of(tensor, nbytes)
-        copies[slot] = copy = Copy(f"to {move.__name__} {nbytes} bytes in {self.tier.folder}", tensor)
-        # Half for each worker, so that one copies memory while the other waits for the disk.
-        share = max(CHUNK, pages(-(-nbytes // WORKERS)))
-        for at in range(0, nbytes, share):
-            copy.parts.append(part := Part(min(share, nbytes - at)))
-            # The job holds the lease, and the lease the tensors: none is collected before the worker is done.
-            submit(partial(self._run, part, after, move, file, offset + at, address + at, min(share, nbytes - at)))
+        copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
+        # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
+        copy.begin(self._take_up, after)
 
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""
         room, home = self._room(), self.homes.get(slot)
         return (home.file, home.offset, home.nbytes) if home else (room, self.tier.offsets[slot], self.tier.slots[slot])
 
-    def _run(self, part: Part, after: Sequence[Part], move: Move, *place: int) -> None:
+    def _take_up(self, part: Part) -> None:
         self.begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
-        try:
-            # Parts begin in the order in which they were submitted, so two workers never wait for each other.
-            for earlier in after:
-                earlier.end()
-            part.begin = time.perf_counter()
-            self._room()
-            move(*place)
-            part.ended = time.perf_counter()
-        except Exception as error:
-            part.error = error.with_traceback(None)  # whose frames hold the lease
-        finally:
-            part.open()
+        self._room()
 
     def _room(self) -> int:
         if self.room is None or self.dropped:
@@ -175,66 +155,7 @@ class DiskLease:
         return self.room
 
 
-class Part(Latch):
-    """What one worker does of a copy.  Opens when that has ended, well or not.  Its times are seconds."""
-
-    error: Exception | None = None
-    begin = ended = 0.0
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__()
-        self.nbytes = nbytes
-
-    def end(self) -> None:
-        self.wait()
-        if self.error:
-            raise self.error
-
-
-class Copy:
-    """A copy under way.  It holds its tensor until it is known to have ended."""
-
-    def __init__(self, what: str, tensor: torch.Tensor) -> None:
-        self.what = what
-        self.tensor: torch.Tensor | None = tensor
-        self.parts: list[Part] = []
-
-    def end(self) -> None:
-        """Wait for every part, then let the tensor go."""
-        settle(self)
-        self.tensor = None
-        for part in self.parts:
-            if part.error:
-                advice = "if this disk is failing or full, name another folder with spill_dir="
-                raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
-
-
 def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
     if slot not in copies:
         raise ValueError(f"slot {slot} was not {verb} in this lease; those that were: {sorted(copies)}")
     return copies[slot]
-
-
-def settle(*copies: Copy | None) -> None:
-    """Wait until `copies` have ended, well or not."""
-    for part in [part for copy in copies if copy for part in copy.parts]:
-        part.wait()
-
-
-def speed(copies: Iterable[Copy]) -> float:
-    """Bytes per microsecond in which any of `copies` moved; 0.0 if none has ended."""
-    parts = sorted((part for copy in copies for part in copy.parts if part.ended), key=lambda part: part.begin)
-    busy = until = 0.0
-    for part in parts:
-        busy += max(0.0, part.ended - max(part.begin, until))
-        until = max(until, part.ended)
-    return sum(part.nbytes for part in parts) / busy / 1e6 if busy else 0.0
-
-
-def address_of(tensor: torch.Tensor, nbytes: int) -> int:
-    """Where the bytes of `tensor` begin, provided that they are `nbytes` in one run."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
-    if tensor.device.type != "cpu" or tensor.nbytes != nbytes or not dense:
-        found = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-        raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {found}")
-    return tensor.data_ptr()

@@ -17,10 +17,10 @@ from functools import partial
 
 from torch import Tensor
 
-from .disk import Copy, Move, Part, address_of, settle
+from .copies import Copy, Move, Part, settle
 from .homes import Home, Place, form_of, place_of
-from .spill import PAGE, pages
-from .workers import CHUNK, WORKERS, read, submit, write
+from .spill import PAGE
+from .workers import read, write
 
 
 def bring_home(tensors: Sequence[Tensor], folder: str | os.PathLike[str]) -> list[Tensor]:
@@ -46,12 +46,12 @@ def part_of(place: Place, begin: int, nbytes: int) -> Place:
 
 def fetch(place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
     """Begin to fill `tensor` from the file, once `after` have ended; if one of those failed, it is left alone."""
-    return _start("read", read, place, tensor, after)
+    return _begin(read, place, tensor, after)
 
 
 def store(place: Place, tensor: Tensor) -> Copy:
     """Begin to copy `tensor` to the file. It must not change until the copy has ended."""
-    return _start("write", write, place, tensor, ())
+    return _begin(write, place, tensor)
 
 
 def settled(copies: Iterable[Copy]) -> None:
@@ -66,25 +66,11 @@ def settled(copies: Iterable[Copy]) -> None:
         copy.end()
 
 
-def _start(verb: str, move: Move, place: Place, tensor: Tensor, after: Sequence[Part]) -> Copy:
-    address = address_of(tensor, place.nbytes)
-    copy = Copy(f"to {verb} {place.nbytes} bytes of the state", tensor)
-    # Half for each worker, so that one copies memory while the other waits for the disk.
-    share = max(CHUNK, pages(-(-place.nbytes // WORKERS)))
-    for at in range(0, place.nbytes, share):
-        nbytes = min(share, place.nbytes - at)
-        copy.parts.append(part := Part(nbytes))
-        submit(partial(_run, part, after, move, (place, tensor), place.offset + at, address + at, nbytes))
+def _begin(move: Move, place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
+    copy = Copy(move, (place.file, place.offset, place.nbytes), tensor, "of the state")
+    copy.begin(partial(_held, place, tensor), after)
     return copy
 
 
-def _run(part: Part, after: Sequence[Part], move: Move, held: tuple[Place, Tensor], *where: int) -> None:
-    try:
-        # Parts begin in the order in which they were submitted, so two workers never wait for each other.
-        for earlier in after:
-            earlier.end()
-        move(held[0].file, *where)
-    except Exception as error:
-        part.error = error.with_traceback(None)  # whose frames hold the tensor
-    finally:
-        part.open()
+def _held(place: Place, tensor: Tensor, part: Part) -> None:
+    """Nothing is against a copy whose file and tensor are held."""

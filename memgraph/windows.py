@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .disk import Copy, settle
+from .copies import Copy, settle
 from .homes import Place
 from .interrupts import Interrupts
 from .movement import fetch, part_of, settled, store
