@@ -27,7 +27,7 @@ from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture
 from .device import device_of, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError
-from .far_update import FarUpdate
+from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .links import sizes_of
 from .peak import resident_bytes
@@ -41,6 +41,7 @@ from .saved import SavedPlan
 from .signature import has_gradients, is_watched
 from .slots import Homes, Slot, slots
 from .split import split
+from .state_parts import StatePart, state_parts
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, linked, tier_name
@@ -63,6 +64,14 @@ class Wishes:
     wire: str = ""  # the type that values may be cast to for their way to the far tier
 
 
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The parameters that a step makes gradients of, and the states of the optimizer in parts."""
+
+    parameters: Sequence[Tensor]
+    parts: Sequence[StatePart]
+
+
 class Planner:
     """Plans the steps of one module."""
 
@@ -75,10 +84,11 @@ class Planner:
         self.update = FarUpdate(optimizer, wishes.spill_dir)
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None else None
 
-    def _trained(self, captured: Captured) -> list[Tensor]:
-        """The parameters that the step makes gradients of."""
+    def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
-        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+        parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
+        optimizer = self.wishes.optimizer
+        return Trained(parameters, state_parts(optimizer) if optimizer is not None else [])
 
     def _watched(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
@@ -131,14 +141,14 @@ class Planner:
         try:
             machine, choice = self._plan(graph, trained)
         except passes.BudgetError as error:
-            later = None if adds or not trained else accumulating(captured, watched)
+            later = None if adds or not trained.parameters else accumulating(captured, watched)
             raise self._over(error, later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
-        step.again = partial(self._again, graph)
+        step.again = partial(self._again, graph, trained)
         return step
 
     def _made(
-        self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Sequence[Tensor],
+        self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Trained,
         begin: float,
     ) -> Step:  # fmt: skip
         """The step of a plan, ready to run."""
@@ -149,21 +159,23 @@ class Planner:
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
         report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
-        step = Step(captured, split(planned, captured.graph), tier, report, self._homes(its, captured, choice))
-        step.trained, step.landed = trained, self._first_update
+        homes = self._homes(its, captured, choice, trained.parts)
+        step = Step(captured, split(planned, captured.graph), tier, report, homes)
+        step.trained, step.landed = trained.parameters, self._first_update
         return step
 
-    def _homes(self, its: Sequence[Slot], captured: Captured, choice: Choice) -> Homes | None:
+    def _homes(
+        self, its: Sequence[Slot], captured: Captured, choice: Choice, parts: Sequence[StatePart]
+    ) -> Homes | None:
         """Where the plan lets state live far, if it does."""
         if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
             return None
         far = (op.name for op in choice.forecast.trace.ops if op.far and op.fn == "state")
-        parts = [int(name.removeprefix(f"{STATE}_")) for name in far]
-        return Homes(
-            self.residence, its, captured, partial(self.update.begin, self.budget, self.update.of_parts(parts))
-        )
+        chosen = [parts[int(name.removeprefix(f"{STATE}_"))] for name in far]
+        parameters = tuple(parameter for part in chosen for parameter in part.parameters)
+        return Homes(self.residence, its, captured, FarStates(self.update, self.budget, parameters))
 
-    def _again(self, graph: fx.Graph, step: Step, times: Times) -> Step:
+    def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
 
         Nobody closes the tier of the old one: it closes itself when its last flight has landed.
@@ -177,7 +189,7 @@ class Planner:
         found = replanned(choice, trace, machine, self._search)
         if found is None:
             return step
-        new = self._made(step.captured, graph, machine, found, step.trained, begin)
+        new = self._made(step.captured, graph, machine, found, trained, begin)
         if step.homes is not None:
             step.homes.replaced(new.homes)
         return new
@@ -205,7 +217,7 @@ class Planner:
                     "register them on the compiled module, or hooks on parameters and outputs instead"
                 )
 
-    def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: list[Tensor]) -> BudgetError:
+    def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: Trained) -> BudgetError:
         """The error, with what the same call needs `later`, when there are gradients to add to."""
         if later is None:
             return BudgetError(str(error), error.budget, error.smallest)
@@ -214,13 +226,13 @@ class Planner:
         text = f"A call that adds to gradients, as with accumulation, needs {needed}: budget={smallest} does for both."
         return BudgetError(f"{error}\n{text}", error.budget, smallest)
 
-    def _smallest(self, graph: fx.Graph, trained: list[Tensor]) -> int:
+    def _smallest(self, graph: fx.Graph, trained: Trained) -> int:
         try:
             return self._plan(graph, trained)[1].forecast.peak
         except passes.BudgetError as error:
             return error.smallest
 
-    def _plan(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Machine, Choice]:
+    def _plan(self, graph: fx.Graph, trained: Trained) -> tuple[Machine, Choice]:
         trace, machine = self._price(graph, trained)
         if self.wishes.plans:
             return machine, reused(self.wishes.plans, trace, machine)
@@ -229,7 +241,7 @@ class Planner:
     def _search(self, trace: Trace, machine: Machine) -> Choice:
         return make_plan(trace, machine, seconds=self.wishes.seconds)
 
-    def _price(self, graph: fx.Graph, trained: list[Tensor]) -> tuple[Trace, Machine]:
+    def _price(self, graph: fx.Graph, trained: Trained) -> tuple[Trace, Machine]:
         machine = Machine(self.budget, str(self.device))
         if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
@@ -237,13 +249,13 @@ class Planner:
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
-            trace = with_update(trace, self.wishes.optimizer, trained)
+            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts)
         if predict(trace, machine).peak > self.budget:
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
-            machine = self._with_homes(machine, trained)
+            machine = self._with_homes(machine, trained.parameters)
         return trace, machine
 
-    def _with_homes(self, machine: Machine, trained: list[Tensor]) -> Machine:
+    def _with_homes(self, machine: Machine, trained: Sequence[Tensor]) -> Machine:
         """The machine with room for state in the far tier, if state can live there."""
         if not machine.out or self.device.type != "cpu" or not self.update.can_stream:
             return machine

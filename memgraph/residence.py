@@ -48,11 +48,13 @@ class Residence:
             self._move_states(state)
         return {(kind, name): self._place(kind, name, named) for kind, name in homes}
 
-    def leave(self, names: Iterable[str]) -> None:
-        """Bring parameters back to the device."""
+    def leave(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
+        """Bring parameters and states back to the device."""
         named = dict(self.module.named_parameters())
         for name in names:
             named[name].data = named[name].detach().clone()
+        for state in states:
+            state |= {key: value.clone() for key, value in spread(state).items() if place_of(value) is not None}
 
     def adopt(self, name: str, gradient: Tensor) -> None:
         """Bring a gradient that the caller has made to its home; it stays the caller's object."""
@@ -85,17 +87,20 @@ class Residence:
             parameter.data = mapped
 
     def _move_states(self, state: dict[str, object]) -> None:
-        near = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
-        strangers = [key for key, value in near.items() if place_of(value) is None]
+        strangers = {key: value for key, value in spread(state).items() if place_of(value) is None}
         if strangers:
-            state |= zip(
-                strangers, bring_home([near[key] for key in strangers], spill_folder(self.folder)), strict=True
-            )
+            moved = bring_home(list(strangers.values()), spill_folder(self.folder))
+            state |= zip(strangers, moved, strict=True)
 
     def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> Place:
         place = place_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
         assert place is not None
         return place
+
+
+def spread(state: Mapping[str, object]) -> dict[str, Tensor]:
+    """What a state has in it that is no single number."""
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def laid(flat: Tensor, like: Tensor) -> Tensor:

@@ -7,19 +7,18 @@ offload(g, 2), return ticket       ->   slot 2: where its gradient lives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from .capture import Captured
+from .far_update import FarStates
 from .homes import Place, place_of
 from .nodes import returned
-from .residence import GRADIENT, PARAMETER, Key, Residence, laid
+from .residence import GRADIENT, PARAMETER, Key, Residence, laid, spread
 from .summarize import tensors
-
-States = Callable[[], Iterable[dict[str, object]]]  # of the parameters whose states live far
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 
@@ -58,26 +57,42 @@ def _inputs(captured: Captured) -> list[Key]:
     return [*given, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
 
 
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """The addresses of all that belongs far, once it is there; while they are the same, so is everything."""
+
+    addresses: list[int]
+    places: dict[int, Place]  # of the slots
+    others: list[Place | None]  # of states: as long as a place is held, nothing else gets its address
+
+
 class Homes:
     """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
 
-    def __init__(self, residence: Residence, slots: Sequence[Slot], step: Captured, states: States) -> None:
+    def __init__(self, residence: Residence, slots: Sequence[Slot], step: Captured, states: FarStates) -> None:
         self.residence, self.states = residence, states
+        self.known: Settled | None = None
         self.homes = {number: (slot.home, slot.like) for number, slot in enumerate(slots) if slot.home}
+        inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
+        self.inputs = [inputs.index(home) for home, _ in self.homes.values() if home[0] == PARAMETER]
         gradients = [role.name for role in step.outputs if role.kind != "output"]
         sent = {slot.home[1]: number for number, slot in enumerate(slots) if slot.home and slot.is_sent}
         self.sent = {gradients.index(name): number for name, number in sent.items()}
 
-    def settled(self) -> dict[int, Place]:
-        """The place of each slot, once everything is where it belongs."""
-        places = self.residence.settle({home: like for home, like in self.homes.values()}, self.states())
-        return {number: places[home] for number, (home, _) in self.homes.items()}
+    def settled(self, tensors: Sequence[Tensor]) -> dict[int, Place]:
+        """The place of each slot, once everything is where it belongs; `tensors` are the inputs of the step."""
+        known = self.known
+        if known is None or not self.states.begun or known.addresses != self._addresses(tensors):
+            known = self.known = None  # so that the disk has the bytes of what is gone before it is asked for more
+            known = self.known = self._settle(tensors)
+        return known.places
 
     def replaced(self, other: Homes | None) -> None:
         """Another plan takes this one's place: what it has on the device comes back there."""
         kept = {home for home, _ in other.homes.values()} if other is not None else set()
         gone = {home for home, _ in self.homes.values()} - kept
-        self.residence.leave(name for kind, name in gone if kind == PARAMETER)
+        states = self.states.end(other.states.parameters if other is not None else ())
+        self.residence.leave((name for kind, name in gone if kind == PARAMETER), states)
 
     def before(self, takers: Sequence[Tensor | None], adds: bool) -> tuple[dict[int, Tensor], dict[int, Place]]:
         """Make room for the gradients that leave.
@@ -125,6 +140,18 @@ class Homes:
                 if taker is not None:
                     taker.grad = found[position]
         return found
+
+    def _settle(self, tensors: Sequence[Tensor]) -> Settled:
+        places = self.residence.settle({home: like for home, like in self.homes.values()}, self.states.begin())
+        by_number = {number: places[home] for number, (home, _) in self.homes.items()}
+        return Settled(self._addresses(tensors), by_number, list(map(place_of, self._states())))
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        gradients = [self.residence.gradients[name] for (kind, name), _ in self.homes.values() if kind == GRADIENT]
+        return [tensor.data_ptr() for tensor in (*(tensors[i] for i in self.inputs), *gradients, *self._states())]
+
+    def _states(self) -> list[Tensor]:
+        return [tensor for state in self.states.there() for tensor in spread(state).values()]
 
     def _name(self, position: int) -> str:
         return self.homes[self.sent[position]][0][1]

@@ -59,7 +59,7 @@ class Step:
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
         if self.homes is not None:
-            places = self.homes.settled()
+            places = self.homes.settled(tensors)
             if self.tier is not None:
                 self.tier.bind(places)
         flight = Flight(self.halves, self.tier)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from passes import Op, Storage, Trace
 
 from .peak import measured, resident_bytes
-from .state_parts import state_parts
+from .state_parts import StatePart
 
 STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
 STEPS = 7  # RAdam's update takes more from the sixth on
@@ -45,17 +45,18 @@ class Kind:
         return parameter
 
 
-def with_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> Trace:
+def with_update(
+    trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart]
+) -> Trace:
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
-    All of `trained` have a gradient then; without it, all parameters.  States that may live in the far tier are a value
-    of their own.
+    All of `trained` have a gradient then.  Each of `parts`, which may live in the far tier, is a value of its own.
     """
     nbytes, workspace = update_nbytes(optimizer, trained)
     name = type(optimizer).__name__
-    parts = [part.nbytes for part in state_parts(optimizer)]
-    states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(parts)]
-    states.append(_state(STATE, nbytes - sum(parts), name))  # without a type it can't be streamed
+    sizes = [part.nbytes for part in parts]
+    states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
+    states.append(_state(STATE, nbytes - sum(sizes), name))  # without a type it can't be streamed
     gradients = dict.fromkeys(value for kind, value in trace.outputs if kind != "output")
     parameters = (op.name for op in trace.ops if op.fn == "parameter")
     reads = (*(state.name for state in states), *gradients, *parameters)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.disk import STAGING
+from memgraph.far_update import FarStates, FarUpdate
 from memgraph.ops import Lease
 from memgraph.peak import measured, resident_bytes
 from memgraph.report import Report
@@ -80,7 +81,7 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     found = slots(graph, its.captured)
     tier = far_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
-    homes = Homes(Residence(its.model, None), found, its.captured, list)
+    homes = Homes(Residence(its.model, None), found, its.captured, FarStates(FarUpdate(None, None), 0))
     yield Step(its.captured, split(graph, its.captured.graph), tier, report, homes)
     if tier is not None:
         tier.close()
@@ -226,7 +227,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         if adds:
             run(its, step, 1)
         assert step.homes is not None
-        step.homes.settled()
+        step.homes.settled(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measured(lambda: step(its.tensors, refuse)[0].backward())
         assert allocated is not None
