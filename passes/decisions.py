@@ -41,8 +41,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
-from .gaps import type_nbytes
-from .trace import Op, Storage, Trace
+from .trace import Op, Storage, Trace, type_nbytes
 from .wire import WORKSPACE, narrowed
 
 

@@ -15,10 +15,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .gaps import type_nbytes
 from .lifetime import Life, lifetimes
 from .machine import Machine
-from .trace import Op, Trace
+from .trace import Op, Trace, type_nbytes
 
 KINDS = (
     "parameter",

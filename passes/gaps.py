@@ -10,31 +10,13 @@ This is the whole of what can be decided: outside of its gap a storage has to be
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from .homes import Homes
 from .lifetime import Life
-from .trace import Op, Trace
+from .trace import Op, Trace, type_nbytes
 from .wire import narrowed
-
-ITEMSIZE = {
-    "f64": 8,
-    "f32": 4,
-    "f16": 2,
-    "bf16": 2,
-    "f8": 1,
-    "i64": 8,
-    "i32": 4,
-    "i16": 2,
-    "i8": 1,
-    "u8": 1,
-    "b8": 1,
-    "c64": 8,
-    "c128": 16,
-}
-
 
 # The ops that make a copy of what is sent away, and what stands behind its name in theirs.
 COPIES = {"memgraph.narrow.default": "__wire", "memgraph.reload.default": "__in_", "memgraph.widen.default": "__wide_"}
@@ -105,9 +87,8 @@ class Gaps:
         found: dict[str, str] = {}
         for value, storages in self.held.items():
             op = self.trace.op[value]
-            own = (
-                bool(op.makes) or op.fn == "getitem"
-            )  # a view of what may not run again could not be made again itself
+            # A view of what may not run again could not be made again itself.
+            own = bool(op.makes) or op.fn == "getitem"
             if own and len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[storages[0]]:
                 found.setdefault(storages[0], value)
         return found
@@ -126,74 +107,13 @@ class Gaps:
             return made.again + life.storage.removeprefix(made.name)
         if made.fn in COPIES:
             value = made.name.rpartition(COPIES[made.fn])[0]
-            return self.views[value] if value in self.views else self.held[value][0]
+            return self.homes.views[value] if value in self.homes.views else self.held[value][0]
         return life.storage
 
     @cached_property
-    def homes(self) -> dict[str, str]:
-        """The inputs that may live in the far tier, by their storage: what is dense, and not handed out."""
-        alone = {op.name: op.holds for op in self.trace.ops if len(op.holds) == 1}
-        mixed = {held for op in self.trace.ops if op.name not in alone for held in op.holds}
-        handed = {
-            storage
-            for kind, value in self.trace.outputs
-            if kind != "gradient"
-            for storage in self.trace.op[value].holds
-        }
-        # To a gradient that no op reads autograd adds by itself, so it stays.
-        read = {value for op in self.trace.ops if op.phase != "update" for value in op.reads}
-        return {
-            op.holds[0]: op.name
-            for op in self.trace.ops
-            if op.fn in ("parameter", "gradient", "state")
-            and type_nbytes(op.type) == op.nbytes > 0
-            and not {op.holds[0]} & (mixed | handed)
-            and (op.fn != "gradient" or op.name in read)
-        }
-
-    @cached_property
-    def views(self) -> dict[str, str]:
-        """The storage of every value, the input itself included, that forward knows of what may live far."""
-        early = (op for op in self.trace.ops if op.is_input or op.phase == "forward")
-        return {op.name: op.holds[0] for op in early if op.holds and op.holds[0] in self.homes}
-
-    @cached_property
-    def visits(self) -> dict[int, tuple[str, ...]]:
-        """For each op (by index) before the update the values that it reads of what may live far."""
-        found = {
-            i: tuple(dict.fromkeys(read for read in op.reads if read in self.views))
-            for i, op in enumerate(self.trace.ops)
-            if op.phase != "update"
-        }
-        return {i: values for i, values in found.items() if values}
-
-    @cached_property
-    def gradients(self) -> dict[str, str]:
-        """The gradients that the step hands out and that may leave before it ends, by their storage."""
-        handed = [value for _, value in self.trace.outputs]
-        counts = Counter(storage for value in set(handed) for storage in self.trace.op[value].holds)
-        found = {}
-        for kind, value in self.trace.outputs:
-            op = self.trace.op[value]
-            whole = len(op.holds) == 1 and type_nbytes(op.type) == self.trace.nbytes[op.holds[0]] > 0
-            if (
-                kind == "gradient"
-                and op.phase == "backward"
-                and whole
-                and counts[op.holds[0]] == handed.count(value) == 1
-            ):
-                found[op.holds[0]] = value
-        return found
-
-    @cached_property
-    def ended(self) -> dict[str, int]:
-        """The last op (by index) before the update that makes or reads each gradient that may leave."""
-        found: dict[str, int] = {}
-        for i, op in enumerate(self.trace.ops):
-            for value in (op.name, *op.reads) if op.phase != "update" else ():
-                for storage in self.trace.op[value].holds:
-                    found[storage] = i
-        return {storage: found[storage] for storage in self.gradients}
+    def homes(self) -> Homes:
+        """What may live in the far tier."""
+        return Homes(self.trace)
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:
@@ -212,11 +132,3 @@ class Gaps:
         for op in self.trace.ops:
             begins.append(begins[-1] + op.us)
         return tuple(begins)
-
-
-def type_nbytes(type: str) -> int:
-    """The bytes of a dense tensor that is printed as `type`; -1 if it is not one tensor."""
-    dtype, _, shape = type.removesuffix("]").partition("[")
-    if dtype not in ITEMSIZE or not type.endswith("]") or "[" in shape:
-        return -1
-    return ITEMSIZE[dtype] * math.prod(int(size) for size in shape.split(",") if size.strip())

@@ -78,7 +78,7 @@ class Move:
 
 def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
-    known = {*gaps.maker, *gaps.homes, *gaps.gradients}
+    known = {*gaps.maker, *gaps.homes.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
     while moves := _moves(gaps, machine, state):
@@ -146,7 +146,7 @@ class Costs:
         self.machine = machine
         self.forecast = state.forecast
         self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
-        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in (*gaps.homes, *gaps.gradients)}
+        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in gaps.homes.value}
         self.known = self.fates | self.homes
         self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in AWAY}
         self.room = machine.capacity - sum(self.sent.values())
@@ -188,7 +188,7 @@ class Costs:
     def _home_us(self, storage: str) -> float:
         """What a far home costs: the update's windows, and what of the step's own traffic does not hide."""
         trace, nbytes = self.gaps.trace, self.gaps.trace.nbytes[storage]
-        value = self.gaps.homes.get(storage) or self.gaps.gradients[storage]
+        value = self.gaps.homes.value[storage]
         updated = any(value in op.reads for op in trace.ops if op.phase == "update")
         fn = trace.op[value].fn
         goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0

@@ -42,31 +42,31 @@ class Streams:
 
     def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool]) -> None:
         """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use."""
-        self.gaps, self.machine = gaps, machine
-        self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.homes}
-        self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.gradients}
+        self.gaps, self.homes, self.machine = gaps, gaps.homes, machine
+        self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.homes.inputs}
+        self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.homes.gradients}
         self.last: dict[str, int] = {}
         self.there: dict[str, set[str]] = {}
         self.fetches: list[Fetch] = []
 
     def begin(self) -> list[Decision]:
         """What says that the values are far."""
-        return [Stream(self.gaps.homes[storage]) for storage in self.ahead]
+        return [Stream(self.homes.inputs[storage]) for storage in self.ahead]
 
     def knows(self, value: str) -> bool:
         """Whether a value shows what is far."""
-        return bool(self.ahead) and self.gaps.views.get(value) in self.ahead
+        return bool(self.ahead) and self.homes.views.get(value) in self.ahead
 
     def is_home(self, value: str) -> bool:
-        """Whether a value is itself what is far, and not a view of it."""
-        return self.knows(value) and self.gaps.homes[self.gaps.views[value]] == value
+        """Whether a value that shows what is far is all of it itself, and not a view."""
+        return self.homes.inputs[self.homes.views[value]] == value
 
     @cached_property
     def visits(self) -> dict[int, tuple[str, ...]]:
         """For each op (by index) before the update what it reads of what is far."""
         if not self.ahead:
             return {}
-        found = {i: tuple(filter(self.knows, values)) for i, values in self.gaps.visits.items()}
+        found = {i: tuple(filter(self.knows, values)) for i, values in self.homes.visits.items()}
         return {i: values for i, values in found.items() if values}
 
     def passed(self, index: int) -> None:
@@ -77,7 +77,7 @@ class Streams:
 
     def has(self, value: str, index: int) -> bool:
         """Whether a streamed value is there for the op at `index`, from an earlier use."""
-        storage = self.gaps.views[value]
+        storage = self.homes.views[value]
         if value not in self.there.get(storage, ()):
             return False
         begins = self.gaps.begins
@@ -89,7 +89,7 @@ class Streams:
 
     def fetch(self, value: str, index: int, place: int) -> Reload:
         """The decision, the one at `place`, that fetches a streamed value before the op at `index`."""
-        storage = self.gaps.views[value]
+        storage = self.homes.views[value]
         nbytes, before = self.gaps.trace.nbytes[storage], self.last.get(storage, -1)
         self.fetches.append(Fetch(place, value, nbytes, index, before, self.ahead[storage]))
         self.there[storage], self.last[storage] = {value}, index
@@ -98,7 +98,7 @@ class Streams:
 
     def made(self, value: str) -> None:
         """A view of what is there has been made."""
-        self.there.setdefault(self.gaps.views[value], set()).add(value)
+        self.there.setdefault(self.homes.views[value], set()).add(value)
 
     def hastened(self, decisions: list[Decision]) -> list[Decision]:
         """The decisions with fetches as early as the link needs them."""
@@ -134,14 +134,14 @@ class Streams:
     def leave(self) -> list[Decision]:
         """What sends the gradients to their homes."""
         ops, begins = self.gaps.trace.ops, self.gaps.begins
-        outs = sorted((self.gaps.ended[storage], storage) for storage in self.sent)
+        outs = sorted((self.homes.ended[storage], storage) for storage in self.sent)
         room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
         idle, decisions = 0.0, list[Decision]()
         for k, (out, storage) in enumerate(outs):
             idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
             free = min(ended, self._crowded(outs[k:], room), self._end()) if self.sent[storage] else out
-            decisions.append(Offload(self.gaps.gradients[storage], ops[out].name, ops[max(out, free)].name))
+            decisions.append(Offload(self.homes.gradients[storage], ops[out].name, ops[max(out, free)].name))
         return decisions
 
     def _crowded(self, outs: Sequence[tuple[int, str]], room: int) -> int:

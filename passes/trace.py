@@ -14,12 +14,28 @@ view) those of what it reads.  Memory is counted per storage, so views cost noth
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
+ITEMSIZE = {
+    "f64": 8,
+    "f32": 4,
+    "f16": 2,
+    "bf16": 2,
+    "f8": 1,
+    "i64": 8,
+    "i32": 4,
+    "i16": 2,
+    "i8": 1,
+    "u8": 1,
+    "b8": 1,
+    "c64": 8,
+    "c128": 16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,14 @@ class Trace:
                 lines.append(f"{phase}:")
             lines.append(str(op))
         return "\n".join([*lines, "return " + ", ".join(f"{kind} {value}" for kind, value in self.outputs)]) + "\n"
+
+
+def type_nbytes(type: str) -> int:
+    """The bytes of a dense tensor that is printed as `type`; -1 if it is not one tensor."""
+    dtype, _, shape = type.removesuffix("]").partition("[")
+    if dtype not in ITEMSIZE or not type.endswith("]") or "[" in shape:
+        return -1
+    return ITEMSIZE[dtype] * math.prod(int(size) for size in shape.split(",") if size.strip())
 
 
 LINE = re.compile(r"(?P<name>\S+) = (?P<fn>[^\s(]+)\((?P<reads>[^)]*)\)(?:  # (?P<notes>.*))?")

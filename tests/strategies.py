@@ -93,9 +93,7 @@ def legal_fates(draw: st.DrawFn, gaps: Gaps, wire: str = "", homes: bool = True)
         found[storage] = may[number % len(may)]
     if not homes:
         return found
-    return found | draw(
-        st.dictionaries(st.sampled_from(sorted({*gaps.homes, *gaps.gradients})), st.sampled_from(HOMEWARD))
-    )
+    return found | draw(st.dictionaries(st.sampled_from(sorted(gaps.homes.value)), st.sampled_from(HOMEWARD)))
 
 
 def ways(gaps: Gaps, storage: str, wire: str = "") -> tuple[Fate, ...]:

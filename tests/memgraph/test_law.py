@@ -59,7 +59,7 @@ def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.Searc
     gaps = Gaps(traced(name, adds))
     return st.fixed_dictionaries(
         {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.maker}
-        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in (*gaps.homes, *gaps.gradients) if homes}
+        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in gaps.homes.value if homes}
     )
 
 
