@@ -9,15 +9,14 @@ there.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
 
 from .decisions import Decision, Offload, Plan, Recompute, Reload
 from .gaps import Gaps
 from .machine import Machine
-from .streams import Streams
+from .streams import Fetch, Streams
 
 
 class Fate(Enum):
@@ -73,7 +72,7 @@ class _Scheduler:
         self.there: set[str] = set()
         self.now: set[str] = set()
         self.sent: set[str] = set()
-        self.decisions: list[Decision] = []
+        self.decisions: list[Decision | Fetch] = []
 
     def plan(self) -> Plan:
         self.decisions += self.streams.begin()
@@ -82,7 +81,7 @@ class _Scheduler:
             for value in values:
                 self._need(value, index)
             self.streams.passed(index)
-        return (*self.streams.hastened(self.links.early(self.decisions)), *self.streams.leave())
+        return (*self.links.early(self.decisions), *self.streams.leave())
 
     def _reads(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The ops (by index) that read what can have been lost, and what they read of it."""
@@ -118,7 +117,7 @@ class _Scheduler:
         if self.streams.knows(value):
             is_home = self.streams.is_home(value)
             if is_home:
-                self.decisions.append(self.streams.fetch(value, index, len(self.decisions)))
+                self.decisions.append(self.streams.fetch(value, index))
             return is_home
         storage = self.gaps.held[value][0]
         if self.fates[storage] not in AWAY or self.gaps.root.get(storage) != value:
@@ -126,7 +125,7 @@ class _Scheduler:
         if value not in self.sent:
             self.decisions.append(self.links.offload(storage))
             self.sent.add(value)
-        self.decisions.append(self.links.reload(storage, index))
+        self.decisions.append(self.links.fetch(storage, index))
         self._arrive(value)
         return True
 
@@ -163,7 +162,6 @@ class _Links:
         self.sent = {storage: sent_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
         away = [storage for storage in gaps.maker if fates[storage] in HIDDEN]
         self.freed = self._freed(sorted(away, key=lambda s: gaps.left[s]))
-        self.hidden = {gaps.root[storage]: storage for storage in away}
 
     def offload(self, storage: str) -> Offload:
         left = self.gaps.left[storage]
@@ -171,25 +169,27 @@ class _Links:
         wire = self.machine.wire if self.fates[storage] in CAST else ""
         return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire)
 
-    def reload(self, storage: str, use: int) -> Reload:
-        """Back just when it is needed; see `early`."""
-        name = self.gaps.trace.ops[use].name
-        return Reload(self.gaps.root[storage], name, name)
+    def fetch(self, storage: str, use: int) -> Fetch:
+        """Back for the op at `use`: ahead of it where compute goes on meanwhile, else just then."""
+        first = self.gaps.trace.boundary if self.fates[storage] in HIDDEN else use
+        return Fetch(self.gaps.root[storage], self.sent[storage], use, first)
 
-    def early(self, decisions: list[Decision]) -> list[Decision]:
-        """The decisions with copies back that begin early enough to have ended where they are needed first."""
+    def early(self, decisions: Sequence[Decision | Fetch]) -> list[Decision]:
+        """The decisions with copies back that begin early enough to have ended where they are needed."""
         begins, ends = self._blocks(decisions)
-        boundary, due, found = self.gaps.trace.boundary, float("inf"), list[Decision]()
+        ops, due, found = self.gaps.trace.ops, float("inf"), list[Decision]()
         for decision in reversed(decisions):
-            if isinstance(decision, Reload) and decision.value in self.hidden:
-                use = self.gaps.index[decision.use]
-                due = min(due, begins[use]) - self.sent[self.hidden[decision.value]] / self.machine.back
-                back = min(use, max(bisect.bisect_right(ends, due) - 1, boundary))
-                decision = replace(decision, back=self.gaps.trace.ops[back].name)
-            found.append(decision)
+            if not isinstance(decision, Fetch):
+                found.append(decision)
+                continue
+            use = back = decision.use
+            if decision.first < use:  # else compute waits for it, and no other is late for that
+                due = min(due, begins[use]) - decision.nbytes / self.machine.back
+                back = min(use, max(bisect.bisect_right(ends, due) - 1, decision.first))
+            found.append(Reload(decision.value, ops[back].name, ops[use].name))
         return found[::-1]
 
-    def _blocks(self, decisions: list[Decision]) -> tuple[list[float], list[float]]:
+    def _blocks(self, decisions: Sequence[Decision | Fetch]) -> tuple[list[float], list[float]]:
         """When what runs again before each op begins, and when the op itself does."""
         again = [0.0] * len(self.gaps.trace.ops)
         for decision in decisions:

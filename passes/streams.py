@@ -14,11 +14,12 @@ up makes compute wait, and does not fill the device.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from .decisions import Decision, Offload, Reload, Stream
+from .decisions import Decision, Offload, Stream
 from .gaps import Gaps
 from .machine import Machine
 
@@ -27,14 +28,12 @@ AHEAD = 2  # of the largest: the bytes that are under way
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A fetch of a value before the op at `use`; it may not begin before the value's last use, at `before`."""
+    """Something comes back for the op at `use`; it may begin before any op from `first` on."""
 
-    place: int  # of its decision
     value: str
     nbytes: int
     use: int
-    before: int
-    hastens: bool
+    first: int
 
 
 class Streams:
@@ -47,7 +46,9 @@ class Streams:
         self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.homes.gradients}
         self.last: dict[str, int] = {}
         self.there: dict[str, set[str]] = {}
-        self.fetches: list[Fetch] = []
+        self.latest: deque[tuple[int, int]] = deque()  # bytes and use of as many fetches as may be under way together
+        self.nbytes = 0  # of these
+        self.before = 0  # the use of the one before them
 
     def begin(self) -> list[Decision]:
         """What says that the values are far."""
@@ -87,49 +88,42 @@ class Streams:
         self.last[storage] = index
         return True
 
-    def fetch(self, value: str, index: int, place: int) -> Reload:
-        """The decision, the one at `place`, that fetches a streamed value before the op at `index`."""
+    def fetch(self, value: str, index: int) -> Fetch:
+        """Fetch a streamed value for the op at `index`."""
         storage = self.homes.views[value]
-        nbytes, before = self.gaps.trace.nbytes[storage], self.last.get(storage, -1)
-        self.fetches.append(Fetch(place, value, nbytes, index, before, self.ahead[storage]))
+        nbytes = self.gaps.trace.nbytes[storage]
+        self._make_room(nbytes, index)
+        after_last = self.last.get(storage, -1) + 1
+        first = max(self.before, after_last, self._phase(index)) if self.ahead[storage] else index
         self.there[storage], self.last[storage] = {value}, index
-        name = self.gaps.trace.ops[index].name
-        return Reload(value, name, name)
+        return Fetch(value, nbytes, index, first)
 
     def made(self, value: str) -> None:
         """A view of what is there has been made."""
         self.there.setdefault(self.homes.views[value], set()).add(value)
 
-    def hastened(self, decisions: list[Decision]) -> list[Decision]:
-        """The decisions with fetches as early as the link needs them."""
-        ops = self.gaps.trace.ops
-        for fetch, back in zip(self.fetches, self._begins(), strict=True):
-            if fetch.hastens:
-                decision = decisions[fetch.place]
-                assert isinstance(decision, Reload)
-                decisions[fetch.place] = replace(decision, back=ops[back].name)
-        return decisions
+    def _make_room(self, nbytes: int, index: int) -> None:
+        """Let those be over before the next fetch begins with which too much would be under way."""
+        self.latest.append((nbytes, index))
+        self.nbytes += nbytes
+        while self.nbytes > self.room:
+            gone, self.before = self.latest.popleft()
+            self.nbytes -= gone
 
-    def _begins(self) -> list[int]:
-        """The op before which each fetch begins."""
-        begins, boundary = self.gaps.begins, self.gaps.trace.boundary
-        first_op = next((i for i, op in enumerate(self.gaps.trace.ops) if not op.is_input), 0)
-        room = AHEAD * max((fetch.nbytes for fetch in self.fetches), default=0)
-        dues, due = [0.0] * len(self.fetches), float("inf")
-        for k in reversed(range(len(self.fetches))):
-            due = min(due, begins[self.fetches[k].use]) - self.fetches[k].nbytes / self.machine.back
-            dues[k] = due
-        found, first, under_way = list[int](), 0, 0
-        for k, fetch in enumerate(self.fetches):
-            under_way += fetch.nbytes
-            while under_way > room:
-                under_way -= self.fetches[first].nbytes
-                first += 1
-            earliest = self.fetches[first - 1].use if first else 0
-            phase = boundary if fetch.use >= boundary else first_op
-            wanted = bisect.bisect_right(begins, dues[k]) - 1
-            found.append(min(fetch.use, max(wanted, earliest, fetch.before + 1, phase)))
-        return found
+    @cached_property
+    def room(self) -> int:
+        """The bytes of fetches that may be under way."""
+        visited = {self.homes.views[value] for values in self.visits.values() for value in values}
+        return AHEAD * max((self.gaps.trace.nbytes[storage] for storage in visited), default=0)
+
+    def _phase(self, index: int) -> int:
+        """The first op of the phase of the op at `index`."""
+        return self.gaps.trace.boundary if index >= self.gaps.trace.boundary else self.first_op
+
+    @cached_property
+    def first_op(self) -> int:
+        """The first op that is no input."""
+        return next((i for i, op in enumerate(self.gaps.trace.ops) if not op.is_input), 0)
 
     def leave(self) -> list[Decision]:
         """What sends the gradients to their homes."""
