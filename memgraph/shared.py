@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
-OWN = ("_module",)
 # What Python looks for in the class and not in the object: a sequence of modules stays one.
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 

@@ -2,7 +2,6 @@
 
     windowed = Windowed(optimizer, nbytes, far_states, folder)
     optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
-    windowed.remove()
 
 Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
 what is pickled of it, have the plain step.
@@ -36,19 +35,8 @@ class Windowed:
         self.nbytes, self.far_states, self.folder = nbytes, far_states, folder
         self.optimizer = optimizer
         self.pending: Update | None = None
-        self.on = True
-        self.before, self.plain = vars(optimizer).get("step"), optimizer.step
-        self.ours = _method(self)
-        optimizer.step = self.ours  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Take the step off again. An update that the disk interrupted is given up."""
-        self.on, self.pending = False, None
-        # A scheduler may have wrapped it since; then it stays, and does what the plain one does.
-        if vars(self.optimizer).get("step") is self.ours:
-            del self.optimizer.step
-            if self.before is not None:
-                self.optimizer.step = self.before  # type: ignore[method-assign]
+        self.plain = optimizer.step
+        optimizer.step = _method(self)  # type: ignore[method-assign]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """What `optimizer.step` does now.
@@ -58,7 +46,7 @@ class Windowed:
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
-        if not self.on or (type(optimizer) not in POINTWISE and not self._far()):
+        if type(optimizer) not in POINTWISE and not self._far():
             return self.plain(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if self.pending is not None and self._goes_on(self.pending):

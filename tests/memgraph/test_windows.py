@@ -250,21 +250,6 @@ def test_where_nothing_is_far_the_plain_step_runs(tmp_path: Path, monkeypatch: p
     assert_equal(one, training(tmp_path, OPTIMIZERS["AdamW"], None).steps())
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_taken_off_the_step_is_the_plain_one(tmp_path: Path, wrapped: bool) -> None:
-    one = training(tmp_path, OPTIMIZERS["AdamW"], ALL)
-    if wrapped:
-        lr_scheduler.LambdaLR(one.optimizer, lambda step: 1.0)
-    one.steps(2)
-    assert one.windowed is not None
-    one.windowed.remove()
-    assert wrapped or "step" not in vars(one.optimizer)
-    one.far = NOT
-    one.windowed.far_states = None  # type: ignore[assignment]  # not asked any more
-    plain = training(tmp_path, OPTIMIZERS["AdamW"], None).steps(4)
-    assert_equal(one.steps(2), plain) if not wrapped else one.steps(2)
-
-
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
 )
