@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .homes import Homes
-from .lifetime import Life
+from .lifetime import Life, last_reads
 from .trace import Op, Trace, type_nbytes
 from .wire import narrowed
 
@@ -74,12 +74,8 @@ class Gaps:
     @cached_property
     def left(self) -> dict[str, int]:
         """The last forward op (by index) that makes or reads each storage."""
-        found: dict[str, int] = {}
-        for i, op in enumerate(self.trace.ops[: self.trace.boundary]):
-            for value in (op.name, *op.reads):
-                for storage in self.held.get(value, ()):
-                    found[storage] = i
-        return found
+        last = last_reads(self.trace.ops[: self.trace.boundary])
+        return {storage: last[storage] for storage in self.maker}
 
     @cached_property
     def root(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from .lifetime import last_reads
 from .trace import Trace, type_nbytes
 
 
@@ -87,9 +88,5 @@ class Homes:
     @cached_property
     def ended(self) -> dict[str, int]:
         """The last op (by index) before the update that makes or reads each gradient that may leave."""
-        found: dict[str, int] = {}
-        for i, op in enumerate(self.trace.ops):
-            for value in (op.name, *op.reads) if op.phase != "update" else ():
-                for storage in self.trace.op[value].holds:
-                    found[storage] = i
-        return {storage: found[storage] for storage in self.gradients}
+        last = last_reads([op for op in self.trace.ops if op.phase != "update"])
+        return {storage: last[storage] for storage in self.gradients}

@@ -9,6 +9,7 @@ Inputs are there throughout (tangents from the first backward op on), outputs fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .trace import Op, Trace
@@ -28,7 +29,7 @@ class Life:
 
 def lifetimes(trace: Trace) -> tuple[Life, ...]:
     """The life of every storage, in the order in which they are made."""
-    last = last_reads(trace)
+    last = last_reads(trace.ops)
     said = {"watched": "gradient"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
     end = len(trace.ops) - 1
@@ -42,11 +43,11 @@ def lifetimes(trace: Trace) -> tuple[Life, ...]:
     return tuple(lives)
 
 
-def last_reads(trace: Trace) -> dict[str, int]:
+def last_reads(ops: Sequence[Op]) -> dict[str, int]:
     """For each storage the index of the last op that reads a value that holds it, or that makes it."""
-    holds = {op.name: op.holds for op in trace.ops}
+    holds = {op.name: op.holds for op in ops}
     last: dict[str, int] = {}
-    for index, op in enumerate(trace.ops):
+    for index, op in enumerate(ops):
         for made in op.makes:
             last[made.name] = index
         for read in op.reads:
