@@ -6,9 +6,9 @@
     its gradient g, made by mm_91
         Offload("g", out="mm_91", free="add_92")
 
-A value that is there stays for its next use where fetching it again would take longer than that lasts.  Fetches run
-ahead of their uses by what the link needs, and never by more bytes than two of the largest: so a link that can't keep
-up makes compute wait, and does not fill the device.
+A value that is fetched ahead stays for its next use where fetching it again would take longer than that lasts.  Fetches
+run ahead of their uses by what the link needs, and never by more bytes than two of the largest: so a link that can't
+keep up makes compute wait, and does not fill the device.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Streams:
         if value not in self.there.get(storage, ()):
             return False
         begins = self.gaps.begins
-        if begins[index] - begins[self.last[storage]] > self.gaps.trace.nbytes[storage] / self.machine.back:
+        # What is fetched when it is used leaves room in between, however slow the link: only views take no time.
+        worth = self.gaps.trace.nbytes[storage] / self.machine.back if self.ahead[storage] else 0.0
+        if begins[index] - begins[self.last[storage]] > worth:
             self.there[storage] = set()
             return False
         self.last[storage] = index

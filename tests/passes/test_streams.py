@@ -1,0 +1,39 @@
+"""What is fetched ahead stays where the link is slow; what is fetched when it is used leaves, however slow."""
+
+from __future__ import annotations
+
+from passes import Machine, Reload, parse
+from passes.gaps import Gaps
+from passes.schedule import Fate, schedule
+
+STEP = parse("""
+    forward:
+    w = parameter()  # f32[4, 4] | makes w:64
+    x = input()  # f32[8, 4] | makes x:128
+    d = tangent()  # f32[8, 4] | makes d:128
+    t = t(w)  # f32[4, 4] | holds w
+    a = mm(x, t)  # f32[8, 4] | makes a:128 | 10.0 us
+    o = relu(a)  # f32[8, 4] | makes o:128 | 10.0 us
+    backward:
+    e = relu_backward(d, o)  # f32[8, 4] | makes e:128 | 10.0 us
+    g = mm(e, t)  # f32[8, 4] | makes g:128 | 10.0 us
+    return output o, gradient g
+""")
+SLOW = Machine(0, out=0.1, back=0.1)  # 640 us for w, which is away for 30
+
+
+def fetches(fate: Fate, machine: Machine) -> list[tuple[str, str]]:
+    plan = schedule(Gaps(STEP), {"w": fate}, machine)
+    return [(decision.back, decision.use) for decision in plan if isinstance(decision, Reload)]
+
+
+def test_a_slow_link_fetches_ahead_once() -> None:
+    assert fetches(Fate.OFFLOAD, SLOW) == [("t", "t")]
+
+
+def test_a_fast_link_fetches_ahead_for_each_use() -> None:
+    assert fetches(Fate.OFFLOAD, Machine(0, out=6.4, back=6.4)) == [("t", "t"), ("e", "g")]
+
+
+def test_what_is_fetched_when_it_is_used_comes_for_each_use() -> None:
+    assert fetches(Fate.STALL, SLOW) == [("t", "t"), ("g", "g")]
