@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph import far_update
 from memgraph.homes import is_far
 from passes import Stream
 
@@ -47,9 +48,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
 ADAMW = OPTIMIZERS["adamw"]
 
 
-@cache
 def tightest(make: Make = chain, kind: str | None = "adamw", grad: bool = True) -> int:
-    """About the smallest budget, with and without gradients to add to."""
+    """About the smallest budget, with and without gradients to add to, for windows of the size that they now have."""
+    return _tightest(make, kind, grad, far_update.SMALLEST)
+
+
+@cache
+def _tightest(make: Make, kind: str | None, grad: bool, _window: int) -> int:
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters()) if kind else None
     try:
