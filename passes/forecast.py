@@ -4,7 +4,8 @@
 
 Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
 copies. Time: three queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
-each first in, first out.  `free` and `wait` hold compute until their copy has ended.
+each first in, first out.  `free` and `wait` hold compute until their copy has ended.  What a copy takes of compute
+itself (`Machine.toll_us`) is charged where it begins.
 """
 
 from __future__ import annotations
@@ -121,18 +122,20 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
     begins: list[float] = []
     copies: list[Copy] = []
 
-    def send(value: str, queue: str, nbytes: int) -> None:
+    def send(value: str, queue: str, nbytes: int) -> float:
+        """Put a copy into its queue; when compute goes on."""
         begin = max(now, idle[queue])
         idle[queue] = ends[value] = begin + nbytes / rate[queue]
         copies.append(Copy(value, queue, begin, ends[value]))
+        return now + machine.toll_us(nbytes)
 
     for op in trace.ops:
         begins.append(now)
         match op.fn:
             case "memgraph.offload.default":
-                send(op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
+                now = send(op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
             case "memgraph.reload.default":
-                send(op.name, "back", op.nbytes)
+                now = send(op.name, "back", op.nbytes)
             case "memgraph.narrow.default":
                 now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
             case "memgraph.widen.default":

@@ -214,7 +214,8 @@ class Costs:
 
     def _away(self, storage: str, new: Fate, nbytes: int) -> Move:
         sent = sent_nbytes(self.gaps, self.machine, storage, new)
-        us = self._offload_us(sent) if new in HIDDEN else sent / self.machine.out + sent / self.machine.back
+        trip = sent / self.machine.out + sent / self.machine.back + 2 * self.machine.toll_us(sent)
+        us = self._offload_us(sent) if new in HIDDEN else trip
         if new in CAST and self.fates[storage] not in CAST:
             us += self.machine.cast_us(self.gaps.trace.nbytes[storage])
         return Move(storage, new, nbytes, us, sent)
@@ -258,4 +259,4 @@ class Costs:
         sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in HIDDEN)
         windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)
         late = sum(min(nbytes / rate, max(0.0, (sent + nbytes) / rate - window)) for window, rate in windows)
-        return late + 2 * nbytes / MEMORY_RATE
+        return late + 2 * (nbytes / MEMORY_RATE + self.machine.toll_us(nbytes))

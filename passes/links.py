@@ -92,7 +92,7 @@ class _Curves:
     def out(self, ends: list[int]) -> Curve:
         """What has left; what has been used for the last time may leave; all leaves before forward ends."""
         items, boundary, machine = self.program.items, self.program.boundary, self.program.machine
-        busy = {column: items[i].nbytes / machine.narrow for i, column in self.model.cast.items()}
+        busy = self._tolls(machine.narrow)
         curve = self._curve(ends, machine.out, busy)
         left = self._until(ends, lambda i: min(items[i].left + 2, boundary))
         for column, sent in zip(curve, left, strict=True):
@@ -102,13 +102,21 @@ class _Curves:
 
     def back(self, ends: list[int]) -> Curve:
         """What has come back; what is wanted has to."""
-        items, machine = self.program.items, self.program.machine
-        busy = {column: items[i].nbytes / machine.widen for i, column in self.model.cast.items()}
+        machine = self.program.machine
+        busy = self._tolls(machine.widen)
         busy |= {column: maker.us for column, maker in zip(self.model.again, self.program.makers, strict=True)}
         curve = self._curve(ends, machine.back, busy)
         for column, used in zip(curve, self._until(ends, lambda i: self.program.due[i]), strict=True):
             self.linear.row(0.0, INFINITY, {column: 1.0, **{c: -m for c, m in used.items()}})
         return Curve(tuple(ends[:-1]), curve)
+
+    def _tolls(self, rate: float) -> dict[int, float]:
+        """For how long compute is with what goes one way: its copies, and its casts at `rate`."""
+        items, toll_us = self.program.items, self.program.machine.toll_us
+        found = {column: toll_us(items[i].nbytes) for i, column in self.model.away.items()}
+        return found | {
+            column: items[i].nbytes / rate + toll_us(items[i].wire) for i, column in self.model.cast.items()
+        }
 
     def _curve(self, ends: list[int], rate: float, busy: dict[int, float]) -> tuple[int, ...]:
         """A column for each stage, none below the one before, and none above what the link carries meanwhile; `busy`:

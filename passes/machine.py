@@ -12,6 +12,9 @@ class Machine:
     Bytes are ints; `out` and `back` are bytes per microsecond (1.0 = 1 MB/s ... 1000.0 = 1 GB/s), measured; 0.0 means
     that there is no far tier.  `staging` bytes of the device are held for copies as soon as a plan makes one.
 
+    Who copies may need what computes: a copy takes `call` microseconds of compute to be begun and seen to its end, and
+    `drag` more for each of its bytes, where the threads that copy share their cores with those that compute.
+
     `wire` is the type to which values may be cast for their way there and back ("bf16"); empty: none, nothing is lossy.
     `narrow` and `widen` are bytes of the value as it was, per microsecond of compute, that the two casts take.
     """
@@ -22,6 +25,8 @@ class Machine:
     out: float = 0.0
     back: float = 0.0
     staging: int = 0
+    call: float = 0.0
+    drag: float = 0.0
     homes: bool = False  # whether parameters, gradients and states may live there
     window: int = 0  # bytes that the update takes for what it fetches from the far tier
     capacity: int = 1 << 62  # bytes that the far tier takes
@@ -33,6 +38,10 @@ class Machine:
         far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"
         cast = f", cast to {self.wire} at {self.narrow:.0f}/{self.widen:.0f} MB/s" if self.wire else ""
         return f"{self.device} {self.budget} bytes, {far}{cast}"
+
+    def toll_us(self, nbytes: int) -> float:
+        """The microseconds that compute loses to one copy of so many bytes."""
+        return self.call + self.drag * nbytes
 
     def cast_us(self, nbytes: int) -> float:
         """The microseconds that a value of so many bytes takes to be cast, out and back together."""

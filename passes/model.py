@@ -10,11 +10,12 @@ base(t): bytes that are there whatever is decided.  B: the budget.
     C_s  the same, cast for its way         V_st  s is there at t, kept or made again
     A_s = K_s + O_s + C_s                   L_s = m_s O_s + n_s C_s, its bytes on the way; n_s once it is cast
     D_j, P_j  bytes that have left by the end of forward stage j, that have come back by the end of backward stage j
+    q_s, r_s  microseconds that compute loses to one copy of s as it is, as cast (`Machine.toll_us`)
     e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
     x_s, y_s  microseconds of the casts of s, out and back         z  anything goes away: copies need their staging
     E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
 
-    minimise  sum c_o R_o + sum (x_s + y_s) C_s + w_out + w_back
+    minimise  sum c_o R_o + sum 2 q_s O_s + sum (x_s + y_s + 2 r_s) C_s + w_out + w_back
 
     need        A_s + R_p(s) >= 1                            s that backward reads         rows.available
     chain       A_s + R_p(s) >= R_w                          w in W(s)                     rows.available
@@ -24,8 +25,8 @@ base(t): bytes that are there whatever is decided.  B: the budget.
     dominance   A_s <= sum of R_w over W(s)                  indirect s                    rows.available
     out         D_j <= D_j-1 + rate (length_j + e_j),  D_j <= sum of L_s, f_s before the end of j        links.out
     back        P_j <= P_j-1 + rate (length_j + e_j),  P_j >= sum of L_s, h_s up to the end of j         links.back
-    time        sum of e_j over forward <= w_out + sum x_s C_s                                           links.out
-                sum of e_j over backward <= w_back + sum y_s C_s + sum c_o R_o                           links.back
+    time        sum of e_j over forward <= w_out + sum q_s O_s + sum (x_s + r_s) C_s                     links.out
+                sum of e_j over backward <= w_back + sum q_s O_s + sum (y_s + r_s) C_s + sum c_o R_o     links.back
     forward t   base(t) + sum of m_s K_s + L_s over f_s < t - D_j(t) + z staging <= B      memory.forward
     backward t  base(t) + sum of m_s V_st over gaps + E_t + z staging <= B                 memory.backward
     early       E_t >= P_j(t)-1 - sum of L_s over g_s <= t - sum of m_s G_st               memory.backward
@@ -60,16 +61,21 @@ class Model:
     """The columns of a program under a budget, and the rows that have been written so far."""
 
     def __init__(self, program: Program, budget: int, until: float = INFINITY) -> None:
+        machine = program.machine
         self.program = program
         self.budget = budget
         self.linear = Linear(until)
         self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
         self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
         self.away = {
-            i: self.linear.column(TIE * item.nbytes / MIB) for i, item in enumerate(program.items) if item.leaves
+            i: self.linear.column(2 * machine.toll_us(item.nbytes) + TIE * item.nbytes / MIB)
+            for i, item in enumerate(program.items)
+            if item.leaves
         }
         self.cast = {
-            i: self.linear.column(program.machine.cast_us(item.nbytes) + TIE * item.wire / MIB)
+            i: self.linear.column(
+                machine.cast_us(item.nbytes) + 2 * machine.toll_us(item.wire) + TIE * item.wire / MIB
+            )
             for i, item in enumerate(program.items)
             if item.wire
         }
