@@ -56,7 +56,7 @@ def real(
             raise typer.BadParameter(f"{part} is none of {', '.join(PARTS)}")
         if part == "forecast":
             ratios = forecast.forecast(rounds)
-            console.print(forecast.table(ratios))
+            console.print(forecast.table(ratios), width=200)
             results.write("planner", part, [asdict(ratio) for ratio in ratios])
             continue
         rows = rivals.rivals(rounds) if part == "rivals" else rivals.blocks(rounds)

@@ -95,7 +95,8 @@ def main(
 
 def _cells(run: Run, plain: Run, count: int, kept: bool) -> list[str]:
     report = run.report
-    forecast = report.predicted_us / report.measured_us if report.measured_us else float("nan")
+    predicted = report.repriced_us or report.predicted_us
+    forecast = predicted / report.measured_us if report.measured_us else float("nan")
     return [
         *(f"{nbytes / 1e6:.1f}" for nbytes in (report.budget, report.peak, report.measured)),
         *(f"{report.measured / count:.3f}", str(kept), str(run.losses == plain.losses)),

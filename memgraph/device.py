@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
+KEPT = 4 << 20  # the same while ops are priced
 
 _returns = False
 
@@ -64,16 +66,36 @@ def return_freed_memory() -> None:
     It stays so until the process ends, and makes every op slower that allocates: see `returns_freed_memory`.
     """
     global _returns
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, RETURNED)
-        mallopt(TRIM_THRESHOLD, RETURNED)
-        _returns = True
+    _returns = _return_from(RETURNED) or _returns
 
 
 def returns_freed_memory() -> bool:
     """Whether `return_freed_memory` was called in this process: what ops took before does not hold any more."""
     return _returns
+
+
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Let freed blocks of less than KEPT stay, if they would go back: what is timed meanwhile shall not depend on what
+    gaps there are between others."""
+    if not _returns:
+        yield
+        return
+    _return_from(KEPT)
+    try:
+        yield
+    finally:
+        _return_from(RETURNED)
+
+
+def _return_from(nbytes: int) -> bool:
+    """Have freed blocks of so many bytes go back; whether there is a way to."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    mallopt(MMAP_THRESHOLD, nbytes)
+    mallopt(TRIM_THRESHOLD, 2 * nbytes if nbytes == KEPT else nbytes)
+    return True
 
 
 def _control_group() -> list[int]:

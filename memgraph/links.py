@@ -22,7 +22,7 @@ from .costs import keep, kept
 from .disk import DiskTier
 from .pinned import pinned_speed
 from .place import place
-from .spill import mounts, spill_folder
+from .spill import mount, spill_folder
 from .stopwatch import shortest
 from .wire import narrow, widen
 from .workers import CHUNK, WORKERS
@@ -68,7 +68,7 @@ def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:
     """The links to the file system of `folder`.  All of its folders are taken to be alike."""
     there = spill_folder(folder)
     method = f"{SIZES} {WORKERS} x {CHUNK}"
-    return _found(f"link {_mount(there)} {method} {place(torch.device('cpu'))}", lambda: _measure_disk(there))
+    return _found(f"link {mount(there)} {method} {place(torch.device('cpu'))}", lambda: _measure_disk(there))
 
 
 def host_links(device: torch.device) -> Links:
@@ -148,12 +148,3 @@ def _all(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None
     for slot in range(len(tier.slots)):
         end(slot)
     return (time.perf_counter() - begin) * 1e6
-
-
-def _mount(folder: Path) -> str:
-    """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
-    found = [words for words in mounts(folder) if folder.is_relative_to(words[4])]
-    if not found:
-        return f"{os.stat(folder).st_dev} {folder}"
-    nearest = max(found, key=lambda words: len(words[4]))
-    return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))

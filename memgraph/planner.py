@@ -30,6 +30,7 @@ from .errors import BudgetError, CaptureError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .links import sizes_of
+from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
 from .replan import as_measured, replanned
@@ -144,6 +145,7 @@ class Planner:
             later = None if adds or not trained.parameters else accumulating(captured, watched)
             raise self._over(error, later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
+        step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
         step.again = partial(self._again, graph, trained)
         return step
 

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
-from .device import returns_freed_memory
+from .device import keeping_freed_memory, returns_freed_memory
 from .nodes import storages
 from .peak import measured, resident_bytes
 from .place import place
@@ -150,7 +150,9 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(layout, results)), resident_bytes(results)
         del result, results
-        return Probed(Cost(shortest(run, device, before), max(0, allocated.peak - nbytes)), made)
+        with keeping_freed_memory():
+            us = shortest(run, device, before)
+        return Probed(Cost(us, max(0, allocated.peak - nbytes)), made)
 
 
 def _made_up(node: fx.Node, device: torch.device) -> Any:

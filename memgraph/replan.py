@@ -39,7 +39,9 @@ def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, 
     ran = choice.forecast.trace
     out, back = times.out or machine.out, times.back or machine.back
     narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
-    return repriced(choice.captured.trace, ran, times), replace(machine, out=out, back=back, narrow=narrow, widen=widen)
+    # Its ops took what they did beside the copies.
+    machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)
+    return repriced(choice.captured.trace, ran, times), machine
 
 
 def _cast_rate(ran: Trace, times: Times, verb: str) -> float:

@@ -36,6 +36,8 @@ class Report:
             the caller's was in the way.
         measured_us: what the first step took that ran without the meter of bytes, in microseconds; None before.
         repriced_us: the forecast of a step with what its own ops took in that one, in microseconds; None before.
+        pages_us: what the forecast leaves out: how much longer the step takes because its values lie in pages that the
+            system has yet to give, in microseconds.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
     """
@@ -45,13 +47,14 @@ class Report:
     measured: int | None = None
     measured_us: float | None = None
     repriced_us: float | None = None
+    pages_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
 
     @property
     def predicted_us(self) -> float:
-        """Microseconds that a step is forecast to take: by its ops each for itself, and by the step once it has run."""
-        return self.forecast.us if self.repriced_us is None else self.repriced_us
+        """Microseconds that a step of this plan was foretold to take, before any had run."""
+        return self.forecast.us + self.pages_us
 
     @property
     def plan(self) -> Plan:
@@ -137,11 +140,13 @@ class Report:
         return "\n".join(lines)
 
     def _taken(self) -> list[str]:
-        """What the step took, beside a forecast made of what its own ops took."""
+        """What the step took, beside what was foretold, before and with what its own ops took."""
+        pages = f" with {ms(self.pages_us)} for new pages" if self.pages_us else ""
+        foretold = f"predicted {ms(self.predicted_us)}{pages}"
         if self.measured_us is None:
-            return []
-        again = "" if self.repriced_us is None else f"; forecast with the times of its own ops {ms(self.repriced_us)}"
-        return [f"took {ms(self.measured_us)}{again}"]
+            return [foretold]
+        again = "" if self.repriced_us is None else f", {ms(self.repriced_us)} with the times of its own ops"
+        return [f"took {ms(self.measured_us)}; {foretold}{again}"]
 
     def _proven(self) -> list[str]:
         """What no plan does better, and of which plans that is true."""

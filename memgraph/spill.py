@@ -55,6 +55,15 @@ def mounts(folder: Path) -> list[list[str]]:
     return [words for words in map(str.split, lines) if words[2] == number]
 
 
+def mount(folder: Path) -> str:
+    """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
+    found = [words for words in mounts(folder) if folder.is_relative_to(words[4])]
+    if not found:
+        return f"{os.stat(folder).st_dev} {folder}"
+    nearest = max(found, key=lambda words: len(words[4]))
+    return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))
+
+
 def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
     """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
     try:

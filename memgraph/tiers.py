@@ -1,6 +1,7 @@
 """The far tier that a device has: disk behind a CPU, pinned host memory behind a GPU.
 
-linked(machine, "disk", device, folder, sizes) -> the machine with bytes per microsecond out and back, measured
+linked(machine, "disk", device, folder, sizes) -> the machine with bytes per microsecond out and back, and what copies
+                                                  take of compute, measured
 far_tier(device, slots, folder) -> what a step offloads to
 """
 
@@ -20,6 +21,7 @@ from .flight import Tier
 from .links import casts, disk_links, host_links
 from .pinned import PinnedTier
 from .spill import spill_folder
+from .toll import disk_toll
 
 Folder = str | PathLike[str] | None
 USUAL = 4 << 20  # bytes of a value, where nothing is known of those that may be sent
@@ -54,14 +56,16 @@ def linked(
     if tier is None:
         return machine
     sizes = sizes or (USUAL,)
-    out, back = host_links(device) if tier == "host" else disk_links(folder)
+    links = host_links(device) if tier == "host" else disk_links(folder)
+    out, back = links
     machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
     if wire:
         out, back = casts(device)
         machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
     if tier == "host":
         return machine
-    return replace(machine, staging=STAGING, capacity=shutil.disk_usage(spill_folder(folder)).free)
+    toll, capacity = disk_toll(folder, links), shutil.disk_usage(spill_folder(folder)).free
+    return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity)
 
 
 def far_tier(device: torch.device, slots: Sequence[int], folder: Folder) -> Tier | None:

@@ -73,9 +73,7 @@ class Model:
             if item.leaves
         }
         self.cast = {
-            i: self.linear.column(
-                machine.cast_us(item.nbytes) + 2 * machine.toll_us(item.wire) + TIE * item.wire / MIB
-            )
+            i: self.linear.column(machine.cast_us(item.nbytes) + 2 * machine.toll_us(item.wire) + TIE * item.wire / MIB)
             for i, item in enumerate(program.items)
             if item.wire
         }

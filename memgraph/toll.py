@@ -1,0 +1,138 @@
+"""What compute loses to copies: for each to be begun and seen to its end, and for each of its bytes while they move.
+
+    disk_toll("/var/tmp", links)  ->  60 us a copy, 0.00001 us a byte
+
+Who copies are threads of this process: they take the interpreter when they are told, and cores where all of these
+compute.  Measured at first use, with as many threads as compute now, and kept with the costs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .costs import keep, kept
+from .disk import DiskLease, DiskTier
+from .links import Links
+from .ops import running
+from .place import place
+from .signature import kernel_modes
+from .spill import mount, spill_folder
+from .stopwatch import shortest, timed
+
+CPU = torch.device("cpu")
+NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
+TRIES = 5
+SIDE = 320  # of the matrices that are multiplied meanwhile, and between
+LONG_US = 200_000.0  # if the copies take longer than this, the disk is what is slow, and compute hardly notices them
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Toll:
+    """Microseconds of compute: of each copy, and of each byte."""
+
+    call: float = 0.0
+    drag: float = 0.0
+
+
+_known: dict[str, Toll] = {}
+
+
+def disk_toll(folder: str | os.PathLike[str] | None, links: Links) -> Toll:
+    """The toll of copies to the file system of `folder` and back, whose speed is known."""
+    there = spill_folder(folder)
+    key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {place(CPU)}"
+    if key not in _known:
+        found = kept(key)
+        _known[key] = _measure(there, links) if found is None else Toll(*found)
+        if found is None:
+            keep(key, astuple(_known[key]))
+    return _known[key]
+
+
+def _measure(folder: Path, links: Links) -> Toll:
+    tier = DiskTier([NBYTES] * COPIES, folder)
+    lease = tier.lease()
+    sent = torch.frombuffer(bytearray(os.urandom(NBYTES)), dtype=torch.uint8)
+    with torch.no_grad(), torch._C._DisableAutocast(), running(lease, {}):
+        call = min(_trip_us(sent, slot) / 2 for slot in range(COPIES))
+        drag = _drag(lease, sent, links)
+    lease.release()
+    tier.close()
+    return Toll(round(call, 1), drag)
+
+
+def _trip_us(sent: Tensor, slot: int) -> float:
+    """What a copy out and one back take of the thread that computes, as the ops of a step."""
+    ops, watch = torch.ops.memgraph, _Watch()
+    ticket = watch.run(partial(ops.offload.default, sent, slot))
+    watch.run(partial(ops.free.default, ticket, sent, slot))
+    back = watch.run(partial(ops.reload.default, ticket, slot, sent.shape, sent.stride(), sent.dtype, CPU))
+    watch.run(partial(ops.wait.default, back, slot))
+    return watch.us
+
+
+class _Watch:
+    """Sums the time that this thread's processor takes for work: not what it waits, and each time after something else,
+    because a step computes between."""
+
+    def __init__(self) -> None:
+        self.us = 0.0
+        self.between = _matmul()
+
+    def run(self, work: Callable[[], T]) -> T:
+        self.between()
+        begin = time.thread_time()
+        result = work()
+        self.us += (time.thread_time() - begin) * 1e6
+        return result
+
+
+def _drag(lease: DiskLease, sent: Tensor, links: Links) -> float:
+    """How much longer the same work takes beside copies that end before it does, for each of their bytes.
+
+    At most what the copies' own threads take of the processors: what other processes do meanwhile is none of theirs.
+    """
+    out_us, back_us = (COPIES * link.us(NBYTES) for link in links)
+    if max(out_us, back_us) > LONG_US:
+        return 0.0
+    there = [torch.empty_like(sent) for _ in range(COPIES)]
+    work = _matmul()
+    unit = shortest(work, CPU)
+    lost, own = [], []
+    for _ in range(TRIES):
+        for us, start, end in ((out_us, lease.offload, lease.free), (back_us, lease.reload, lease.wait)):
+            times = math.ceil(2 * us / unit)
+            alone = _spent(work, times)
+            for slot in range(COPIES):
+                start(slot, there[slot])
+            beside = _spent(work, times)
+            for slot in range(COPIES):
+                end(slot)
+            lost.append(beside[0] - alone[0])
+            own.append(beside[1] - alone[1])
+    return max(0.0, min(statistics.median(lost), statistics.median(own))) / (COPIES * NBYTES)
+
+
+def _spent(work: Callable[[], object], times: int) -> tuple[float, float]:
+    """The microseconds of doing `work` so often: of the clock, and of all processors of this process."""
+    begin = time.process_time()
+    us = timed(lambda: [work() for _ in range(times)], CPU)[1]
+    return us, (time.process_time() - begin) * 1e6
+
+
+def _matmul() -> Callable[[], Tensor]:
+    matrix = torch.full((SIDE, SIDE), 0.5)
+    return partial(torch.mm, matrix, matrix)
