@@ -141,12 +141,11 @@ class Report:
 
     def _taken(self) -> list[str]:
         """What the step took, beside what was foretold, before and with what its own ops took."""
-        pages = f" with {ms(self.pages_us)} for new pages" if self.pages_us else ""
-        foretold = f"predicted {ms(self.predicted_us)}{pages}"
+        lines = [f"predicted {ms(self.predicted_us)}, with {ms(self.pages_us)} for new pages"] if self.pages_us else []
         if self.measured_us is None:
-            return [foretold]
-        again = "" if self.repriced_us is None else f", {ms(self.repriced_us)} with the times of its own ops"
-        return [f"took {ms(self.measured_us)}; {foretold}{again}"]
+            return lines
+        again = "" if self.repriced_us is None else f"; forecast with the times of its own ops {ms(self.repriced_us)}"
+        return [*lines, f"took {ms(self.measured_us)}{again}"]
 
     def _proven(self) -> list[str]:
         """What no plan does better, and of which plans that is true."""

@@ -22,6 +22,7 @@ from memgraph.links import Link
 from memgraph.replan import as_measured, replanned, repriced
 from memgraph.step import Step
 from memgraph.times import Clock, Times
+from memgraph.toll import Toll
 from passes import BudgetError, Choice, Machine, Op, Recompute, Trace
 from passes.pipeline import make_plan
 
@@ -49,8 +50,8 @@ def price(path: Path, us: dict[str, float]) -> None:
     with sqlite3.connect(path) as file:
         for key, value in file.execute("SELECT key, value FROM costs").fetchall():
             fn = key.split("(")[0].removeprefix("op ")
-            text = json.dumps(json.loads(value) | {"us": us.get(fn, 5.0)})
             if key.startswith("op "):
+                text = json.dumps(json.loads(value) | {"us": us.get(fn, 5.0)})
                 file.execute(
                     "UPDATE costs SET value = ?, digest = ? WHERE key = ?", (text, costs._digest(key, text), key)
                 )
@@ -188,6 +189,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
     monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (FAST, FAST))
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
     monkeypatch.setattr("memgraph.tiers.STAGING", 0)  # more than this step has
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)

@@ -13,6 +13,7 @@ import memgraph
 from memgraph import links, planner, probe, replan
 from memgraph.links import Link
 from memgraph.peak import measured
+from memgraph.toll import Toll
 from memgraph.wire import LARGEST, narrow, widen
 from passes import Choice, Machine, Offload, Trace, apply, predict
 from passes.gaps import Gaps
@@ -182,6 +183,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))
     monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (slow, slow))
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
     monkeypatch.setattr("memgraph.tiers.casts", lambda device: (fast, fast))
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
