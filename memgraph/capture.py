@@ -24,6 +24,7 @@ from .known import KnowingMode
 from .nodes import returned
 from .refusal import explained
 from .settle import settle
+from .sums import sum_early
 from .trees import Spec, unflatten
 
 __all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands", "scalars"]
@@ -76,6 +77,7 @@ def capture(
         functional = make_functional(joint, module)
         _refuse_shared(call, functional.changed)
         graph = settle(functional, joint)
+        sum_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     return Captured(graph, *found, _hoped(graph, tangents) if wanted is losses else ())

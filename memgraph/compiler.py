@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .capture import losses
+from .microbatches import REDUCTIONS, MicroBatches
 from .module import CompiledModule
 from .planner import Planner, Wishes
 from .report import Report
@@ -33,7 +34,7 @@ def compile(
     model: nn.Module, budget: Budget = None, *, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -62,6 +63,15 @@ def compile(
             that pays: half the bytes to copy, and gradients that are no longer bit-equal.  Which values are cast is the
             plan's choice, and the report names them; the same saved plan gives the same gradients.  None, the default,
             means that nothing is ever rounded.
+        microbatches: the parts in which `model` takes its batch.  Arguments with as many rows (dimension 0) as the
+            first tensor among them are cut, outputs with a row for each row are put together again, and `loss` is that
+            of them all.  Gradients are those of the whole batch but for rounding, and bit-equal with those of a loop
+            over the parts.  A batch of fewer rows has as many parts.  Refused is what makes rows depend on each other
+            (batch norm in training, a mean over the batch) or changes buffers.  Random numbers are drawn in another
+            order than for the whole batch.
+        reduction: "mean" or "sum", for scalars that `model` returns: what they are of those of the parts.  With it
+            `loss` is computed in parts as well.  A mean is one over rows, or of a cross entropy of torch's that is
+            returned as it is over the targets that count.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
@@ -75,19 +85,19 @@ def compile(
     """
     wire = wire_name(wire_dtype)
     wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
-    return CompiledModule(planner_of(model, loss, wishes))
+    return CompiledModule(planner_of(in_parts(model, loss, microbatches, reduction), wishes))
 
 
 def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
-    wire_dtype: torch.dtype | None = None, **kwargs: Any,
+    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     wire = wire_name(wire_dtype)
     wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
-    return planner_of(model, loss, wishes).step(args, kwargs, losses).report
+    return planner_of(in_parts(model, loss, microbatches, reduction), wishes).step(args, kwargs, losses).report
 
 
 def seconds_of(time_limit: float | None) -> float:
@@ -106,17 +116,29 @@ def seconds_of(time_limit: float | None) -> float:
     return float(time_limit)
 
 
-def planner_of(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes) -> Planner:
-    """What plans the steps of `model`, if all that was asked for makes sense; errors as in `compile`."""
+def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
+    """`model` with its loss, run on micro-batches; errors as in `compile`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; memgraph compiles a torch.nn.Module")
-    if isinstance(model, CompiledModule):
-        raise TypeError("model is compiled already; give the module that it was made of")
-    _refuse_parts(model)
     if loss is not None and not callable(loss):
         raise TypeError(
             f"loss is a {type(loss).__name__}; give a function of the model's result and, if there is one, the target"
         )
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"microbatches is a {type(count).__name__}, {count!r}; give the number of parts of a batch")
+    if count < 1:
+        raise ValueError(f"microbatches={count}; give the number of parts of a batch, 1 for the whole")
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise ValueError(f'reduction={reduction!r}; give "mean", "sum", or None if the loss is that of the whole batch')
+    _refuse_parts(model)
+    if reduction is not None and loss is not None:
+        return MicroBatches(WithLoss(model, loss), count, reduction)
+    cut = model if count == 1 else MicroBatches(model, count, reduction)
+    return cut if loss is None else WithLoss(cut, loss)
+
+
+def planner_of(model: nn.Module, wishes: Wishes) -> Planner:
+    """What plans the steps of `model`, if all that was asked for makes sense; errors as in `compile`."""
     if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
     if wishes.spill_dir is not None:
@@ -127,11 +149,13 @@ def planner_of(model: nn.Module, loss: Callable[..., Any] | None, wishes: Wishes
         owned = set(model.parameters())
         if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
-    return Planner(model if loss is None else WithLoss(model, loss), wishes)
+    return Planner(model, wishes)
 
 
 def _refuse_parts(model: nn.Module) -> None:
     """What is compiled or scripted is run by somebody else, and can't be captured."""
+    if isinstance(model, CompiledModule):
+        raise TypeError("model is compiled already; give the module that it was made of")
     for path, part in model.named_modules():
         what = f"model.{path}" if path else "model"
         if isinstance(part, CompiledModule):

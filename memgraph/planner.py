@@ -38,6 +38,7 @@ from .report import Report
 from .residence import Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
+from .rows import refuse_mixing
 from .saved import SavedPlan
 from .signature import has_gradients, is_watched
 from .slots import Homes, Slot, slots
@@ -199,6 +200,7 @@ class Planner:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
         try:
             with capturing(self.module):
+                refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)
                 captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         except FakeTensorDeviceMismatchError as error:
             given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from passes import BrokenTrace, Choice, Forecast, Machine, Offload, Op, Trace, apply, check, predict
+from passes.slicing import resliced
 
 from .errors import PlanError
 from .saved import ANEW, SavedPlan, priced, unpriced
@@ -26,7 +27,8 @@ def reused(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Choice
         PlanError: none was, or it can't be carried out here, or is over the budget.
     """
     bare = unpriced(trace)
-    plan = next((plan for plan in plans if plan.step == bare), plans[0])
+    plan = next((plan for plan in plans if plan.step == resliced(bare, plan.step)), plans[0])
+    trace = resliced(trace, plan.step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:

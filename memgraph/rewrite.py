@@ -56,7 +56,9 @@ class _Rewriter:
         source = self.old[op.again or op.name]
         reads = dict(zip(source.all_input_nodes, op.reads, strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
-        node.meta = dict(source.meta) | {"phase": op.phase} | ({"again": op.again} if op.again else {})
+        node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
+        if op.again:
+            node.meta["again"] = op.again
         if op.far:
             node.meta[FAR] = True
         own = {made.name for made in op.makes}

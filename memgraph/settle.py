@@ -65,4 +65,4 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
         if node.op != "output":
             notes = node.meta.get(NOTES, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}
-            node.meta = kept | {"phase": notes["phase"], "where": notes["where"]}
+            node.meta = kept | {name: notes[name] for name in ("phase", "where", "part") if name in notes}

@@ -115,6 +115,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         once=_once(node, mutated),
         far=FAR in node.meta,
         again=node.meta.get("again", ""),
+        part=node.meta.get("part", 0),
+        slice=node.meta.get("slice", 0),
         type=", ".join(map(_type, values)),
         where=node.meta.get("where", ""),
     )

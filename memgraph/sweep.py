@@ -24,7 +24,7 @@ from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
 
 from .budget import budget_nbytes
 from .capture import losses
-from .compiler import planner_of, seconds_of
+from .compiler import in_parts, planner_of, seconds_of
 from .curve import Point, Sweep, fitting, missing
 from .planner import Wishes
 from .wire import wire_name
@@ -36,7 +36,7 @@ def sweep(
     model: nn.Module, *args: Any, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
-    wire_dtype: torch.dtype | None = None, **kwargs: Any,
+    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
@@ -53,7 +53,7 @@ def sweep(
     """
     # A budget of a byte, so that the links are measured.
     wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds_of(time_limit), wire=wire_name(wire_dtype))
-    planner = planner_of(model, loss, wishes)
+    planner = planner_of(in_parts(model, loss, microbatches, reduction), wishes)
     wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
     trace, machine = planner.priced(args, kwargs, losses)
     return _Sweeping(trace, machine, wishes.seconds).run(wanted)

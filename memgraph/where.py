@@ -1,4 +1,4 @@
-"""Notes on each node of a graph while it is traced: its phase, and the place in the user's code that it comes from.
+"""Notes on each node of a graph while it is traced: its phase, its micro-batch, and its place in the user's code.
 
     transformer.h.0.mlp modeling_gpt2.py:312
 
@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -27,18 +28,29 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 NOTES = "custom"
 TORCH = str(Path(torch.__file__).parent) + os.sep
 MEMGRAPH = str(Path(__file__).parent) + os.sep
+_part: ContextVar[int] = ContextVar("part", default=0)
+
+
+@contextmanager
+def part_running(number: int) -> Iterator[None]:
+    """What forward does meanwhile it does for one micro-batch."""
+    token = _part.set(number)
+    try:
+        yield
+    finally:
+        _part.reset(token)
 
 
 class Notes:
-    """Writes `phase` and `where` into `node.meta[NOTES]` of every node that the tracer makes."""
+    """Writes `phase`, `part` and `where` into `node.meta[NOTES]` of every node that the tracer makes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(child): path for path, child in module.named_modules()}
         self.running: list[str] = [""]
         self.thread = threading.get_ident()  # the hooks hear of all modules of the process
         self.phase = "forward"
-        self.places: dict[int, str] = {}  # by autograd's sequence number
-        self.place = ""  # of the autograd node that runs
+        self.places: dict[int, tuple[str, int]] = {}  # and micro-batches, by autograd's sequence number
+        self.place, self.part = "", 0  # of the autograd node that runs
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -75,13 +87,14 @@ class Notes:
             self.running.pop()
 
     def _go_to(self, number: int) -> None:
-        self.place = self.places.get(number, self.place)
+        self.place, self.part = self.places.get(number, (self.place, self.part))
 
     def _note(self, node: fx.Node) -> None:
         if self.phase == "forward":
-            self.place = f"{self.running[-1]} {_line(sys._getframe())}".strip()
-            self.places.setdefault(node.meta.get("seq_nr", -1), self.place)
-        node.meta[NOTES] = {**node.meta.get(NOTES, {}), "phase": self.phase, "where": self.place}
+            self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
+            self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
+        notes = {"phase": self.phase, "where": self.place, "part": self.part}
+        node.meta[NOTES] = {**node.meta.get(NOTES, {}), **notes}
 
 
 def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:

@@ -22,6 +22,7 @@ from .invariants import check
 from .machine import Machine
 from .obstacle import obstacle
 from .optimize import optimize, optimize_at_home, optimize_uncast
+from .slicing import sliced
 from .trace import Trace
 
 Pass = Callable[[Trace, Machine], Plan | Proposal]
@@ -62,20 +63,37 @@ def make_plan(
     best = Choice((), captured, captured)
     if captured.peak <= machine.budget:
         return best
+    in_slices = sliced(trace, machine)
+    # In slices first: what is streamed comes least often then.
+    for order in (trace,) if in_slices is trace else (in_slices, trace):
+        found = _search(order, machine, passes, log, begin + seconds)
+        if found.forecast.peak <= machine.budget:
+            return found
+        best = min(best, found, key=lambda choice: choice.forecast.peak)
+    raise BudgetError(obstacle(best.forecast, machine, best.captured.trace), machine.budget, best.forecast.peak)
+
+
+def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, end: float) -> Choice:
+    """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
+    check(trace)
+    captured = predict(trace, machine)
+    best = Choice((), captured, captured)
     for find in passes:
-        if find not in QUICK and time.monotonic() - begin >= seconds:
+        if best.forecast.peak <= machine.budget and (not best.plan or _is_good(best, machine)):
+            break
+        if find not in QUICK and time.monotonic() >= end:
             continue
         search = SEARCHES.get(find)
         if search and best.plan and best.forecast.peak <= machine.budget and best.gap <= FAIR:
             continue
-        found = search(trace, machine, begin + seconds) if search else find(trace, machine)
-        best = _better(best, found, machine)
+        best = _better(best, search(trace, machine, end) if search else find(trace, machine), machine)
         log(f"{find.__name__:<16} {best.forecast}")
-        if best.forecast.peak <= machine.budget and best.gap <= NEAR and not _may_stream(best, machine):
-            break
-    if best.forecast.peak > machine.budget:
-        raise BudgetError(obstacle(best.forecast, machine, trace), machine.budget, best.forecast.peak)
     return best
+
+
+def _is_good(best: Choice, machine: Machine) -> bool:
+    """Whether no other pass is asked."""
+    return best.gap <= NEAR and not _may_stream(best, machine)
 
 
 def _may_stream(best: Choice, machine: Machine) -> bool:

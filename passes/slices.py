@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,23 +89,31 @@ class Slices:
         return found
 
     @cached_property
+    def crossing_nbytes(self) -> Ints:
+        """The bytes that lie between each forward op and the one before it, those twice that backward does not read:
+        they are better made and used up within a slice."""
+        change = np.zeros(self.gaps.trace.boundary + 2, np.int64)
+        for storage, made in self.made.items():
+            nbytes = self.gaps.trace.nbytes[storage] * (1 if storage in self.read else 2)
+            change[made + 1] += nbytes
+            change[self.end[storage] + 1] -= nbytes
+        return np.cumsum(change)
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The storages that backward reads."""
+        return frozenset(storage for storages in self.reads.values() for storage in storages)
+
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """The forward op at which each slice begins; first 0, last the number of forward ops."""
         boundary = self.gaps.trace.boundary
-        crossing, saved = np.zeros(boundary + 2, np.int64), np.zeros(boundary + 2, np.int64)
-        read = {storage for storages in self.reads.values() for storage in storages}
-        for storage, made in self.made.items():
-            nbytes = self.gaps.trace.nbytes[storage]
-            # What backward does not read is better made and used up within a slice.
-            weight = nbytes if storage in read else 2 * nbytes
-            crossing[made + 1] += weight
-            crossing[self.end[storage] + 1] -= weight
-            saved[made + 1] += nbytes * (storage in read)
-        crossing = np.cumsum(crossing)
-        # Each slice has a backward; between the ops that are opposite to two of them it is cut where it is narrowest.
-        levels = sorted(set(self.level.values()))
-        cuts = [a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in itertools.pairwise(levels)]
-        return _merged([0, *cuts, boundary], crossing, np.cumsum(saved), self.most)
+        saved = np.zeros(boundary + 2, np.int64)
+        for storage in self.read:
+            saved[self.made[storage] + 1] += self.gaps.trace.nbytes[storage]
+        # Each slice has a backward, and is cut between the ops that are opposite to two of them.
+        cuts = narrowest(self.crossing_nbytes, sorted(set(self.level.values())))
+        return _merged([0, *cuts, boundary], self.crossing_nbytes, np.cumsum(saved), self.most)
 
     @property
     def count(self) -> int:
@@ -232,6 +241,11 @@ class Slices:
                     found[j] += op.us
                     storages.update(s for read in op.reads for s in self.gaps.held.get(read, ()))
         return found
+
+
+def narrowest(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
+    """Between each two marks the op before which least crosses."""
+    return tuple(a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in itertools.pairwise(marks))
 
 
 def _merged(cuts: list[int], crossing: Ints, saved: Ints, most: int) -> tuple[int, ...]:

@@ -6,9 +6,9 @@
     its gradient g, made by mm_91
         Offload("g", out="mm_91", free="add_92")
 
-A value that is fetched ahead stays for its next use where fetching it again would take longer than that lasts.  Fetches
-run ahead of their uses by what the link needs, and never by more bytes than two of the largest: so a link that can't
-keep up makes compute wait, and does not fill the device.
+A value that is fetched ahead stays for its next use where fetching it again would take longer than that lasts; any
+stays for all micro-batches of a slice.  Fetches run ahead of their uses by what the link needs, and never by more bytes
+than two of the largest: so a link that can't keep up makes compute wait, and does not fill the device.
 """
 
 from __future__ import annotations
@@ -81,14 +81,19 @@ class Streams:
         storage = self.homes.views[value]
         if value not in self.there.get(storage, ()):
             return False
-        begins = self.gaps.begins
+        begins, last = self.gaps.begins, self.last[storage]
         # What is fetched when it is used leaves room in between, however slow the link: only views take no time.
         worth = self.gaps.trace.nbytes[storage] / self.machine.back if self.ahead[storage] else 0.0
-        if begins[index] - begins[self.last[storage]] > worth:
+        if begins[index] - begins[last] > worth and not self._is_one_slice(last, index):
             self.there[storage] = set()
             return False
         self.last[storage] = index
         return True
+
+    def _is_one_slice(self, first: int, second: int) -> bool:
+        """Whether two ops are of one slice in one phase: what the one has fetched serves all micro-batches."""
+        one, other = self.gaps.trace.ops[first], self.gaps.trace.ops[second]
+        return one.slice == other.slice > 0 and one.phase == other.phase
 
     def fetch(self, value: str, index: int) -> Fetch:
         """Fetch a streamed value for the op at `index`."""

@@ -21,6 +21,8 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
+FLAGS = ("once", "far")
+NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
 ITEMSIZE = {
     "f64": 8,
     "f32": 4,
@@ -65,6 +67,8 @@ class Op:
     once: bool = False  # may not run a second time
     far: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
     again: str = ""  # the op that this one repeats
+    part: int = 0  # the micro-batch that it works on, from 1
+    slice: int = 0  # the slice that it belongs to, from 1
     type: str = ""
     where: str = ""
 
@@ -84,6 +88,7 @@ class Op:
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
         notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["far"] * self.far
+        notes += [f"part {self.part}"] * bool(self.part) + [f"slice {self.slice}"] * bool(self.slice)
         notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
         text = " | ".join(note for note in notes if note)
         return f"{self.name} = {self.fn}({', '.join(self.reads)})" + (f"  # {text}" if text else "")
@@ -170,7 +175,8 @@ def _parse_op(line: str, phase: str) -> Op:
     return Op(
         name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
-        once=bool(facts["once"]), far=bool(facts["far"]), again=facts["again"], type=facts["type"], where=where,
+        once=bool(facts["once"]), far=bool(facts["far"]), again=facts["again"],
+        part=int(facts["part"] or 0), slice=int(facts["slice"] or 0), type=facts["type"], where=where,
     )  # fmt: skip
 
 
@@ -183,13 +189,12 @@ def _cut(notes: str, mark: str) -> tuple[str, str]:
 
 
 def _parse_notes(notes: str) -> dict[str, str]:
-    words = ("type", "makes", "holds", "us", "workspace", "draws", "once", "far", "again")
-    facts: dict[str, str] = dict.fromkeys(words, "")
+    facts: dict[str, str] = dict.fromkeys(("type", "us", *FLAGS, *NOTES), "")
     for note in filter(None, notes.split(" | ")):
         word, _, rest = note.partition(" ")
-        if note in ("once", "far"):
+        if note in FLAGS:
             facts[note] = note
-        elif word in ("makes", "holds", "workspace", "draws", "again"):
+        elif word in NOTES:
             facts[word] = rest
         elif rest == "us":
             facts["us"] = word

@@ -22,11 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses, operands
+from memgraph.microbatches import MicroBatches
 from memgraph.probe import Prober
 from memgraph.rewrite import fake_mode
 from memgraph.summarize import Cost, summarize
 from memgraph.truth import correct
-from passes import Trace
+from passes import Machine, Trace
+from passes.slicing import sliced
 from tests import nets
 
 PROBER = Prober(1 << 30)
@@ -108,12 +110,28 @@ def text() -> dict[str, Tensor]:
 
 
 GPT2 = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "use_cache": False}
+
+
+class Skips(nn.Module):
+    """Layers with skips, of which two share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x))
+        return (self.third(F.gelu(self.second(h)) + h) + x).square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "normed": (Normed, lambda: ((torch.randn(24, 16),), {})),
     "attention": (Attention, lambda: ((torch.randint(32, (2, 10)),), {})),
     "pictures": (Pictures, lambda: ((torch.randn(3, 3, 10, 10),), {})),
     "gpt2": (partial(nets.gpt2, **GPT2), lambda: ((), text())),
     "views": (Views, lambda: ((torch.randn(6, 12, requires_grad=True),), {})),
+    "parts": (lambda: MicroBatches(Skips(), 3, "mean"), lambda: ((torch.randn(8, 16),), {})),
 }
 
 
@@ -170,7 +188,7 @@ def price(node: fx.Node) -> Cost:
 
 @cache
 def traced(name: str, adds: bool) -> Trace:
-    return summarize(subject(name).graphs[adds], price)
+    return sliced(summarize(subject(name).graphs[adds], price), Machine(0))
 
 
 @cache

@@ -1,0 +1,205 @@
+"""What a batch is cut into, what is joined again, and what is refused because rows are not on their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from memgraph.microbatches import parts_of
+
+Forward = Callable[..., Any]
+
+
+class Does(nn.Module):
+    """A linear layer, and what a test makes of it."""
+
+    def __init__(self, forward: Forward, *parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.parts = nn.Linear(4, 4), nn.ModuleList(parts)
+        self.does = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.does(self.layer, *self.parts, *args, **kwargs)
+
+
+def compiled(module: nn.Module, **wishes: Any) -> memgraph.CompiledModule:
+    all_wishes: dict[str, Any] = {"microbatches": 2} | wishes
+    return memgraph.compile(module, "1GB", **all_wishes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "parts"),
+    [(7, 4, (2, 2, 2, 1)), (5, 4, (2, 1, 1, 1)), (2, 4, (1, 1)), (6, 3, (2, 2, 2)), (1, 3, (1,)), (0, 3, (0,))],
+)
+def test_no_part_is_empty_and_none_is_much_larger(rows: int, count: int, parts: tuple[int, ...]) -> None:
+    assert parts_of([torch.ones(rows, 2)], count) == parts
+    assert parts_of([3, torch.ones(()), torch.ones(rows)], count) == parts
+
+
+def rich(layer: nn.Module, x: Tensor, scale: Tensor, *, sizes: dict[str, Tensor], name: str) -> dict[str, Any]:
+    y = layer(x) * scale
+    return {"y": y, "pair": (y.relu(), sizes["rows"] + 1), "name": name, "same": x, "count": 3}
+
+
+@pytest.mark.parametrize("rows", [5, 2, 1, 0])
+def test_outputs_are_those_of_the_whole_batch(rows: int) -> None:
+    module, x, scale = Does(rich), torch.randn(rows, 4, requires_grad=True), torch.randn(4)
+    plain, its = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    sizes = {"rows": torch.arange(rows)}
+    ours = compiled(module, microbatches=3)(x, scale, sizes=sizes, name="a")
+    theirs = plain(its, scale, sizes=sizes, name="a")
+    assert list(ours) == list(theirs)
+    assert ours.pop("name") == theirs.pop("name")
+    torch.testing.assert_close(ours, theirs)
+    ours["y"].square().sum().backward()
+    theirs["y"].square().sum().backward()
+    torch.testing.assert_close(x.grad, its.grad)
+    torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad)
+
+
+def test_inference_runs_in_parts_too() -> None:
+    module, x = Does(lambda layer, x: layer(x)), torch.randn(5, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(module.eval())(x), module(x))
+
+
+def test_a_copy_has_the_same_parts() -> None:
+    model = copy.deepcopy(compiled(Does(lambda layer, x: layer(x).square().mean()), reduction="mean"))
+    model(torch.randn(4, 4)).backward()
+    assert set(model.state_dict()) == {"layer.weight", "layer.bias"}
+    assert {op.part for op in model.plan.forecast.trace.ops} == {0, 1, 2}
+
+
+def test_dropout_draws_anew_for_every_part() -> None:
+    module = Does(lambda layer, drop, x: drop(layer(x)), nn.Dropout(0.5))
+    with torch.no_grad():
+        module.layer.weight.zero_()
+        module.layer.bias.fill_(1.0)
+    out = compiled(module)(torch.randn(64, 4))
+    out.sum().backward()
+    assert 0 < (out == 0).sum() < out.numel()
+    assert not torch.equal(out[:32], out[32:])
+    assert module.layer.bias.grad is not None
+    assert torch.equal(module.layer.bias.grad, (out != 0).sum(0) * 2.0)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_batch_norm_is_refused_where_it_looks_at_the_batch(mode: bool) -> None:
+    module = Does(lambda layer, norm, x: norm(layer(x)), nn.BatchNorm1d(4)).train(mode)
+    if mode:
+        with pytest.raises(memgraph.CaptureError, match=r"changes buffer parts\.0\.running_mean"):
+            compiled(module)(torch.randn(6, 4))
+        assert module.state_dict()["parts.0.num_batches_tracked"] == 0
+    else:
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(compiled(module)(x), module(x))
+
+
+MIXING: dict[str, Forward] = {
+    "batch norm without statistics": lambda layer, x: F.batch_norm(layer(x), None, None, training=True),
+    "a mean": lambda layer, x: layer(x) - layer(x).mean(0),
+    "a softmax over rows": lambda layer, x: layer(x).softmax(0),
+    "the next row": lambda layer, x: layer(x).roll(1, 0),
+    "all rows together": lambda layer, x: layer(x) @ layer(x).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_depend_on_each_other_are_refused(name: str) -> None:
+    with pytest.raises(memgraph.CaptureError, match="depends on other rows"):
+        compiled(Does(MIXING[name]))(torch.randn(6, 4))
+    compiled(Does(MIXING[name]), microbatches=1)(torch.randn(6, 4)).sum().backward()
+
+
+SCALARS: dict[str, tuple[Forward, str]] = {
+    "a sum that was said to be a mean": (lambda layer, x: layer(x).square().sum(), "mean"),
+    "a mean that was said to be a sum": (lambda layer, x: layer(x).square().mean(), "sum"),
+    "a norm": (lambda layer, x: layer(x).norm(), "sum"),
+    "a variance": (lambda layer, x: layer(x).var(), "mean"),
+    "a largest": (lambda layer, x: layer(x).max(), "mean"),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_scalar_that_is_not_what_was_said_is_refused(name: str) -> None:
+    forward, reduction = SCALARS[name]
+    with pytest.raises(memgraph.CaptureError, match=f"is no {reduction} over the rows"):
+        compiled(Does(forward), reduction=reduction)(torch.randn(6, 4))
+
+
+def cross_entropy(layer: nn.Module, x: Tensor, target: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(layer(x).flatten(0, 1), target.flatten(), **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"weight": torch.tensor([1.0, 2.0, 0.5, 3.0])}, {"label_smoothing": 0.1}])
+def test_targets_that_do_not_count_have_no_share_in_a_mean(how: dict[str, Any]) -> None:
+    module = Does(lambda layer, x, target: cross_entropy(layer, x, target, **how))
+    plain, model = copy.deepcopy(module), compiled(module, reduction="mean", microbatches=3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, target = torch.randn(7, 3, 4), torch.randint(0, 4, (7, 3))
+        if seed:
+            target[torch.rand(7, 3) < 0.5] = -100
+            target[3:5] = -100  # a whole part
+        module.zero_grad()
+        plain.zero_grad()
+        ours, theirs = model(x, target), plain(x, target)
+        torch.testing.assert_close(ours, theirs)
+        ours.backward()
+        theirs.backward()
+        torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad)
+    assert len(model._steps) == 1
+
+
+def test_a_mean_over_some_targets_with_more_beside_it_is_none_over_rows() -> None:
+    module = Does(lambda layer, x, target: cross_entropy(layer, x, target) + layer(x).square().mean())
+    target = torch.randint(0, 4, (6, 3))
+    target[0, 1:] = -100
+    with pytest.raises(memgraph.CaptureError, match="is no mean over the rows"):
+        compiled(module, reduction="mean")(torch.randn(6, 3, 4), target)
+
+
+def test_a_scalar_of_which_nothing_is_said_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match='reduction="mean"'):
+        compiled(Does(lambda layer, x: layer(x).mean()))(torch.randn(6, 4))
+
+
+def test_what_has_as_many_rows_by_accident_is_refused() -> None:
+    module = Does(lambda layer, x, mask: layer(x) @ x.mT + mask)
+    with pytest.raises(memgraph.CaptureError, match="as many rows as the first"):
+        compiled(module)(torch.randn(3, 3, 4), torch.randn(3, 3))
+    compiled(module)(torch.randn(3, 3, 4), torch.randn(1, 3, 3))
+
+
+def test_what_is_returned_has_rows_or_is_a_scalar() -> None:
+    with pytest.raises(memgraph.CaptureError, match="whose first dimension is not that of the batch"):
+        compiled(Does(lambda layer, x: (layer(x), layer.weight[:2] * 2)))(torch.randn(4, 4))
+    with pytest.raises(memgraph.CaptureError, match="no rows of a whole"):
+        compiled(Does(lambda layer, x: (layer(x), layer.weight[:3] * 2)))(torch.randn(4, 4))
+
+
+def test_a_call_without_a_batch_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match="no argument is a tensor"):
+        compiled(Does(lambda layer, x: layer.weight * x))(2.0)
+
+
+@pytest.mark.parametrize("count", [True, 2.0, "2", None])
+def test_a_number_of_parts_is_a_number(count: Any) -> None:
+    with pytest.raises(TypeError, match="microbatches"):
+        compiled(nn.Linear(2, 2), microbatches=count)
+
+
+def test_wishes_that_make_no_sense_are_refused() -> None:
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"microbatches={count}"):
+            compiled(nn.Linear(2, 2), microbatches=count)
+    with pytest.raises(ValueError, match="reduction='max'"):
+        compiled(nn.Linear(2, 2), reduction="max")
