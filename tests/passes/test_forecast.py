@@ -247,7 +247,7 @@ def test_nothing_passes_a_wait_before_its_copy_has_ended(both: tuple[Trace, Plan
                 there = op if op.fn == "memgraph.reload.default" else forecast.trace.op[op.reads[0]]
                 nbytes = forecast.trace.nbytes[there.holds[0]]
                 assert begin <= copy.begin
-                assert end == begin + machine.call + machine.drag * nbytes
+                assert end == begin + (machine.call + machine.drag * nbytes)
             case "memgraph.free.default" | "memgraph.wait.default":
                 assert end == max(begin, copies[op.reads[0]].end)
             case "memgraph.narrow.default":
