@@ -16,6 +16,7 @@ from .times import Times
 
 Search = Callable[[Trace, Machine], Choice]
 
+INTERRUPTED = 5.0  # times the median: new pages take an op of much memory up to that
 WORTH = 0.02  # of the step's time: what a new plan has to save
 
 
@@ -55,8 +56,9 @@ def _cast_rate(ran: Trace, times: Times, verb: str) -> float:
 def repriced(captured: Trace, ran: Trace, times: Times) -> Trace:
     """`captured` with the time that each op took while `ran` ran.
 
-    Ops that are alike take what half of them took, those that ran again included: one flight is too little to tell
-    layers apart, and a price that chance made would be taken for a difference.
+    Ops that are alike take what they took on average, those that ran again included: one flight is too little to tell
+    layers apart, and a price that chance made would be taken for a difference.  What took far longer than the others
+    was interrupted.
     """
     first = {op.name: op for op in captured.ops}
     seen: defaultdict[Hashable, list[float]] = defaultdict(list)
@@ -67,9 +69,14 @@ def repriced(captured: Trace, ran: Trace, times: Times) -> Trace:
 
     def price(op: Op) -> Op:
         found = seen.get(_kind(op))
-        return replace(op, us=round(statistics.median(found), 1)) if found and _computes(op) else op
+        return replace(op, us=round(_usual(found), 1)) if found and _computes(op) else op
 
     return replace(captured, ops=tuple(map(price, captured.ops)))
+
+
+def _usual(times: list[float]) -> float:
+    most = INTERRUPTED * statistics.median(times)
+    return statistics.fmean(us for us in times if us <= most)
 
 
 def _kind(op: Op) -> Hashable:
