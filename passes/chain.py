@@ -11,6 +11,8 @@ again, kept for a while and dropped.  The plan of a chain of equal ops is that o
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,19 +31,22 @@ SLACK = 8  # a table reaches this part beyond the budget: what is forecast is le
 STRIDE = 3  # slots between two tries near the floor
 
 
-def rerun_slices(trace: Trace, machine: Machine) -> Plan:
-    """The quickest plan found that fits the budget; that of the lowest peak, if none does; nothing, if no chain."""
+def rerun_slices(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+    """The quickest plan found that fits the budget; that of the lowest peak, if none does; nothing, if no chain.
+
+    At `until`, as `time.monotonic` has it, it ends with what was found.
+    """
     captured = predict(trace, machine)
     slices = Slices(Gaps(trace), MOST)
     if captured.peak <= machine.budget or slices.count < 3:
         return ()
     needs = Needs(slices)
     tried = [Try((), captured.peak, captured.us)]
-    if needs.floor <= machine.budget:
-        tried += _towards(machine, Rotor(needs, _beyond(machine.budget, slices), SLOTS))
-    if not any(each.peak <= machine.budget for each in tried):
+    if needs.floor <= machine.budget and time.monotonic() < until:
+        tried += _towards(machine, Rotor(needs, _beyond(machine.budget, slices), SLOTS, until))
+    if not any(each.peak <= machine.budget for each in tried) and time.monotonic() < until:
         # These do not depend on the budget: so the lowest of their peaks is a budget that can be met.
-        tried = tried[:1] + list(_lowest(machine, Rotor(needs, _beyond(needs.floor, slices), SLOTS)))
+        tried = tried[:1] + list(_lowest(machine, Rotor(needs, _beyond(needs.floor, slices), SLOTS, until)))
     fits = [each for each in tried if each.peak <= machine.budget]
     best = min(fits, key=lambda each: (each.us, each.peak)) if fits else min(tried, key=lambda each: each.peak)
     return best.plan
@@ -65,7 +70,7 @@ def _towards(machine: Machine, rotor: Rotor) -> list[Try]:
     found: list[Try] = []
     low, high = rotor.least - 1, rotor.size
     slots = max(rotor.least, rotor.place(machine.budget))
-    while low < slots < high and len(found) < TRIES:
+    while low < slots < high and len(found) < TRIES and time.monotonic() < rotor.until:
         found.append(_try(machine, rotor, slots))
         room = machine.budget - found[-1].peak
         if room >= 0:
@@ -79,7 +84,7 @@ def _towards(machine: Machine, rotor: Rotor) -> list[Try]:
 def _lowest(machine: Machine, rotor: Rotor) -> list[Try]:
     """Plans of the fewest slots.  The fewest of all need not have the lowest peak."""
     places = range(rotor.least, min(rotor.least + TRIES * STRIDE, rotor.size), STRIDE)
-    return [_try(machine, rotor, slots) for slots in places]
+    return [_try(machine, rotor, slots) for slots in places if time.monotonic() < rotor.until]
 
 
 def _try(machine: Machine, rotor: Rotor, slots: int) -> Try:

@@ -11,6 +11,8 @@ repeat, worse on others.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,24 +30,25 @@ SMALLEST_HOME = 1 << 16  # bytes of an input or a gradient: what is smaller stay
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
-def descend(trace: Trace, machine: Machine) -> Plan:
-    """The decisions of the first state on the way down that fits the budget; of the lowest, if none does."""
+def descend(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+    """The decisions of the first state on the way down that fits the budget; of the lowest, if none does, or none until
+    `until`, as `time.monotonic` has it."""
     gaps = Gaps(trace)
-    return descend_from(gaps, machine, state_of(gaps, machine, {})).plan
+    return descend_from(gaps, machine, state_of(gaps, machine, {}), until).plan
 
 
-def descend_from(gaps: Gaps, machine: Machine, lowest: State) -> State:
-    """The first state that fits on the way down from one that does not; the lowest, if none does."""
-    for before, after in _way_down(gaps, machine, lowest):
+def descend_from(gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf) -> State:
+    """The first state that fits on the way down from one that does not; the lowest, if none does, or none in time."""
+    for before, after in _way_down(gaps, machine, lowest, until):
         if after.peak <= machine.budget:
-            return _first_between(gaps, machine, before, after)
+            return _first_between(gaps, machine, before, after, until)
         lowest = after
     return lowest
 
 
-def descend_at_home(trace: Trace, machine: Machine) -> Plan:
+def descend_at_home(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
     """The same without the far tier."""
-    return descend(trace, replace(machine, out=0.0, back=0.0)) if machine.out else ()
+    return descend(trace, replace(machine, out=0.0, back=0.0), until) if machine.out else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +79,12 @@ class Move:
         return self.us / self.nbytes
 
 
-def _way_down(gaps: Gaps, machine: Machine, state: State) -> Iterator[tuple[State, State]]:
+def _way_down(gaps: Gaps, machine: Machine, state: State, until: float) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
     known = {*gaps.maker, *gaps.homes.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
-    while moves := _moves(gaps, machine, state):
+    while time.monotonic() < until and (moves := _moves(gaps, machine, state)):
         away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in AWAY}
         room = machine.capacity - sum(away.values())
         state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
@@ -106,10 +109,12 @@ def _batch(moves: list[Move], nbytes: int, away: Container[str], room: int) -> d
     return batch
 
 
-def _first_between(gaps: Gaps, machine: Machine, before: State, after: State) -> State:
+def _first_between(gaps: Gaps, machine: Machine, before: State, after: State, until: float) -> State:
     """The first state between two neighbours that fits, moves being made one by one."""
     fates = dict(before.fates)
     for storage, new in after.fates.items():
+        if time.monotonic() >= until:
+            break
         if fates.get(storage) is not new:
             fates[storage] = new
             state = state_of(gaps, machine, dict(fates))

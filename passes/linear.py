@@ -30,7 +30,8 @@ OPTIONS = {
     "output_flag": False,
     "threads": 1,
     "random_seed": 1,
-    "mip_rel_gap": 2e-4,
+    "mip_rel_gap": 0.0,  # of what a plan adds; what counts is the step, see `Effort`
+    "mip_improving_solution_save": True,
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
 STEPS_PER_LOOK = 256, 16  # of the simplex method, between two looks of a search at its limits: at the root, below
@@ -46,6 +47,18 @@ class Solved:
     bound_us: float
     values: Floats
     prices: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """When a search ends: at a point of `target`, at a bound above `enough`, when what is left to win is less than
+    `grain`, or after about so much `work` and so many `nodes`."""
+
+    target: float
+    enough: float
+    grain: float
+    work: float
+    nodes: int = 200
 
 
 def there() -> bool:
@@ -95,35 +108,43 @@ class Linear:
         return Solved(us, us, np.array(solution.col_value), np.array(solution.col_dual))
 
     def solve_whole(
-        self, whole: Iterable[int], fixed: dict[int, float], nodes: int, work: float, target: float
-    ) -> tuple[Solved | None, float]:
-        """The best point found whose columns `whole` are integers, and a bound below all such points.
-
-        The search ends at `target`, at `nodes`, after about so much `work`, or when all is known.
-        """
+        self, whole: Iterable[int], fixed: dict[int, float], effort: Effort, known: Solved | None = None
+    ) -> tuple[list[Solved], float]:
+        """The points found whose columns `whole` are integers, the best first, and a bound below all such points; the
+        search begins with the point that is `known`."""
         self._hand_over()
         columns = np.fromiter(whole, dtype=np.int32)
         for column, value in fixed.items():
             self.highs.changeColBounds(column, value, value)
         self._kind(columns, highspy.HighsVarType.kInteger)
-        for option, value in {"mip_max_nodes": nodes, "objective_target": target}.items():
+        # With nothing fixed, these take as long as all the rest, for a point or a bound that is hardly better.
+        thorough = dict.fromkeys(("mip_allow_restart", "mip_heuristic_run_root_reduced_cost"), bool(fixed))
+        limits = {"mip_max_nodes": effort.nodes, "mip_abs_gap": effort.grain, "objective_target": effort.target}
+        for option, value in (limits | thorough).items():
             self.highs.setOptionValue(option, value)
-        self._run(steps=work / self.rows)
+        if known is not None:
+            self.highs.setSolution(len(columns), columns, np.round(known.values[columns]))
+        self._run(steps=effort.work / self.rows, enough=effort.enough)
         found = self.highs.getInfo()
         self.work += (max(0, found.simplex_iteration_count) + len(self.costs) // COLUMNS_PER_STEP) * self.rows
-        point = np.array(self.highs.getSolution().col_value)
+        points = self._points(found.mip_dual_bound)
         status = self.highs.getModelStatus()
         self._kind(columns, highspy.HighsVarType.kContinuous)
         for column in fixed:
             self.highs.changeColBounds(column, *self.bounds[column])
         if status == highspy.HighsModelStatus.kInfeasible:
-            return None, INFINITY
-        if found.primal_solution_status != highspy.kSolutionStatusFeasible:
-            return None, found.mip_dual_bound
-        return Solved(found.objective_function_value, found.mip_dual_bound, point, point), found.mip_dual_bound
+            return [], INFINITY
+        return points, found.mip_dual_bound
 
-    def _run(self, steps: float = INFINITY) -> None:
-        """Solve; a search ends after about so many steps, by how often it has looked at its limits."""
+    def _points(self, bound_us: float) -> list[Solved]:
+        """What the search has found, each better than the one after it."""
+        saved = sorted(self.highs.getSavedMipSolutions(), key=lambda each: each.objective)
+        points = ((each.objective, np.array(each.col_value)) for each in saved)
+        return [Solved(us, bound_us, values, values) for us, values in points]
+
+    def _run(self, steps: float = INFINITY, enough: float = INFINITY) -> None:
+        """Solve; a search ends after about so many steps, by how often it has looked at its limits, and with a bound of
+        `enough`."""
         if self.until < INFINITY:
             left = max(0.0, self.until - time.monotonic())
             self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)
@@ -132,7 +153,7 @@ class Linear:
         def look(kind: Any, message: str, out: Any, say: Any, given: Any) -> None:
             nonlocal taken
             taken += STEPS_PER_LOOK[out.mip_node_count > 0]
-            say.user_interrupt = taken >= steps
+            say.user_interrupt = taken >= steps or out.mip_dual_bound > enough
 
         self.highs.setCallback(look, None)
         self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)

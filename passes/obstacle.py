@@ -2,20 +2,27 @@
 
 1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
 It needs most at b (gelu, layers.0 model.py:8); on cpu lie there: ...
+No plan can do with less than 2100 bytes: so many are in use at q (gelu_backward) at the same time: ...
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
 from .forecast import Forecast
 from .gaps import Gaps
+from .lifetime import Life
 from .machine import Machine
 from .program import Program
-from .trace import Trace
+from .trace import Op, Trace
 
 TOP = 8  # of what is in the way, so many are named
+MUCH = 0.25  # of what lies there: a kind that makes up so much is worth a lever
 LOSSES = ("log_softmax", "cross_entropy", "nll_loss", "logsumexp")
+STATE = ("parameter", "gradient", "state")
 HELP = {
     "parameter": "fewer or smaller parameters, e.g. a smaller dtype",
     "buffer": "fewer or smaller buffers",
@@ -23,43 +30,88 @@ HELP = {
     "gradient": "fewer parameters that require a gradient",
 }
 SMALLER = "a smaller batch (the same batch in several parts, whose gradients add up)"
+CHUNKS = "a loss that is computed in chunks"
+TIER = "a far tier (offload='auto')"
+STREAM = "state that lives on disk (offload='auto', and an optimizer that updates each element for itself, e.g. AdamW)"
 
 
 def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     """What was wanted, what is, where, and what to do."""
-    op = forecast.trace.ops[forecast.at]
+    op, there = forecast.trace.ops[forecast.at], forecast.alive(forecast.at)
     lines = [
         f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {forecast.peak}.",
-        f"It needs most at {op.name} ({', '.join(filter(None, (op.fn, op.where)))}); on {machine.device} lie there:",
+        f"It needs most at {_named(op)}; on {machine.device} lie there:",
+        *_listed(forecast.trace, op, there, forecast.peak),
     ]
-    there = forecast.alive(forecast.at)
+    least = f"Give budget={forecast.peak}"
+    floor = _floor(captured, machine)
+    if floor is None:
+        # What lies there might as well lie elsewhere, if there were a place for it.
+        levers = [*([] if machine.out else [TIER]), *_levers(forecast.trace, op, there, machine)]
+        return "\n".join([*lines, f"{least}, or {' or '.join(levers)}."])
+    program, at = floor
+    known = captured.ops[at].name == op.name
+    op, there, nbytes = captured.ops[at], _in_use(program, at), int(program.floor[at])
+    where = f"{op.name} at the same time." if known else f"{_named(op)} at the same time:"
+    lines.append(f"No plan can do with less than {nbytes} bytes: so many are in use at {where}")
+    lines += [] if known else _listed(captured, op, there, nbytes)
+    return "\n".join([*lines, f"{least}, or {' or '.join(_levers(captured, op, there, machine))}."])
+
+
+def _floor(captured: Trace, machine: Machine) -> tuple[Program, int] | None:
+    """Where more than the budget must lie there at the same time whatever is decided; state need not, where it may live
+    far."""
+    program = Program(Gaps(captured), machine)
+    if machine.homes or int(program.floor.max(initial=0.0)) <= machine.budget:
+        return None
+    return program, int(np.argmax(program.floor))
+
+
+def _named(op: Op) -> str:
+    return f"{op.name} ({', '.join(filter(None, (op.fn, op.where)))})"
+
+
+def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[str]:
+    """A line for each of the largest, one for the rest of the `nbytes`, and one for the workspace of `op`."""
+    lines = []
     for life in there[:TOP]:
-        maker = forecast.trace.op[life.maker]
+        maker = trace.op[life.maker]
         lines.append(f"  {life.nbytes:>14} bytes  {life.kind:<10} {life.storage} {maker.type} {maker.where}".rstrip())
-    rest = forecast.peak - op.workspace - sum(life.nbytes for life in there[:TOP])
+    rest = nbytes - op.workspace - sum(life.nbytes for life in there[:TOP])
     lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
     if op.workspace:
         lines.append(f"  {op.workspace:>14} bytes  workspace  of {op.name} itself")
-    return "\n".join([*lines, *_floor(captured, machine), f"Give budget={forecast.peak}, or {_help(forecast)}."])
+    return lines
 
 
-def _floor(captured: Trace, machine: Machine) -> list[str]:
-    """What must lie there at the same time whatever is decided, if that alone is over the budget; state need not, where
-    it may live far."""
-    program = Program(Gaps(captured), machine)
-    floor = program.floor
-    if machine.homes or not len(floor) or (least := int(floor.max())) <= machine.budget:
-        return []
-    op = captured.ops[int(np.argmax(floor))]
-    return [f"No plan can do with less than {least} bytes: so many are in use at {op.name} at the same time."]
+def _in_use(program: Program, at: int) -> tuple[Life, ...]:
+    """What is there at a position whatever is decided: see `Program.floor`; state need not, where it may live far."""
+    ops = program.gaps.trace.ops
+    read = {held for value in ops[at].reads for held in program.gaps.trace.op[value].holds}
+
+    def stays(life: Life) -> bool:
+        if life.storage not in program.place:
+            return True
+        item = program.items[program.place[life.storage]]
+        return life.storage in read if at >= program.boundary else not (item.left < at < item.use < program.size)
+
+    return tuple(life for life in program.captured.alive(at) if stays(life))
 
 
-def _help(forecast: Forecast) -> str:
-    """The levers that lower what lies there most."""
-    index = forecast.at
-    op = forecast.trace.ops[index]
-    most = max(forecast.by_kind, key=lambda kind: int(forecast.by_kind[kind][index]))
-    levers = [HELP.get(most, SMALLER)]
-    if any(name in op.fn for name in LOSSES):
-        levers.append("a loss that is computed in chunks")
-    return " or ".join(levers)
+def _levers(trace: Trace, op: Op, there: tuple[Life, ...], machine: Machine) -> list[str]:
+    """What lowers that of which most lies there."""
+    kinds = Counter({"workspace": op.workspace})
+    for life in there:
+        kinds[life.kind] += life.nbytes
+    much = [kind for kind, nbytes in kinds.most_common() if nbytes >= MUCH * kinds.total()] or ["workspace"]
+    levers = [HELP.get(kind, SMALLER) for kind in much]
+    if any(kind in STATE for kind in much) and machine.device == "cpu" and not machine.homes:
+        levers.append(STREAM)
+    if _is_loss([op, *(trace.op[life.maker] for life in there[:2])]):
+        levers.append(CHUNKS)
+    return list(dict.fromkeys(levers))
+
+
+def _is_loss(ops: Iterable[Op]) -> bool:
+    """Whether the peak is the loss's: at it, or in what it has made."""
+    return any(name in op.fn for op in ops for name in LOSSES)

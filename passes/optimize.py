@@ -8,6 +8,7 @@ takes while it runs is the reason, and an event's row says so.  From then on the
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from . import linear
@@ -16,25 +17,32 @@ from .events import event
 from .forecast import Forecast
 from .gaps import Gaps
 from .greedy import State, descend_from, state_of
-from .linear import INFINITY, Solved
+from .linear import INFINITY, Effort, Solved
 from .machine import Machine
 from .model import Model
+from .polish import polish
 from .program import Program
 from .relax import apart, relax, write
 from .trace import Trace
-from .whole import Effort, fates, whole
+from .whole import fates, whole
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
 NOTHING_US = 20.0  # microseconds a step that nobody searches for
 AIM = 0.8  # of this gap, so that a repair may cost something
-REPAIRS = 8
 POSITIONS = 12  # that get their rows at once
-# Thresholds as shares of the step, and whether a point that misses the aim is mended: a wider search is better.
-EFFORTS = ((-INFINITY, False), (1e-4, False), (5e-4, False), (1e-3, True), (INFINITY, True))
-NODES = 200
+SMALL = 1_000  # columns: with fewer a search need not end early
 LARGE = 5_000  # columns: of more the search with nothing fixed takes too long
+# Thresholds as shares of the step.  The columns between their ends are rounded first, and mostly that is enough; what a
+# wider search finds may break the budget where what a narrow one finds does not.
+SEARCHES = (-INFINITY, 1e-4, INFINITY)
+SEARCHES_OF_LARGE = (-INFINITY, 1e-4, 5e-4, 1e-3)
+REPAIRS = 8
+GRAIN = 0.001  # of the step: what a search with columns fixed leaves
+MENDED = 1_500  # ops of plans that are mended beside the best
+POLISHED = 80_000  # ops that are simulated to make a plan better
 FEW = 1_000  # ops: with fewer a search takes no less
-WORK_PER_OP = 400_000  # of all searches of a pass together; see `Linear.work`
+WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
+NARROW = 1 / 6  # of it, for one search, if a wider one follows
 
 
 def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -68,12 +76,15 @@ class _Search:
     def __init__(self, program: Program, machine: Machine, until: float) -> None:
         self.program = program
         self.machine = machine
+        self.until = until
         self.model = Model(program, machine.budget, until)
         self.step_us = program.captured.us
         self.work = WORK_PER_OP * max(FEW, program.size)
         self.best: Choice | None = None
+        self.state: State  # of the best
         self.bound_us = self.any_us = 0.0
         self.relaxed: Solved
+        self.point: Solved | None = None  # of the best plan, for the next search to begin with
         self.rows = 0  # that the relaxed point keeps
         self.events: list[int] = []  # rows that are no part of a proof
 
@@ -86,10 +97,12 @@ class _Search:
             return Proposal((), any_us=self.any_us)
         self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
         self._prove(relaxed.solved.us)
-        for share, patient in EFFORTS:
-            self._round(share * self.step_us, patient)
+        shares = SEARCHES if len(self.model.linear.costs) <= LARGE else SEARCHES_OF_LARGE
+        for share in shares:
+            self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
                 break
+        self._polish()
         return Proposal(self.best.plan if self.best else (), self.bound_us, self.any_us)
 
     def _prove(self, us: float) -> None:
@@ -103,31 +116,67 @@ class _Search:
         return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
 
     @property
-    def _target(self) -> float:
-        return self.bound_us + AIM * max(ENOUGH * (self.step_us + self.bound_us), NOTHING_US)
+    def _most_us(self) -> float:
+        """What a plan may add to be near."""
+        return self.bound_us + max(ENOUGH * (self.step_us + self.bound_us), NOTHING_US)
 
-    def _effort(self, threshold: float) -> Effort | None:
-        """How hard to search, if a search ends in time: nothing fixed takes too long where there is much."""
+    @property
+    def _near_us(self) -> float:
+        """The bound with which the best plan would be near."""
+        if self.best is None:
+            return INFINITY
+        us = self.best.forecast.us
+        return min(us / (1 + ENOUGH), us - NOTHING_US) - self.step_us + self.model.tie
+
+    def _effort(self, threshold: float, last: bool) -> Effort | None:
+        """How hard to search: with columns fixed, only as long as a plan may be near, if a wider search follows."""
         left = self.work - self.model.linear.work
-        large = threshold == INFINITY and len(self.model.linear.costs) > LARGE
-        return Effort(threshold, NODES, left) if left > 0 and not large else None
+        if left <= 0:
+            return None
+        target = self.bound_us + AIM * (self._most_us - self.bound_us)
+        grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
+        if threshold == INFINITY:
+            return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
+        if last:
+            return Effort(target, INFINITY, grain, left)
+        return Effort(target, self._most_us, grain, min(left, NARROW * self.work))
 
-    def _round(self, threshold: float, patient: bool) -> None:
-        """Round and repair, until a plan fits or nothing is left to mend."""
+    def _round(self, threshold: float, last: bool) -> None:
+        """Round and repair, until a plan fits or nothing is left to mend.
+
+        A point that misses the aim is mended only if no wider search follows, which is better.
+        """
         for _ in range(REPAIRS):
-            effort = self._effort(threshold)
-            if effort is None or not self._relax_again():
+            effort = self._effort(threshold, last)
+            if effort is None or time.monotonic() >= self.until or not self._relax_again():
                 break
-            point, bound = whole(self.model, self.relaxed, effort, self._target)
+            # One that is good enough already would end the search, though its plan is not.
+            known = self.point if self.point and self.point.us > effort.target else None
+            points, bound = whole(self.model, self.relaxed, threshold, effort, known)
             if threshold == INFINITY > bound:
                 self._prove(bound)
-            if point is None:
+            if not points:
                 break
-            state = state_of(self.program.gaps, self.machine, fates(self.model, point))
-            near = patient or point.us <= self._target
-            if self._take(state) or not near or self._mend(state):
+            states = self._try(points)
+            near = last or points[0].us <= effort.target
+            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states):
                 break
         self._forget_events()
+
+    def _try(self, points: list[Solved]) -> list[State]:
+        """What the points come to, as far as they may be better than the best plan."""
+        states: list[State] = []
+        for point in points:
+            if not states or self.best is None or self.step_us + point.us < self.best.forecast.us:
+                states.append(state_of(self.program.gaps, self.machine, fates(self.model, point)))
+                if self._take(states[-1]) and self.state is states[-1]:
+                    # Where copies wait for each other, others of the same objective may be better: look for these.
+                    self.point = point if self._is_as(point) else None
+        return states
+
+    def _is_as(self, point: Solved) -> bool:
+        """Whether the best plan takes hardly longer than its point says."""
+        return self.state.forecast.us <= self.step_us + point.us + GRAIN * self.step_us
 
     def _relax_again(self) -> bool:
         """Bring the relaxed point up to date with rows written since; whether there is one."""
@@ -139,9 +188,12 @@ class _Search:
             self._prove(solved.us)
         return True
 
-    def _mend(self, state: State) -> bool:
-        """Whether what the greedy pass makes of the plan is near enough; if not, what breaks the budget gets rows."""
-        self._take(descend_from(self.program.gaps, self.machine, state))
+    def _mend(self, states: list[State]) -> bool:
+        """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
+        gets rows."""
+        for each in states[: 1 + MENDED // max(1, self.program.size)]:
+            self._take(descend_from(self.program.gaps, self.machine, each, self.until))
+        state = states[0]
         over = sorted(_over(self.program, state.forecast, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
@@ -155,8 +207,14 @@ class _Search:
         if state.peak > self.machine.budget:
             return False
         if self.best is None or state.forecast.us < self.best.forecast.us:
-            self.best = Choice(state.plan, self.program.captured, state.forecast)
+            self.best, self.state = Choice(state.plan, self.program.captured, state.forecast), state
         return True
+
+    def _polish(self) -> None:
+        """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing."""
+        if self.machine.out and self.best is not None and not self._is_near():
+            tries = POLISHED // max(1, self.program.size)
+            self._take(polish(self.program, self.state, tries, self.until))
 
     def _forget_events(self) -> None:
         for row in self.events:

@@ -26,18 +26,22 @@ from .slicing import sliced
 from .trace import Trace
 
 Pass = Callable[[Trace, Machine], Plan | Proposal]
-Search = Callable[[Trace, Machine, float], Proposal]
+Timed = Callable[[Trace, Machine, float], Plan | Proposal]
 Log = Callable[[str], None]
 
 # Without casts plans are easier to find; without the far tier even more so, and its staging is spared.
 PASSES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home, rerun_slices, descend, descend_at_home)
 # The passes that are told when to end.
-SEARCHES: dict[Pass, Search] = {
+TIMED: dict[Pass, Timed] = {
     optimize: optimize,
     optimize_uncast: optimize_uncast,
     optimize_at_home: optimize_at_home,
+    rerun_slices: rerun_slices,
+    descend: descend,
+    descend_at_home: descend_at_home,
 }
-QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked however little time there is
+SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
+QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
 NEAR = 0.02  # a gap at which no further pass is asked
 FAIR = 0.05  # a gap at which no further search is: it takes seconds
 
@@ -51,12 +55,12 @@ def make_plan(
 ) -> Choice:
     """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
 
-    After so many `seconds` searches end with what they have, and only the quick passes are still asked.
+    After so many `seconds` every pass ends with what it has; only if nothing fits yet, a quick one is still asked.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
     """
-    begin = time.monotonic()
+    until = time.monotonic() + seconds
     check(trace)
     captured = predict(trace, machine)
     log(f"{'captured':<16} {captured}")
@@ -66,27 +70,26 @@ def make_plan(
     in_slices = sliced(trace, machine)
     # In slices first: what is streamed comes least often then.
     for order in (trace,) if in_slices is trace else (in_slices, trace):
-        found = _search(order, machine, passes, log, begin + seconds)
+        found = _search(order, machine, passes, log, until)
         if found.forecast.peak <= machine.budget:
             return found
         best = min(best, found, key=lambda choice: choice.forecast.peak)
     raise BudgetError(obstacle(best.forecast, machine, best.captured.trace), machine.budget, best.forecast.peak)
 
 
-def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, end: float) -> Choice:
+def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
     check(trace)
     captured = predict(trace, machine)
     best = Choice((), captured, captured)
     for find in passes:
-        if best.forecast.peak <= machine.budget and (not best.plan or _is_good(best, machine)):
+        fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
+        if fits and (not best.plan or _is_good(best, machine)):
             break
-        if find not in QUICK and time.monotonic() >= end:
+        if (late and (fits or find not in QUICK)) or (find in SEARCHES and fits and best.gap <= FAIR):
             continue
-        search = SEARCHES.get(find)
-        if search and best.plan and best.forecast.peak <= machine.budget and best.gap <= FAIR:
-            continue
-        best = _better(best, search(trace, machine, end) if search else find(trace, machine), machine)
+        found = _asked(find, trace, machine, math.inf if find in QUICK and not fits else until)
+        best = _better(best, found, machine)
         log(f"{find.__name__:<16} {best.forecast}")
     return best
 
@@ -94,6 +97,10 @@ def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, 
 def _is_good(best: Choice, machine: Machine) -> bool:
     """Whether no other pass is asked."""
     return best.gap <= NEAR and not _may_stream(best, machine)
+
+
+def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Plan | Proposal:
+    return TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
 
 
 def _may_stream(best: Choice, machine: Machine) -> bool:

@@ -11,6 +11,8 @@ end of the chain, is that of the step itself, and costs nothing.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,9 +86,13 @@ class Needs:
 
 
 class Rotor:
-    """The least time to undo each segment in each number of slots, of which `slots` make `top` bytes."""
+    """The least time to undo each segment in each number of slots, of which `slots` make `top` bytes.
 
-    def __init__(self, needs: Needs, top: int, slots: int) -> None:
+    A table that is not full at `until`, as `time.monotonic` has it, says of the whole chain that it can't be undone.
+    """
+
+    def __init__(self, needs: Needs, top: int, slots: int, until: float = math.inf) -> None:
+        self.until = until
         self.slices = x = needs.slices
         self.needs = needs
         self.origin = int(x.base.min())  # is there throughout, and takes no slots
@@ -128,6 +134,8 @@ class Rotor:
         table = np.full((n, n, self.size), np.inf, np.float32)
         first = np.full((n, n), self.size)  # the fewest slots in which each segment can be undone
         for s in range(n - 1, -1, -1):
+            if time.monotonic() >= self.until:
+                break
             self._fill(table, first, s)
             finite = np.isfinite(table[s])
             first[s] = np.where(finite.any(axis=1), finite.argmax(axis=1), self.size)

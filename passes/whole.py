@@ -9,9 +9,7 @@ are free then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .linear import Solved
+from .linear import Effort, Solved
 from .model import Model
 from .schedule import Fate
 
@@ -19,21 +17,13 @@ EDGE = 1e-7  # a column this near to one of its ends lies on it
 HALF = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard to search: columns that cost more than `threshold` microseconds to change are fixed; `nodes` and `work`
-    at most."""
-
-    threshold: float
-    nodes: int
-    work: float
-
-
-def whole(model: Model, relaxed: Solved, effort: Effort, target: float) -> tuple[Solved | None, float]:
-    """A point with whole columns of at most `target`, if there is one that is easily found, or the best that is; and a
-    bound below all such points that leave the fixed columns as they are."""
-    fixed = _fixed(model, relaxed, effort.threshold)
-    return model.linear.solve_whole(model.whole, fixed, effort.nodes, effort.work, target)
+def whole(
+    model: Model, relaxed: Solved, threshold: float, effort: Effort, known: Solved | None = None
+) -> tuple[list[Solved], float]:
+    """The points with whole columns that are found with so much effort, the best first, and a bound below all of them.
+    Columns that cost more than `threshold` microseconds to change stay as they are."""
+    fixed = _fixed(model, relaxed, threshold)
+    return model.linear.solve_whole(model.whole, fixed, effort, known)
 
 
 def fates(model: Model, solved: Solved) -> dict[str, Fate]:

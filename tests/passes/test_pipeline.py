@@ -208,13 +208,6 @@ def outcome(trace: Trace, machine: Machine) -> Choice | int:
         return error.smallest
 
 
-def test_without_time_the_quick_passes_plan() -> None:
-    lines: list[str] = []
-    choice = make_plan(STEP, Machine(FLOOR), log=lines.append, seconds=0.0)
-    assert choice.forecast.peak <= FLOOR
-    assert [line.split()[0] for line in lines] == ["captured", "descend", "descend_at_home"]
-
-
 @settings(max_examples=30)
 @given(traces(max_forward=20), machines((0.5, 3.0)))
 def test_a_far_tier_makes_no_plan_worse_than_near(trace: Trace, machine: Machine) -> None:
