@@ -47,6 +47,8 @@ class Flight:
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
+        self.retained = False  # whether a backward has kept what was saved
+        self.absent = 0  # bytes that were forecast to be there before it, and are not
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
     def measure(self) -> None:
@@ -92,6 +94,7 @@ class Flight:
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
         if keep:
+            self.retained = True
             self.clock = None  # which knows of one backward
         else:
             self.saved, self.seen = None, []

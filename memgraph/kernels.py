@@ -20,6 +20,14 @@ from torch._subclasses import FakeTensorMode
 from .nodes import aten
 
 LAYER = aten.mkldnn_rnn_layer.default
+# A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
+COPY_STORAGES = (
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+)
 
 _library = torch.library.Library("memgraph_kernels", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
@@ -38,7 +46,7 @@ def keep_workspaces(graph: fx.Graph) -> None:
             node.target = torch.ops.memgraph_kernels.rnn_layer.default
 
 
-def as_made(func: OpOverload, result: Any, mode: FakeTensorMode) -> Any:
+def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
     """The fake result of an op, where torch's own has not the storages that the kernel makes."""
     if func is LAYER and torch.is_grad_enabled():
         with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
@@ -46,6 +54,8 @@ def as_made(func: OpOverload, result: Any, mode: FakeTensorMode) -> Any:
     if func is aten.mkldnn_rnn_layer_backward.default:
         with mode:
             return (*result[:4], torch.empty_like(result[3]), *result[5:])
+    if func in COPY_STORAGES and result.stride() == args[0].stride():  # not so if its elements overlap
+        result.untyped_storage().resize_(args[0].untyped_storage().nbytes())
     return result
 
 

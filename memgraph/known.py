@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -50,7 +51,23 @@ class KnowingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
-        return as_made(func, super().dispatch(func, types, args, kwargs), self)
+        return as_made(func, args, super().dispatch(func, types, args, kwargs), self)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        """A result that torch remembers, in a storage of the bytes that it had: torch gives it no more than it covers.
+
+        So the bytes of a step would depend on what the process has traced before.
+        """
+        result = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        first = entry.metadata
+        if result is None or first is None or func.is_view:
+            return result
+        storage = result.untyped_storage()
+        if first.storage_offset or storage.nbytes() != first.storage_bytes:
+            storage.resize_(first.storage_bytes)
+            with in_kernel_invocation_manager(self):
+                result.set_(storage, first.storage_offset, result.shape, result.stride())
+        return result
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The real value of a traced tensor, if no input goes into it."""

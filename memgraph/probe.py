@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
+from .kernels import COPY_STORAGES
 from .nodes import storages
 from .peak import measured, resident_bytes
 from .place import place
@@ -33,12 +34,20 @@ from .summarize import Cost, tensors
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
+class Made(NamedTuple):
+    """How a result lies in memory: its layout, the element of its storage at which it begins, the storage's bytes."""
+
+    layout: Layout
+    offset: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Probed:
     """What an op took, and how its results lie in memory; None if it could not be run."""
 
     cost: Cost
-    made: tuple[Layout, ...] | None
+    made: tuple[Made, ...] | None
 
 
 _known: dict[str, Probed] = {}
@@ -55,7 +64,7 @@ class Prober:
         """The price of an op."""
         return Cost() if is_view(node) else self._probed(node).cost
 
-    def made(self, node: fx.Node) -> tuple[Layout, ...] | None:
+    def made(self, node: fx.Node) -> tuple[Made, ...] | None:
         """How an op's results lie in memory, where that is known."""
         return None if is_view(node) else self._probed(node).made
 
@@ -63,7 +72,7 @@ class Prober:
         key = _key(node)
         if key in _known:
             return _known[key]
-        lasting = f"op {key} {place(_device(node))}"
+        lasting = f"ran {key} {place(_device(node))}"
         found = _read(kept(lasting))
         if found is None and _touched(node) <= self.limit:
             found = _probe(node, self._cool(_device(node)))
@@ -93,12 +102,19 @@ def layout(tensor: Tensor) -> Layout:
     return tensor.dtype, tuple(tensor.shape), strides
 
 
+def made_of(tensor: Tensor) -> Made:
+    """How a tensor lies in its storage, which may be larger than it."""
+    return Made(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
+
+
 def _key(node: fx.Node) -> str:
     """Two nodes with the same key run the same kernels on the same sizes."""
 
+    describe_tensor = _describe_storage if node.target in COPY_STORAGES else _describe_tensor
+
     def describe(leaf: object) -> object:
         if isinstance(leaf, fx.Node):
-            return tree_map(_describe_tensor, leaf.meta.get("val", "a generator"))
+            return tree_map(describe_tensor, leaf.meta.get("val", "a generator"))
         return leaf
 
     args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
@@ -112,6 +128,12 @@ def _describe_tensor(value: object) -> object:
     return (str(value.dtype), tuple(value.shape), value.stride(), str(value.device))
 
 
+def _describe_storage(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return (_describe_tensor(value), value.storage_offset(), value.untyped_storage().nbytes())
+
+
 def _touched(node: fx.Node) -> int:
     return resident_bytes(value for source in (*node.all_input_nodes, node) for value in tensors(source))
 
@@ -121,7 +143,7 @@ def _device(node: fx.Node) -> torch.device:
 
 
 def _written(found: Probed) -> dict[str, Any]:
-    made = [(str(dtype).removeprefix("torch."), shape, strides) for dtype, shape, strides in found.made or ()]
+    made = [(str(one.layout[0]).removeprefix("torch."), *one.layout[1:], *one[1:]) for one in found.made or ()]
     return {"us": found.cost.us, "workspace": found.cost.workspace, "made": made}
 
 
@@ -129,8 +151,11 @@ def _read(written: Any) -> Probed | None:
     """What was kept of an op, in this process's types."""
     if written is None:
         return None
-    made = tuple((getattr(torch, dtype), tuple(shape), tuple(strides)) for dtype, shape, strides in written["made"])
-    return Probed(Cost(written["us"], written["workspace"]), made)
+    made = (
+        Made((getattr(torch, dtype), tuple(shape), tuple(strides)), offset, nbytes)
+        for dtype, shape, strides, offset, nbytes in written["made"]
+    )
+    return Probed(Cost(written["us"], written["workspace"]), tuple(made))
 
 
 def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
@@ -148,7 +173,7 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return None
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made, nbytes = tuple(map(layout, results)), resident_bytes(results)
+        made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
             us = shortest(run, device, before)
@@ -157,11 +182,12 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
 
 def _made_up(node: fx.Node, device: torch.device) -> Any:
     """The op's arguments, with tensors for what it reads."""
+    fill = _fill_storage if node.target in COPY_STORAGES else _fill
 
     def make(read: fx.Node) -> Any:
         if "val" not in read.meta:  # a generator of the module's own, which shall not be drawn from
             return torch.Generator(device)
-        return tree_map(lambda value: _fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
+        return tree_map(lambda value: fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
     return map_arg((node.args, dict(node.kwargs)), make)
 
@@ -170,3 +196,11 @@ def _fill(fake: Tensor) -> Tensor:
     """A real tensor like `fake`, of numbers that are valid as indices where they may be indices."""
     value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return value.fill_(0.5 if fake.is_floating_point() else 0)
+
+
+def _fill_storage(fake: Tensor) -> Tensor:
+    """The same in a storage as large as that of `fake`, and at its place there."""
+    value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
+    numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
+    numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+    return numbers.fill_(0.5 if fake.is_floating_point() else 0)

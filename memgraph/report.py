@@ -40,6 +40,7 @@ class Report:
             system has yet to give, in microseconds.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
+        retained: whether the step that was measured went through a backward that kept its graph.
     """
 
     machine: Machine
@@ -50,6 +51,7 @@ class Report:
     pages_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
+    retained: bool = False
 
     @property
     def predicted_us(self) -> float:
@@ -77,9 +79,10 @@ class Report:
         """The forecast's peak, in bytes."""
         return self.forecast.peak
 
-    def with_measured(self, allocated: int) -> Report:
-        """The report of a step that allocated so many bytes besides what was there already."""
-        there = sum(op.nbytes for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent")
+    def with_measured(self, allocated: int, absent: int = 0) -> Report:
+        """The report of a step that allocated so many bytes besides what was there already: all that the forecast
+        finds there, but for `absent` bytes."""
+        there = sum(op.nbytes for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent") - absent
         return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
 
     def with_update(self, nbytes: int) -> Report:
@@ -176,7 +179,14 @@ class Report:
         found = [self.peak, self.budget, *([] if self.measured is None else [self.measured])]
         alike = len(set(map(mb, found))) < len(set(found))
         forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in found]
-        return f"fits: forecast {forecast}, measured {(*measured, 'not yet')[0]}, budget {budget}"
+        said = f"forecast {forecast}, measured {(*measured, 'not yet')[0]}, budget {budget}"
+        if self.measured is None or self.measured <= min(self.peak, self.budget):
+            return f"fits: {said}"
+        verdict = "over the budget" if self.measured > self.budget else "over the forecast"
+        why = (
+            "retain_graph=True kept what backward lets go" if self.retained else "which should not be: please report it"
+        )
+        return f"{verdict}: {said}; {why}"
 
     def _decided(self) -> RenderableType:
         if not self.plan:

@@ -6,6 +6,7 @@ loss.backward()           backward's half takes the list and empties it as it re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,10 +52,12 @@ class Step:
         self.tangents = tuple(role.index for role in captured.inputs if role.kind == "tangent")
         self.gradients = tuple(role for role in captured.outputs if role.kind != "output")
         roles = [role for role in captured.inputs if role.kind != "tangent"]
-        self.adds = any(op.fn == "gradient" for op in report.forecast.trace.ops)
+        given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
+        self.adds = bool(given)
         self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
         self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
+        self.added = tuple(zip(self.owned, given, strict=True)) if self.adds else ()  # with the bytes of each
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
@@ -63,6 +66,7 @@ class Step:
             if self.tier is not None:
                 self.tier.bind(places)
         flight = Flight(self.halves, self.tier)
+        flight.absent = self.absent(tensors)
         if self.report.measured is None:
             flight.measure()
         elif self.times is None:
@@ -81,7 +85,7 @@ class Step:
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
-            self.report = self.report.with_measured(allocated.peak)
+            self.report = replace(self.report, retained=flight.retained).with_measured(allocated.peak, flight.absent)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
 
@@ -101,6 +105,11 @@ class Step:
     def gradients_there(self) -> list[Tensor]:
         """The gradients that the parameters have now."""
         return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+
+    def absent(self, tensors: Sequence[Tensor]) -> int:
+        """The bytes of gradients that would be added to, and are not there: an optimizer of some parameters lets only
+        theirs go."""
+        return sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
 
     def target(self, role: Any) -> int:
         """The place among the inputs of what a gradient is of."""
@@ -145,6 +154,7 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody
     watches."""
     step, flight = ctx.step, ctx.flight
+    flight.absent = min(flight.absent, step.absent(ctx.parameters))
     behind = ctx.next_functions  # is made anew whenever it is read
     seen = in_process_group() or flight.shared
     takers = [
@@ -160,6 +170,8 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
         [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
     )
     keep = _get_current_graph_task_keep_graph()
+    if keep:
+        _warn_of_retained(step.report)
     try:
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
         if step.homes is not None:
@@ -168,6 +180,16 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
         if not keep:
             step.land(flight)
     return [_give(taker, gradient) for taker, gradient in zip(takers, gradients, strict=True)]
+
+
+def _warn_of_retained(report: Report) -> None:
+    """No plan counts a graph that is kept; one that has no room for it runs all the same, as two forwards do."""
+    if report.forecast.retained > report.budget:
+        warnings.warn(
+            f"backward(retain_graph=True) keeps all that forward saved: this step may take {report.forecast.retained} "
+            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 def _taker(node: Any) -> Tensor | None:

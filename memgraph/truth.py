@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .nodes import derived, storages
-from .probe import Layout, is_view, layout
+from .probe import Made, is_view, made_of
 
 REAL = "real"  # in a node's meta: its fake value is not what its op would give on fake tensors
 
 
-def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[Layout, ...] | None]) -> None:
+def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[Made, ...] | None]) -> None:
     """Give every op that makes something else than its fake value the value that it makes, and its views after it."""
     changed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -31,7 +31,7 @@ def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tup
                 node.meta["val"] = derived(node, mode)
                 changed.add(node)
             continue
-        real, expected = made(node), tuple(layout(value) for value in _leaves(node))
+        real, expected = made(node), tuple(map(made_of, _leaves(node)))
         # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": _like(node, real, mode), REAL: True}
@@ -40,18 +40,18 @@ def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tup
 
 def again(node: fx.Node, mode: FakeTensorMode) -> Any:
     """A new fake value like that of a corrected node, in storages of its own."""
-    return _like(node, tuple(layout(value) for value in _leaves(node)), mode)
+    return _like(node, tuple(map(made_of, _leaves(node))), mode)
 
 
 def _leaves(node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(node.meta["val"])[0] if isinstance(leaf, Tensor)]
 
 
-def _like(node: fx.Node, layouts: tuple[Layout, ...], mode: FakeTensorMode) -> Any:
-    """The node's value with tensors that lie as `layouts` say; what it took over from its inputs stays."""
+def _like(node: fx.Node, made: tuple[Made, ...], mode: FakeTensorMode) -> Any:
+    """The node's value with tensors that lie as `made` says; what it took over from its inputs stays."""
     leaves, form = tree_flatten(node.meta["val"])
     given = {storage for source in node.all_input_nodes for storage in storages(source)}
-    rest = iter(layouts)
+    rest = iter(made)
     new: list[Any] = []
     for leaf in leaves:
         lies = next(rest) if isinstance(leaf, Tensor) else None
@@ -60,7 +60,13 @@ def _like(node: fx.Node, layouts: tuple[Layout, ...], mode: FakeTensorMode) -> A
     return tree_unflatten(new, form)
 
 
-def _empty(old: Tensor, lies: Layout, mode: FakeTensorMode) -> Tensor:
-    dtype, shape, strides = lies
+def _empty(old: Tensor, lies: Made, mode: FakeTensorMode) -> Tensor:
+    dtype, shape, strides = lies.layout
+    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     with mode:
-        return old.new_empty_strided(shape, [stride or 1 for stride in strides], dtype=dtype)
+        new = old.new_empty_strided(shape, strides, dtype=dtype)
+        storage = new.untyped_storage()
+        if storage.nbytes() == lies.nbytes and not lies.offset:
+            return new
+        storage.resize_(lies.nbytes)
+        return new.as_strided(shape, strides, lies.offset)

@@ -70,6 +70,17 @@ class Forecast:
     def peak(self) -> int:
         return int(self.total[self.at]) if len(self.total) else 0
 
+    @cached_property
+    def retained(self) -> int:
+        """The peak if backward lets nothing go that forward had saved for it, or goes through the same a second time,
+        when its gradients come beside those that are there."""
+        turn, kept = self.trace.boundary, np.zeros(len(self.total) + 1, dtype=np.int64)
+        for life in self.lives:
+            if life.first < turn <= life.last:
+                kept[life.last + 1] += life.nbytes
+        gradients = int(self.by_kind["gradient"].max(initial=0))
+        return max(int((self.total + np.cumsum(kept)[:-1]).max(initial=0)), self.peak + gradients)
+
     def alive(self, index: int) -> tuple[Life, ...]:
         """What is on the device while op `index` runs, the largest first."""
         there = (life for life in self.lives if life.first <= index <= life.last)

@@ -104,6 +104,23 @@ class Views(nn.Module):
         return values.square().mean() + wide.unbind(1)[3].cos().sum(), picked[:, ::2]
 
 
+class Slices(nn.Module):
+    """Values that lie with gaps between them in storages larger than they are: slices that are written to, spectra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        wide = h.new_empty(len(h), 3, 16)
+        for i in range(3):
+            wide[:, i] = h * (i + 1)
+        wide[:, 1:, ::3].mul_(h[:, None, ::3]).tanh_()
+        heard = torch.fft.irfft(torch.fft.rfft(wide.sin()), n=16)
+        return (heard * wide.exp()).square().mean()
+
+
 def text() -> dict[str, Tensor]:
     ids = torch.randint(1, 40, (2, 12))
     return {"input_ids": ids, "labels": ids}
@@ -130,6 +147,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, .
     "attention": (Attention, lambda: ((torch.randint(32, (2, 10)),), {})),
     "pictures": (Pictures, lambda: ((torch.randn(3, 3, 10, 10),), {})),
     "gpt2": (partial(nets.gpt2, **GPT2), lambda: ((), text())),
+    "slices": (Slices, lambda: ((torch.randn(40, 16),), {})),
     "views": (Views, lambda: ((torch.randn(6, 12, requires_grad=True),), {})),
     "parts": (lambda: MicroBatches(Skips(), 3, "mean"), lambda: ((torch.randn(8, 16),), {})),
 }

@@ -178,7 +178,7 @@ def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         made = Prober(1 << 30).made(mm)
     assert made is not None
-    assert made[0][0] is torch.float32
+    assert made[0].layout[0] is torch.float32
 
 
 # --- caches that are of no use
