@@ -193,3 +193,42 @@ def test_parameters_on_disk_come_once_a_slice_and_phase() -> None:
     fetched = [decision.value for decision in report.plan if isinstance(decision, Reload)]
     assert streamed
     assert all(fetched.count(value) <= 2 for value in streamed)
+
+
+def test_a_saved_plan_keeps_the_order_of_its_slices() -> None:
+    torch.manual_seed(0)
+    module, x = Wide(256, 8), torch.randn(6, 256)
+    budget = int(1.05 * smallest(module, x, microbatches=3))
+    wishes: dict[str, Any] = {"loss": square, "microbatches": 3, "reduction": "mean"}
+    first = memgraph.plan(module, x, budget=budget, time_limit=0, **wishes)
+    assert any(op.slice for op in first.forecast.trace.ops)
+    model = memgraph.compile(module, budget, plan=first.to_json(), **wishes)
+    model(x).backward()
+    assert model.plan.plan == first.plan
+    assert [op.name for op in model.plan.forecast.trace.ops] == [op.name for op in first.forecast.trace.ops]
+    assert model.plan.measured is not None
+    assert model.plan.measured <= model.plan.peak <= budget
+
+
+def test_training_with_all_state_on_disk_is_the_plain_loop() -> None:
+    torch.manual_seed(0)
+    module = Wide(256, 6)
+    plain = copy.deepcopy(module)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (module, plain))
+    budget = int(1.05 * smallest(module, torch.randn(7, 256), microbatches=3, optimizer=ours))
+    assert budget < 4 * sum(parameter.nbytes for parameter in module.parameters())
+    wishes: dict[str, Any] = {"loss": square, "microbatches": 3, "reduction": "mean", "time_limit": 0}
+    model = memgraph.compile(module, budget, optimizer=ours, **wishes)
+    for seed in range(3):
+        x = torch.randn(7, 256, generator=torch.Generator().manual_seed(seed))
+        ours.zero_grad()
+        theirs.zero_grad()
+        model(x).backward()
+        for rows in x.tensor_split(3):
+            (square(plain(rows)) * (len(rows) / len(x))).backward()
+        assert_equal(gradients(module), gradients(plain))
+        ours.step()
+        theirs.step()
+        assert_equal([*module.parameters()], [*plain.parameters()])
+        assert model.plan.measured is not None and model.plan.measured <= model.plan.peak <= budget
+    assert {decision.value for decision in model.plan.plan if isinstance(decision, Stream)}
