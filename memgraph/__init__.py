@@ -2,7 +2,7 @@
 
 from .compiler import compile, plan
 from .curve import Point, Sweep
-from .errors import BudgetError, CaptureError, MemgraphError, PlanError
+from .errors import BudgetError, CaptureError, FusedError, MemgraphError, PlanError
 from .module import CompiledModule
 from .report import Report
 from .saved import SavedPlan
@@ -14,6 +14,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CompiledModule",
+    "FusedError",
     "MemgraphError",
     "PlanError",
     "Point",

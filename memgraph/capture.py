@@ -36,7 +36,8 @@ class Captured:
 
     `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
     outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
-    those beside the scalars: whether a loss is made of them is yet to be seen.
+    those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
+    backward updates by itself.
     """
 
     graph: fx.GraphModule
@@ -47,6 +48,7 @@ class Captured:
     differentiable: tuple[int, ...]
     tangents: tuple[int, ...]
     hoped: tuple[int, ...] = ()
+    updates: tuple[str, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .capture import losses
+from .fused import refuse_fused
 from .microbatches import REDUCTIONS, MicroBatches
 from .module import CompiledModule
 from .planner import Planner, Wishes
@@ -35,6 +36,7 @@ def compile(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
+    fuse_update: bool = False,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -72,6 +74,11 @@ def compile(
         reduction: "mean" or "sum", for scalars that `model` returns: what they are of those of the parts.  With it
             `loss` is computed in parts as well.  A mean is one over rows, or of a cross entropy of torch's that is
             returned as it is over the targets that count.
+        fuse_update: let backward update each parameter of `optimizer` as soon as its gradient is whole, so that there
+            is never a full set of gradients.  `optimizer.step()` is called as ever, and finds nothing to do.  The loss
+            has to be what the module returns, and is differentiated as it is.  Clipping, GradScaler, accumulation and
+            whatever else wants gradients raise a FusedError.  After an error in mid backward some parameters are
+            updated and others are not.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
@@ -82,9 +89,11 @@ def compile(
         SpillError: `spill_dir` is no folder.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
+        FusedError: `fuse_update` with an optimizer whose update can't be run parameter by parameter; later: something
+            wants gradients that are gone.
     """
     wire = wire_name(wire_dtype)
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire)
     return CompiledModule(planner_of(in_parts(model, loss, microbatches, reduction), wishes))
 
 
@@ -92,11 +101,12 @@ def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
-    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None, **kwargs: Any,
+    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
+    fuse_update: bool = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     wire = wire_name(wire_dtype)
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), wire)
+    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire)
     return planner_of(in_parts(model, loss, microbatches, reduction), wishes).step(args, kwargs, losses).report
 
 
@@ -149,6 +159,10 @@ def planner_of(model: nn.Module, wishes: Wishes) -> Planner:
         owned = set(model.parameters())
         if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
+        if wishes.fuse:
+            refuse_fused(wishes.optimizer)
+    elif wishes.fuse:
+        raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
     return Planner(model, wishes)
 
 

@@ -17,6 +17,10 @@ class PlanError(MemgraphError, ValueError):
     """A saved plan that can't be used again: damaged, of another step, or over the budget; says which."""
 
 
+class FusedError(MemgraphError):
+    """What would need gradients that `fuse_update=True` has done away with; says what to do."""
+
+
 class NoPlanError(MemgraphError, AttributeError):
     """A compiled module that has not been called yet is asked for its plan."""
 

@@ -1,8 +1,11 @@
 """The update of an optimizer for whose parameters the far tier is home, or for their gradients or states.
 
 update = FarUpdate(optimizer, folder)
-update.nbytes(budget, trained)    what it takes on the device, in windows that suit the budget
-FarStates(update, budget, parameters).begin()    from now on optimizer.step() runs in windows
+update.nbytes(trained)                   what it takes on the device, in windows
+FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
+
+How large a window is depends on the parameters and not on the budget, so that the smallest budget for which there is a
+plan is the same whatever was asked for.
 """
 
 from __future__ import annotations
@@ -19,35 +22,50 @@ from .spill import spill_folder
 from .state_parts import is_large
 from .window_bytes import Far, window_bytes
 from .windowed import Windowed
+from .windows import Update
 
-SMALLEST, LARGEST = 1 << 18, 64 << 20  # bytes of a window
-SHARE = 16  # of the budget is one
+SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
+SHARE = 64  # of the parameters is one
 
 
 class FarUpdate:
-    """Of an optimizer, or of none: then updates are the caller's own affair."""
+    """Of an optimizer, or of none: then updates are the caller's own affair.  `fused`: they run in backward, where
+    somebody else sees to it that each is in windows."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike[str] | None) -> None:
-        self.optimizer, self.folder = optimizer, folder
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike[str] | None, fused: bool = False
+    ) -> None:
+        self.optimizer, self.folder, self.fused = optimizer, folder, fused
         self.windowed: Windowed | None = None
         self.far_states: set[Tensor] = set()
+
+    @property
+    def window(self) -> int:
+        """Bytes of a window."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        nbytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
+        return min(LARGEST, max(SMALLEST, nbytes // SHARE))
 
     @property
     def can_stream(self) -> bool:
         return self.optimizer is None or is_pointwise(self.optimizer)
 
-    def nbytes(self, budget: int, trained: Collection[Tensor]) -> int:
+    def nbytes(self, trained: Collection[Tensor]) -> int:
         """What an update allocates at most, whatever lives far."""
         if self.optimizer is None:
             return 0
         far = Far(is_large, is_large, is_large)
-        return max(taken.total for taken in window_bytes(self.optimizer, _window(budget), far, trained))
+        return max(taken.total for taken in window_bytes(self.optimizer, self.window, far, trained))
 
-    def begin(self, budget: int) -> None:
+    def begin(self) -> None:
         """Let the optimizer step in windows."""
-        if self.optimizer is not None and self.windowed is None:
+        if self.optimizer is not None and self.windowed is None and not self.fused:
             folder = spill_folder(self.folder)
-            self.windowed = Windowed(self.optimizer, _window(budget), self.far_states.__contains__, folder)
+            self.windowed = Windowed(self.optimizer, self.window, self.far_states.__contains__, folder)
+
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update in windows what has a gradient."""
+        Update(optimizer, self.window, self.far_states.__contains__, spill_folder(self.folder)).run()
 
     def states(self, parameters: Collection[Tensor]) -> list[dict[str, object]]:
         """Those of these parameters, as far as there are any."""
@@ -60,7 +78,6 @@ class FarStates:
     """The parameters whose states one step has far, and the update that keeps them there."""
 
     update: FarUpdate
-    budget: int
     parameters: tuple[Tensor, ...] = ()
 
     @property
@@ -70,7 +87,7 @@ class FarStates:
 
     def begin(self) -> list[dict[str, object]]:
         """Let the update run in windows, and have new states made where they belong; the states that are there."""
-        self.update.begin(self.budget)
+        self.update.begin()
         self.update.far_states.update(self.parameters)
         return self.there()
 
@@ -83,7 +100,3 @@ class FarStates:
         gone = set(self.parameters) - set(kept)
         self.update.far_states.difference_update(gone)
         return self.update.states(gone)
-
-
-def _window(budget: int) -> int:
-    return min(LARGEST, max(SMALLEST, budget // SHARE))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .errors import MemgraphError
 from .homes import Place
-from .ops import Lease, running
+from .ops import Lease, Updater, running
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
 from .times import Clock, Times
@@ -40,6 +40,8 @@ class Flight:
     meter: Meter | None = None
     clock: Clock | None = None
     ended = False
+    update: Updater | None = None  # of a backward that updates parameters by itself
+    states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
 
     def __init__(self, halves: Halves, tier: Tier | None) -> None:
         self.halves = halves
@@ -132,7 +134,7 @@ class Flight:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         window = self.meter.window(given) if self.meter is not None else nullcontext()
         with (
-            running(self.lease, self.sent),
+            running(self.lease, self.sent, self.update),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

@@ -21,7 +21,7 @@ from .alone import ALONE, undisturbed
 from .attributes import Attributes
 from .capture import Captured, Wanted, everything, losses, scalars
 from .eager import eager_gradients
-from .errors import NoPlanError
+from .errors import FusedError, NoPlanError
 from .planner import Planner, Wishes
 from .report import Report
 from .shared import Shared
@@ -51,7 +51,7 @@ class CompiledModule(Shared):
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
-        wishes = replace(self._planner.wishes, optimizer=None)
+        wishes = replace(self._planner.wishes, optimizer=None, fuse=False)
         return _again, (self._planner.module, wishes)
 
     @property
@@ -79,7 +79,16 @@ class CompiledModule(Shared):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
-        gives it, wherever the gradients live."""
+        gives it, wherever the gradients live.
+
+        Raises:
+            FusedError: with `fuse_update` there are none.
+        """
+        if self._planner.fused is not None:
+            raise FusedError(
+                "backward has updated the parameters, and no gradient is left to clip; compile without "
+                "fuse_update for this"
+            )
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -105,7 +114,7 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        return tensors, (guard, has_gradients(parameters), self._wanted)
+        return tensors, ((guard, self._planner.groups), has_gradients(parameters), self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
@@ -134,6 +143,8 @@ class CompiledModule(Shared):
         round."""
         if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
             return lambda tangents: []
+        if self._planner.fused is not None:
+            return _refuse_unforeseen
         again = eager_gradients(self._module, captured, args, kwargs)
 
         def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -145,6 +156,13 @@ class CompiledModule(Shared):
             return again(tangents)
 
         return run
+
+
+def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    raise FusedError(
+        "a loss was made of outputs other than the scalar ones, from which alone backward updates: let the model "
+        "return its loss, give loss=, or compile without fuse_update"
+    )
 
 
 def _again(module: nn.Module, wishes: Wishes) -> CompiledModule:

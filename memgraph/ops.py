@@ -39,6 +39,8 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
+Updater = Callable[[str, Tensor], None]
+
 _local = threading.local()
 _library = torch.library.Library("memgraph", "DEF")
 for _schema in (
@@ -55,17 +57,17 @@ for _schema in (
 
 
 @contextmanager
-def running(lease: Lease | None, sent: dict[int, Tensor]) -> Iterator[None]:
-    """Ops of this thread copy to and from `lease`, and note in `sent` what lies there.
+def running(lease: Lease | None, sent: dict[int, Tensor], update: Updater | None = None) -> Iterator[None]:
+    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, and let `update` update parameters.
 
     A generator that an error left in an earlier state is set right.
     """
-    before = getattr(_local, "lease", None), getattr(_local, "sent", {})
-    _local.lease, _local.sent, _local.swapped = lease, sent, None
+    before = getattr(_local, "lease", None), getattr(_local, "sent", {}), getattr(_local, "update", None)
+    _local.lease, _local.sent, _local.update, _local.swapped = lease, sent, update, None
     try:
         yield
     finally:
-        _local.lease, _local.sent = before
+        _local.lease, _local.sent, _local.update = before
         if (swapped := getattr(_local, "swapped", None)) is not None:
             _swap_rng(*swapped)
 
@@ -73,6 +75,11 @@ def running(lease: Lease | None, sent: dict[int, Tensor]) -> Iterator[None]:
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
     """`gradient` with `new` added in place, as autograd accumulates; `new` itself, if there is none yet."""
     return new if gradient is None else gradient.add_(new)
+
+
+def update(parameter: Tensor, gradient: Tensor, name: str) -> None:
+    """Have the optimizer update the parameter of this name, whose gradient is whole."""
+    _local.update(name, gradient)
 
 
 def state_nbytes(device: torch.device) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -24,12 +24,15 @@ from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
 from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
 from .budget import budget_nbytes
-from .capture import Captured, Wanted, capture
+from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError
+from .errors import BudgetError, CaptureError, FusedError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
+from .fused import FusedUpdate
+from .fusing import fusing, update_nodes
 from .links import sizes_of
+from .nodes import returned
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
@@ -63,6 +66,7 @@ class Wishes:
     spill_dir: str | PathLike[str] | None = None
     plans: tuple[SavedPlan, ...] = ()
     seconds: float = math.inf  # after which planning takes what it has
+    fuse: bool = False  # updates run in backward
     wire: str = ""  # the type that values may be cast to for their way to the far tier
 
 
@@ -72,6 +76,7 @@ class Trained:
 
     parameters: Sequence[Tensor]
     parts: Sequence[StatePart]
+    updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
 
 
 class Planner:
@@ -83,14 +88,22 @@ class Planner:
         self._look()
         optimizer = wishes.optimizer
         self.residence = Residence(module, wishes.spill_dir)
-        self.update = FarUpdate(optimizer, wishes.spill_dir)
-        self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None else None
+        self.update = FarUpdate(optimizer, wishes.spill_dir, wishes.fuse)
+        self.fused = FusedUpdate(optimizer, self.update) if optimizer is not None and wishes.fuse else None
+        by_itself = optimizer is not None and not wishes.fuse
+        self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many parameters each of the optimizer's groups has: with another one it takes more."""
+        optimizer = self.wishes.optimizer
+        return tuple(len(group["params"]) for group in optimizer.param_groups) if optimizer is not None else ()
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
         parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
         optimizer = self.wishes.optimizer
-        return Trained(parameters, state_parts(optimizer) if optimizer is not None else [])
+        return Trained(parameters, state_parts(optimizer, self.wishes.fuse) if optimizer is not None else [])
 
     def _watched(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
@@ -135,15 +148,16 @@ class Planner:
         begin = time.perf_counter()
         self._look()
         self._refuse_hooks()
-        captured = self._capture(args, kwargs, wanted)
+        captured = self._capture(args, kwargs, scalars if self.fused else wanted)
         watched = self._watched()
         trained = self._trained(captured)
+        captured, trained = self._fused(captured, trained)
         adds = has_gradients(self.module.parameters())
         graph = accumulating(captured, watched) if adds else captured.graph.graph
         try:
             machine, choice = self._plan(graph, trained)
         except passes.BudgetError as error:
-            later = None if adds or not trained.parameters else accumulating(captured, watched)
+            later = None if adds or not trained.parameters or trained.updates else accumulating(captured, watched)
             raise self._over(error, later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
         step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
@@ -164,7 +178,7 @@ class Planner:
         report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
         homes = self._homes(its, captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
-        step.trained, step.landed = trained.parameters, self._first_update
+        step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         return step
 
     def _homes(
@@ -176,7 +190,7 @@ class Planner:
         far = (op.name for op in choice.forecast.trace.ops if op.far and op.fn == "state")
         chosen = [parts[int(name.removeprefix(f"{STATE}_"))] for name in far]
         parameters = tuple(parameter for part in chosen for parameter in part.parameters)
-        return Homes(self.residence, its, captured, FarStates(self.update, self.budget, parameters))
+        return Homes(self.residence, its, captured, FarStates(self.update, parameters))
 
     def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -211,6 +225,25 @@ class Planner:
             ) from error
         mark_watched(captured, self._watched())
         return captured
+
+    def _fused(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
+        """The step with updates in backward, if they are asked for.
+
+        Raises:
+            FusedError: backward would begin where nobody can say whether gradients are scaled.
+        """
+        if self.fused is None or not captured.differentiable:
+            return captured, trained
+        outputs = returned(captured.graph.graph)
+        if any(outputs[i].meta["val"].numel() != 1 for i in captured.tangents) or not captured.tangents:
+            raise FusedError(
+                "fuse_update=True wants the loss in the step, and the model returns no scalar that can be "
+                "differentiated: give loss=, or a module that returns its loss"
+            )
+        named = dict(self.module.named_parameters())
+        owned = {p for group in self.fused.optimizer.param_groups for p in group["params"]}
+        captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
+        return captured, replace(trained, updates={op: named[name] for op, name in update_nodes(captured).items()})
 
     def _refuse_hooks(self) -> None:
         """A module's backward hooks would run once, while it is captured, and never again."""
@@ -253,7 +286,7 @@ class Planner:
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
-            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts)
+            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates)
         if predict(trace, machine).peak > self.budget:
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
             machine = self._with_homes(machine, trained.parameters)
@@ -263,4 +296,4 @@ class Planner:
         """The machine with room for state in the far tier, if state can live there."""
         if not machine.out or self.device.type != "cpu" or not self.update.can_stream:
             return machine
-        return replace(machine, homes=True, window=self.update.nbytes(self.budget, trained))
+        return replace(machine, homes=True, window=self.update.nbytes(trained))

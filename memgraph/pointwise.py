@@ -54,17 +54,22 @@ def refuse(optimizer: optim.Optimizer) -> None:
         known = ", ".join(one.__name__ for one in POINTWISE)
         message = f"{name} is not known to change each element by itself, so its state can't be streamed"
         raise UpdateError(f"{message}; use one of {known} itself, or leave state and parameters on the device")
-    for group in optimizer.param_groups:
+    for i, group in enumerate(optimizer.param_groups):
         for option in ("differentiable", "capturable"):
             if group.get(option):
                 raise UpdateError(f"{name} with {option}=True can't be run in windows; set {option}=False")
         for parameter in group["params"]:
             if parameter.grad is not None:
                 _refuse_gradient(name, parameter, parameter.grad)
-                if type(optimizer) is optim.SGD and group["fused"] and parameter.dtype not in EXACT:
-                    # Seen in torch 2.13 with momentum: the last elements differ from run to run.
+                if is_unsteady(optimizer, i, parameter.dtype):
                     message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
                     raise UpdateError(f"{message}, so it can't be run in windows; set fused=False")
+
+
+def is_unsteady(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
+    """Whether an update does not give the same twice."""
+    # Seen in torch 2.13 with momentum: the last elements differ from run to run.
+    return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT
 
 
 def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:

@@ -80,9 +80,10 @@ def _usual(times: list[float]) -> float:
 
 
 def _kind(op: Op) -> Hashable:
-    """Ops of the same kind were priced alike."""
-    return op.fn, op.type, op.us, op.workspace, tuple(made.nbytes for made in op.makes), len(op.reads)
+    """Ops of the same kind were priced alike; an update is of its own kind, which takes what its parameter does."""
+    own = op.name if op.phase == "update" else ""
+    return own, op.fn, op.type, op.us, op.workspace, tuple(made.nbytes for made in op.makes), len(op.reads)
 
 
 def _computes(op: Op) -> bool:
-    return not op.is_input and (op.us > 0 or bool(op.makes))
+    return not op.is_input and (op.us > 0 or bool(op.makes) or op.phase == "update")

@@ -79,10 +79,11 @@ class Report:
         """The forecast's peak, in bytes."""
         return self.forecast.peak
 
-    def with_measured(self, allocated: int, absent: int = 0) -> Report:
+    def with_measured(self, allocated: int, absent: int = 0, states: int | None = None) -> Report:
         """The report of a step that allocated so many bytes besides what was there already: all that the forecast
-        finds there, but for `absent` bytes."""
-        there = sum(op.nbytes for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent") - absent
+        finds there, but for `absent` bytes; `states`: those that were there, if it has made others."""
+        inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
+        there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
         return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
 
     def with_update(self, nbytes: int) -> Report:

@@ -54,7 +54,9 @@ class _Rewriter:
     def _compute(self, op: Op) -> fx.Node:
         """A captured node, or a copy of one, reading what the line reads."""
         source = self.old[op.again or op.name]
-        reads = dict(zip(source.all_input_nodes, op.reads, strict=True))
+        inputs = source.all_input_nodes
+        # The states that an update reads, which stand first, are in no graph.
+        reads = dict(zip(inputs, op.reads[len(op.reads) - len(inputs) :], strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
         node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
         if op.again:

@@ -39,7 +39,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
-    late = {node for node in graph.nodes if node.meta.get("phase") == "backward"}
+    late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
     handed = tuple(zip(graph.output_node().meta["kinds"], returned(graph), strict=True))
     outputs = [node for kind, node in handed if kind == "output"]
     gradients = [node for kind, node in handed if kind != "output"]
@@ -48,7 +48,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
     first = [node for node in inputs if node not in given]
     forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
-    if not gradients:
+    if not gradients and not late:
         return Halves(forward, None)
     tangents = tuple(node.meta["val"] for node in given if node.meta["kind"] == "tangent")
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)

@@ -26,13 +26,13 @@ class StatePart:
     nbytes: int
 
 
-def state_parts(optimizer: torch.optim.Optimizer) -> list[StatePart]:
-    """The states of large parameters, cut into parts of about the same bytes; none, if the optimizer's update can't be
-    run in windows, or if it has no states."""
+def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[StatePart]:
+    """The states of large parameters, cut into parts of about the same bytes, or those of each for themselves; none, if
+    the optimizer's update can't be run in windows, or if it has no states."""
     if not is_pointwise(optimizer):
         return []
     sizes = _nbytes(optimizer)
-    share = sum(nbytes for _, nbytes in sizes) / PARTS
+    share = 0 if each else sum(nbytes for _, nbytes in sizes) / PARTS
     parts: list[StatePart] = []
     for parameter, nbytes in sizes:
         if not parts or parts[-1].nbytes >= share:

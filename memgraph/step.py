@@ -19,6 +19,7 @@ from .capture import Captured
 from .company import join
 from .errors import MemgraphError
 from .flight import Flight, Tier
+from .fused import FusedUpdate
 from .report import Report
 from .signature import has_hooks, in_process_group
 from .slots import Homes
@@ -44,6 +45,7 @@ class Step:
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
         self.times: Times | None = None
+        self.fused: FusedUpdate | None = None  # what updates parameters in backward
         self.captured = captured
         self.halves = halves
         self.tier = tier
@@ -56,8 +58,10 @@ class Step:
         self.adds = bool(given)
         self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
+        self.updates = {name: self.place["parameter", name, -1] for name in captured.updates}
         self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
         self.added = tuple(zip(self.owned, given, strict=True)) if self.adds else ()  # with the bytes of each
+        self.owned += self.updates.values()
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
@@ -69,6 +73,7 @@ class Step:
         flight.absent = self.absent(tensors)
         if self.report.measured is None:
             flight.measure()
+            flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:
             flight.time(self.device)
         if self.halves.backward is not None:
@@ -85,7 +90,9 @@ class Step:
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
-            self.report = replace(self.report, retained=flight.retained).with_measured(allocated.peak, flight.absent)
+            self.report = replace(self.report, retained=flight.retained).with_measured(
+                allocated.peak, flight.absent, flight.states
+            )
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
 
@@ -143,6 +150,8 @@ class _Run(torch.autograd.Function):
         results: list[Tensor | None] = [None] * len(ctx.parameters)
         more = any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents))
         if more or any(tangents[i] is None for i in step.captured.hoped):
+            if step.updates:
+                step.land(ctx.flight)
             results[:] = ctx.unforeseen(tangents)
         else:
             for role, gradient in zip(step.gradients, _backward(ctx, tangents), strict=True):
@@ -161,6 +170,7 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
         _taker(behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
         for role in step.gradients
     ]
+    keep = _get_current_graph_task_keep_graph()
     apart = {}
     if step.homes is not None:
         apart, places = step.homes.before(takers, step.adds)
@@ -169,15 +179,21 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     added = (
         [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
     )
-    keep = _get_current_graph_task_keep_graph()
     if keep:
         _warn_of_retained(step.report)
+    updated = {name: None if seen else _taker(behind[place][0]) for name, place in step.updates.items()}
     try:
+        if step.fused is not None and updated:
+            flight.update = step.fused.begin(updated, [tangents[i] for i in step.tangents], keep)
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
         if step.homes is not None:
             gradients = step.homes.after(gradients, takers, apart, flight.sent)
+    except BaseException as error:
+        if step.fused is not None:
+            step.fused.failed(error)
+        raise
     finally:
-        if not keep:
+        if not keep or step.updates:
             step.land(flight)
     return [_give(taker, gradient) for taker, gradient in zip(takers, gradients, strict=True)]
 

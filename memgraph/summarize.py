@@ -19,7 +19,7 @@ from passes import Op, Storage, Trace
 from passes.wire import WORKSPACE
 
 from .nodes import is_random, returned
-from .ops import accumulate, state_nbytes
+from .ops import accumulate, state_nbytes, update
 
 SHORT = {
     torch.float64: "f64",
@@ -129,7 +129,7 @@ def _fn(node: fx.Node) -> str:
         return "buffer"
     if node.target is operator.getitem:
         return "getitem"
-    return "memgraph.accumulate" if node.target is accumulate else str(node.target)
+    return f"memgraph.{node.target.__name__}" if node.target in (accumulate, update) else str(node.target)
 
 
 def _type(value: Tensor) -> str:
@@ -143,7 +143,7 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     if has_own_generator(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    changes = node.target is accumulate or (schema is not None and schema.is_mutable)
+    changes = node.target in (accumulate, update) or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from passes import Op, Storage, Trace
+from passes.updates import early
 
 from .peak import measured, resident_bytes
 from .state_parts import StatePart
@@ -46,12 +47,16 @@ class Kind:
 
 
 def with_update(
-    trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart]
-) -> Trace:
+    trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart],
+    inside: Mapping[str, Tensor] | None = None,
+) -> Trace:  # fmt: skip
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
     All of `trained` have a gradient then.  Each of `parts`, which may live in the far tier, is a value of its own.
+    `inside` are the parameters that ops in backward update, by the ops' names; then a part is of one parameter.
     """
+    if inside:
+        return _with_updates(trace, optimizer, parts, inside)
     nbytes, workspace = update_nbytes(optimizer, trained)
     name = type(optimizer).__name__
     sizes = [part.nbytes for part in parts]
@@ -62,6 +67,33 @@ def with_update(
     reads = (*(state.name for state in states), *gradients, *parameters)
     update = Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace)
     return replace(trace, ops=(*states, *trace.ops, update))
+
+
+def _with_updates(
+    trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], inside: Mapping[str, Tensor]
+) -> Trace:
+    """The same where each update reads the states of its own parameter, and only what is not `inside` waits for the
+    end."""
+    trial, name = _Trial(optimizer), type(optimizer).__name__
+    rows = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    kinds = {p: _kind(i, p) for i, p in rows if p.requires_grad or p in optimizer.state}
+    works = {p: trial.run(kind) for p, kind in kinds.items()}
+    sizes = {part.parameters[0]: part.nbytes for part in parts}
+    states = {p: _state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
+    rest = _state(STATE, sum(trial.states[kind] for kind in kinds.values()) - sum(sizes.values()), name)
+
+    def stepping(op: Op) -> Op:
+        if op.name not in inside:
+            return op
+        p = inside[op.name]
+        return replace(op, fn=f"{name}.step", reads=(states.get(p, rest).name, *op.reads), workspace=works[p])
+
+    ops = (*states.values(), rest, *map(stepping, trace.ops))
+    if kinds.keys() - set(inside.values()):
+        reads = (rest.name, *(value for kind, value in trace.outputs if kind != "output"))
+        workspace = update_nbytes(optimizer)[1]
+        ops = (*ops, Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace))
+    return early(replace(trace, ops=ops))
 
 
 def _state(name: str, nbytes: int, where: str, type: str = "") -> Op:

@@ -164,11 +164,12 @@ class _Writer:
 
     def write(self) -> Trace:
         for op in self.trace.ops:
+            phase = "backward" if op.phase == "update" else op.phase  # an update may stand in backward
             for line, value in self.before.get(op.name, ()):
-                line(self.trace.op[value], op.phase)
+                line(self.trace.op[value], phase)
             self._define(op)
             for line, value in self.after.get(op.name, ()):
-                line(self.trace.op[value], op.phase)
+                line(self.trace.op[value], phase)
         outputs = tuple(
             (kind, self.far[value].name if self._left(value) else value) for kind, value in self.trace.outputs
         )

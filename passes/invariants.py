@@ -7,6 +7,7 @@
 - A value is not read between `free` and `wait`: what was offloaded is read again only as what came back, be it cast for
   its way or not.
 - Only `reload` and the update read what is far.
+- What an update has read is read by no other op: it has been changed.
 - An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
 """
 
@@ -28,6 +29,7 @@ def check(trace: Trace) -> None:
     holds: dict[str, tuple[str, ...]] = {}
     made: set[str] = set()
     gone: set[str] = set()
+    updated: set[str] = set()
     backward = False
     for index, op in enumerate(trace.ops):
         backward = _phases(op, backward)
@@ -37,6 +39,10 @@ def check(trace: Trace) -> None:
         if op.fn == "memgraph.free.default":
             sent = trace.op[op.reads[1]]
             gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
+        if op.phase == "update":
+            updated.update(held for read in op.reads for held in holds[read])
+        elif late := updated.intersection(held for read in op.reads for held in holds[read]):
+            raise BrokenTrace(f"{op.name} reads {late.pop()}, which an update has changed")
         _far(op, trace)
         _again(trace, index)
         holds[op.name] = op.holds

@@ -28,6 +28,7 @@ from .gaps import Gaps
 from .machine import Machine
 from .slices import Slices, narrowest
 from .trace import PHASES, Op, Trace
+from .updates import early
 
 
 def sliced(trace: Trace, machine: Machine) -> Trace:
@@ -161,4 +162,4 @@ def _in_order(trace: Trace, slices: Mapping[str, int], count: int) -> Trace:
     for phase in PHASES:
         mine = [replace(op, slice=slices.get(op.name, 0)) for op in trace.ops if op.phase == phase]
         ops += sorted(mine, key=lambda op: -1 if op.is_input else rank[op.name])
-    return replace(trace, ops=tuple(ops))
+    return early(replace(trace, ops=tuple(ops)))

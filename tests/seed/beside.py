@@ -29,7 +29,7 @@ def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> me
     """The loop does to the compiled module, which is returned, what it does to the plain one."""
     _, theirs = _facts(loop, make())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "make_plan", _given_up)
+        patch.setattr(planner, "make_plan", given_up)
         model, ours = _facts(loop, memgraph.compile(make(), 10**9, **wishes))
     assert len(theirs) == len(ours)
     for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
@@ -68,7 +68,7 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
     return model, [None if x is None else x.detach().clone() for x in (*found, *model.buffers(), torch.get_rng_state())]
 
 
-def _given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
+def given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
     """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
     machine = replace(machine, out=100.0, back=100.0, staging=STAGING)
     gaps = Gaps(trace)

@@ -1,0 +1,50 @@
+"""Let backward update each parameter itself.
+
+dx = mm(dy, w)                          dx = mm(dy, w)
+dw = mm(x_t, dy)              ->        dw = mm(x_t, dy)
+...                                     ...
+return dw                               w_update = update(w, dw)    # in place
+
+Where the update stands is the text's affair: see `passes/updates.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from .capture import Captured
+from .nodes import returned
+from .ops import update
+
+
+def fusing(captured: Captured, names: Container[str]) -> Captured:
+    """The step that updates the parameters of these names itself, and does not hand out their gradients.
+
+    The graph is changed in place.
+    """
+    graph = captured.graph.graph
+    output, handed = graph.output_node(), returned(graph)
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
+    parameters = {role.name: node for node, role in inputs if role.kind == "parameter"}
+    roles = {i: role for i, role in enumerate(captured.outputs) if role.kind == "gradient" and role.name in names}
+    with graph.inserting_before(output):
+        for i, role in roles.items():
+            _insert(graph, parameters[role.name], handed[i], role.name)
+    rest = [i for i in range(len(handed)) if i not in roles]
+    output.args = (tuple(handed[i] for i in rest),)
+    output.meta["kinds"] = tuple(output.meta["kinds"][i] for i in rest)
+    updates = tuple(role.name for role in roles.values())
+    return replace(captured, outputs=tuple(captured.outputs[i] for i in rest), updates=updates)
+
+
+def update_nodes(captured: Captured) -> Mapping[str, str]:
+    """The name of the parameter that each node updates, by the node's name."""
+    return {str(node.name): str(node.args[2]) for node in captured.graph.graph.nodes if node.target is update}
+
+
+def _insert(graph: fx.Graph, parameter: fx.Node, gradient: fx.Node, name: str) -> None:
+    node = graph.create_node("call_function", update, (parameter, gradient, name), name=f"{parameter.name}_update")
+    node.meta = {"phase": "update", "val": None, "where": parameter.meta.get("where", "")}
