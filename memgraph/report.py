@@ -157,7 +157,7 @@ class Report:
             return []
         single = self.choice.is_single
         adds = self.choice.bound_us if single else self.choice.any_us
-        if self.choice.streams or not adds:
+        if not adds:
             return [f"proven: only that no plan is faster than the step as it is; this one is {self.gap:.1%} above"]
         each = "in which each value runs again and comes back at most once"
         which = each if single else "that runs values again in backward only, however often,"

@@ -39,15 +39,7 @@ class Choice:
     @property
     def lower_bound(self) -> float:
         """Microseconds of a step, less than which no plan of this plan's class takes.  See `Proposal`."""
-        if self.streams:
-            return self.captured.us
         return self.captured.us + (self.bound_us if self.is_single else self.any_us)
-
-    @property
-    def streams(self) -> bool:
-        """Whether state lives in the far tier, of which nothing is proven."""
-        handed = {value for _, value in self.captured.trace.outputs}
-        return any(isinstance(said, Stream) or said.value in handed for said in self.plan)
 
     @property
     def overhead(self) -> float:
@@ -61,6 +53,9 @@ class Choice:
 
     @property
     def is_single(self) -> bool:
-        """Whether no value runs again twice, or comes back twice."""
-        said = Counter((type(d), d.value) for d in self.plan if isinstance(d, Recompute | Reload))
+        """Whether no value runs again twice, or comes back twice; views of what lives far do."""
+        ops = self.captured.trace.op
+        far = {held for said in self.plan if isinstance(said, Stream) for held in ops[said.value].holds}
+        moved = (said for said in self.plan if isinstance(said, Recompute | Reload))
+        said = Counter((type(each), each.value) for each in moved if far.isdisjoint(ops[each.value].holds))
         return max(said.values(), default=0) <= 1

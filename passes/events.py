@@ -11,7 +11,8 @@ from __future__ import annotations
 from .forecast import Forecast
 from .gaps import COPIES
 from .linear import INFINITY
-from .model import MIB, Model
+from .model import Model
+from .rows import MIB
 
 LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
 
@@ -22,8 +23,16 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     gone = {op.reads[0] for op in forecast.trace.ops if op.fn in LEAVING}
     coefficients: dict[int, float] = {}
     held = 0
+    homes = {resident.storage: h for h, resident in enumerate(model.program.residents)}
+    makers = {f"{maker.value}__rng": o for o, maker in enumerate(model.program.makers)}
+    read = {held for value in forecast.trace.ops[index].reads for held in forecast.trace.op[value].holds}
     for life in forecast.alive(index):
         made = forecast.trace.op[life.maker]
+        if life.maker in makers:
+            held += life.nbytes
+            coefficients[model.again[makers[life.maker]]] = life.nbytes / MIB
+        if life.storage in homes and life.storage not in read and life.first < index:
+            coefficients[model.far.lives[homes[life.storage]]] = -life.nbytes / MIB
         i = model.program.place.get(model.program.gaps.origin(life, made))
         if i is None or not (made.again or _waits(model, i, position)):
             continue

@@ -21,10 +21,12 @@ from .forecast import Forecast, predict
 from .gaps import Gaps
 from .lifetime import Life
 from .machine import Machine
-from .schedule import AWAY, CAST, HIDDEN, Fate, fate, schedule, sent_nbytes
+from .schedule import AWAY, CAST, HIDDEN, HOMEWARD, Fate, fate, schedule, sent_nbytes
 from .trace import Trace
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is given up between two simulations
+SENT = (*AWAY, *HOMEWARD)
+NEXT_HOME = {Fate.OFFLOAD: Fate.STALL, Fate.VISIT: Fate.STALL}
 LATER = {Fate.OFFLOAD: Fate.STALL, Fate.CAST_OFFLOAD: Fate.CAST_STALL}
 SMALLEST_HOME = 1 << 16  # bytes of an input or a gradient: what is smaller stays on the device
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
@@ -85,7 +87,7 @@ def _way_down(gaps: Gaps, machine: Machine, state: State, until: float) -> Itera
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
     while time.monotonic() < until and (moves := _moves(gaps, machine, state)):
-        away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in AWAY}
+        away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
         room = machine.capacity - sum(away.values())
         state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
         if state.peak < lowest.peak:
@@ -153,7 +155,7 @@ class Costs:
         self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
         self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in gaps.homes.value}
         self.known = self.fates | self.homes
-        self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in AWAY}
+        self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
         self.room = machine.capacity - sum(self.sent.values())
         self.again = {op.again for op in self.forecast.trace.ops if op.again}
         at = self.forecast.at
@@ -187,8 +189,8 @@ class Costs:
         there = self.machine.out > 0 < self.machine.back
         if now is Fate.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
             yield Move(storage, Fate.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
-        elif now is Fate.OFFLOAD and life.nbytes and life.first < self.forecast.at < life.last:
-            yield self._away(storage, Fate.STALL, life.nbytes)
+        elif now in NEXT_HOME and life.nbytes and life.first < self.forecast.at < life.last:
+            yield self._away(storage, NEXT_HOME[now], life.nbytes)
 
     def _home_us(self, storage: str) -> float:
         """What a far home costs: the update's windows, and what of the step's own traffic does not hide."""

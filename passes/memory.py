@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .linear import INFINITY
+from .program import Floats
+from .rows import MIB
 
 if TYPE_CHECKING:
     from .model import Model
 
-MIB = float(1 << 20)
 Terms = dict[int, float]
 
 
@@ -27,9 +28,11 @@ def forward(model: Model, position: int) -> None:
         lies = {model.kept[i]: model.program.items[i].nbytes / MIB, **model.sent(int(i))}
         for column, nbytes in lies.items():
             row.add(column, nbytes)
-    if model.links:
-        row.add(model.links.leaving(position), -1.0)
-    row.write(position)
+    if model.links and (left := model.links.leaving(position)) is not None:
+        row.add(left, -1.0)
+    _add_states(model, position, row, {})
+    _add_moving(model, position, row, Terms())
+    row.write(position, model.program.base)
 
 
 def backward(model: Model, position: int) -> None:
@@ -41,9 +44,33 @@ def backward(model: Model, position: int) -> None:
         there = direct(model, i, again, came) if item.use < model.program.size else indirect(model, i, again)
         for column, share in there.items():
             row.add(column, share * item.nbytes / MIB)
+    _add_states(model, position, row, again)
+    _add_moving(model, position, row, came)
+    row.write(position, model.program.base)
+
+
+def anyhow(model: Model, position: int) -> None:
+    """What lies there at a backward position in any plan: what is used there, and what came back before it is."""
+    row = _Row(model)
+    _add_moving(model, position, row, Terms())
+    row.write(position, model.program.used)
+
+
+def _add_states(model: Model, position: int, row: _Row, again: dict[int, int]) -> None:
+    """The generator's states with which ops drew that will run again."""
+    for o, draws, first in model.program.draws:
+        if first <= position:
+            row.add(model.again[o], draws / MIB)
+            if o in again:
+                row.add(again[o], -draws / MIB)
+
+
+def _add_moving(model: Model, position: int, row: _Row, came: Terms) -> None:
+    """What came back before it is used, and gradients that have left."""
     if model.links and (come := model.links.coming(position)) is not None:
         row.add(_early(model, position, come, came), 1.0)
-    row.write(position)
+    if (left := _left(model, position)) is not None:
+        row.add(left, -1.0)
 
 
 def _early(model: Model, position: int, come: int, came: Terms) -> int:
@@ -53,7 +80,20 @@ def _early(model: Model, position: int, come: int, came: Terms) -> int:
     for i in model.away:
         if back_by(model, i) <= position:
             least |= model.sent(i)
+    least |= model.far.fetched(model, lambda first: first <= position)
     model.linear.row(0.0, INFINITY, least)
+    return column
+
+
+def _left(model: Model, position: int) -> int | None:
+    """What has left of the gradients that are done with; None, if none is."""
+    done = model.far.left(model, position)
+    if not done or not model.links:
+        return None
+    column = model.linear.column(most=INFINITY)
+    model.linear.row(0.0, INFINITY, {column: -1.0, **done})
+    if (by := model.links.home.by(position)) is not None:
+        model.linear.row(0.0, INFINITY, {column: -1.0, by: 1.0})
     return column
 
 
@@ -147,11 +187,15 @@ class _Row:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.coefficients: dict[int, float] = {}
-        if model.away:
+        if model.links:
             self.add(model.staged, model.program.machine.staging / MIB)
 
     def add(self, column: int, nbytes: float) -> None:
         self.coefficients[column] = self.coefficients.get(column, 0.0) + nbytes
 
-    def write(self, position: int) -> None:
-        self.model.linear.row(-INFINITY, self.model.room(position), self.coefficients)
+    def write(self, position: int, there: Floats) -> None:
+        """Write it, for a position at which `there` has the bytes that nobody decides about."""
+        for column, nbytes in self.model.far.there(self.model, position).items():
+            self.add(column, nbytes)
+        room = float(self.model.budget - there[position]) / MIB
+        self.model.linear.row(-INFINITY, room, self.coefficients)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -51,7 +52,8 @@ def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
         return "\n".join([*lines, f"{least}, or {' or '.join(levers)}."])
     program, at = floor
     known = captured.ops[at].name == op.name
-    op, there, nbytes = captured.ops[at], _in_use(program, at), int(program.floor[at])
+    there, nbytes = _in_use(program, at), int(program.floor[at])
+    op = replace(captured.ops[at], workspace=program.workspace(at))
     where = f"{op.name} at the same time." if known else f"{_named(op)} at the same time:"
     lines.append(f"No plan can do with less than {nbytes} bytes: so many are in use at {where}")
     lines += [] if known else _listed(captured, op, there, nbytes)
@@ -59,10 +61,9 @@ def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
 
 
 def _floor(captured: Trace, machine: Machine) -> tuple[Program, int] | None:
-    """Where more than the budget must lie there at the same time whatever is decided; state need not, where it may live
-    far."""
+    """Where more than the budget must lie there at the same time whatever is decided."""
     program = Program(Gaps(captured), machine)
-    if machine.homes or int(program.floor.max(initial=0.0)) <= machine.budget:
+    if int(program.floor.max(initial=0.0)) <= machine.budget:
         return None
     return program, int(np.argmax(program.floor))
 
@@ -85,13 +86,16 @@ def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[
 
 
 def _in_use(program: Program, at: int) -> tuple[Life, ...]:
-    """What is there at a position whatever is decided: see `Program.floor`; state need not, where it may live far."""
+    """What is there at a position whatever is decided: see `Program.floor`."""
     ops = program.gaps.trace.ops
+    far = {
+        each.storage for each in program.residents for rest in each.rests(program.size) if rest.first <= at < rest.last
+    }
     read = {held for value in ops[at].reads for held in program.gaps.trace.op[value].holds}
 
     def stays(life: Life) -> bool:
         if life.storage not in program.place:
-            return True
+            return life.storage not in far
         item = program.items[program.place[life.storage]]
         return life.storage in read if at >= program.boundary else not (item.left < at < item.use < program.size)
 

@@ -5,14 +5,18 @@ K = (1, 0, 0.5, ...)   ->   plain: [18.2, 18.9, ...] MiB of what is kept;  worke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from .links import Curve, Links
 from .memory import back_by
-from .model import MIB, Model
+from .model import Model
 from .program import Floats, Ints, Item
+from .residents import Resident
+from .rows import MIB
 
 NOTHING = 1e-9
 
@@ -30,7 +34,12 @@ class Occupancy:
         program = self.model.program
         until = np.where(program.use < program.size, program.use, program.boundary)
         kept = program.nbytes * self.kept / MIB
-        return self._gaps(program.left + 1, until, kept) + program.base / MIB + self._moving()
+        return self._gaps(program.left + 1, until, kept) + self._states() + program.base / MIB + self.moving
+
+    @property
+    def anyhow(self) -> Floats:
+        """MiB that any plan has at every position, if backward keeps nothing but what it uses."""
+        return self.model.program.used / MIB + self.moving
 
     def worked(self, positions: Ints) -> Floats:
         """MiB at some backward positions, with what is made again and waits for its use."""
@@ -72,23 +81,72 @@ class Occupancy:
         np.add.at(change, np.maximum(first, last), -nbytes)
         return np.cumsum(change)[:-1]
 
-    def _moving(self) -> Floats:
+    def _states(self) -> Floats:
+        """The generator's states that wait in forward."""
+        change = np.zeros(self.model.program.size + 1)
+        for o, draws, first in self.model.program.draws:
+            change[first] += draws / MIB * self.again[o]
+            change[self.model.program.boundary] -= draws / MIB * self.again[o]
+        states: Floats = np.cumsum(change)[:-1]
+        return states
+
+    @cached_property
+    def moving(self) -> Floats:
         """What has not left yet, what has come back early, and staging."""
         program, links = self.model.program, self.model.links
         if not links:
             return np.zeros(program.size)
-        positions = np.arange(program.size)
+        boundary = program.boundary
         end = np.full(len(self.away), program.size)
         moving = self._gaps(program.left + 1, end, self.sent)
-        left = self.values[[*links.out.carried]]
-        out = np.searchsorted(links.out.begins, positions[: program.boundary], side="right") - 1
-        moving[: program.boundary] -= left[np.maximum(out, 0)]
-        back = np.searchsorted(links.back.begins, positions[program.boundary :], side="right") - 1
-        come = np.concatenate([[0.0], self.values[[*links.back.carried]]])[np.maximum(back, 0)]
+        moving[:boundary] -= self._carried(links.out)[:boundary]
         begin = np.array([back_by(self.model, i) for i in range(len(self.away))], dtype=np.int64)
-        used = self._gaps(begin, end, self.sent)[program.boundary :]
-        moving[program.boundary :] = np.where(back > 0, np.maximum(come - used, 0.0), 0.0)
+        used = self._gaps(begin, end, self.sent) + self._fetched()
+        moving[boundary:] = np.maximum(self._carried(links.back, 1) - used, 0.0)[boundary:]
+        moving[:boundary] += np.maximum(self._carried(links.fetch, 1) - self._fetched(), 0.0)[:boundary]
+        moving += self._resting(links)
         return moving + program.machine.staging / MIB * float(self.values[self.model.staged])
+
+    def _carried(self, curve: Curve, before: int = 0) -> Floats:
+        """A curve at every position: at the end of its stage, or so many stages before; 0 in the first of them."""
+        if not curve.carried:
+            return np.zeros(self.model.program.size)
+        j = np.searchsorted(curve.begins, np.arange(self.model.program.size), side="right") - 1 - before
+        return np.where(j >= 0, self.values[[*curve.carried]][np.maximum(j, 0)], 0.0)
+
+    def _fetched(self) -> Floats:
+        """What of the state has been fetched by every position at the latest."""
+        change = np.zeros(self.model.program.size)
+        for resident, lives, stays in self._far():
+            for k, (first, _) in enumerate(resident.visits if not resident.made else ()):
+                change[first] += resident.nbytes / MIB * (lives - stays.get(k, 0.0))
+        return np.cumsum(change)
+
+    def _resting(self, links: Links) -> Floats:
+        """What far homes take away, and what an update takes for them."""
+        program, far = self.model.program, self.model.far
+        change, done = np.zeros(program.size + 1), np.zeros(program.size + 1)
+        for resident, lives, stays in self._far():
+            for rest in resident.rests(program.size):
+                nbytes = resident.nbytes / MIB * (lives - stays.get(rest.visit, 0.0))
+                if resident.made:
+                    done[rest.first] += nbytes
+                else:
+                    change[rest.first] -= nbytes
+                    change[rest.last] += nbytes
+        resting: Floats = np.cumsum(change)[:-1] - np.minimum(np.cumsum(done)[:-1], self._carried(links.home))
+        for position, window in far.windows.items():
+            workspace = program.gaps.trace.ops[position].workspace
+            resting[position] += (program.machine.window - workspace) / MIB * self.values[window]
+        return resting
+
+    def _far(self) -> Iterator[tuple[Resident, float, dict[int | None, float]]]:
+        """The residents of which a share lives far, that share, and how much of it stays before each visit."""
+        far = self.model.far
+        for h, resident in enumerate(self.model.program.residents):
+            if (lives := float(self.values[far.lives[h]])) > NOTHING:
+                visits = range(1, len(resident.visits))
+                yield resident, lives, {k: float(self.values[far.stays[h, k]]) for k in visits}
 
     def _ran(self, positions: Ints) -> Floats:
         """For each maker and position how much of it has run again."""

@@ -23,6 +23,7 @@ from .model import Model
 from .polish import polish
 from .program import Program
 from .relax import apart, relax, write
+from .timing import in_time
 from .trace import Trace
 from .whole import fates, whole
 
@@ -159,7 +160,8 @@ class _Search:
                 break
             states = self._try(points)
             near = last or points[0].us <= effort.target
-            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states):
+            timed = self._in_time(states[0])
+            if self._is_near() or self._take(timed) or not near or self._mend(states, timed):
                 break
         self._forget_events()
 
@@ -188,18 +190,24 @@ class _Search:
             self._prove(solved.us)
         return True
 
-    def _mend(self, states: list[State]) -> bool:
+    def _in_time(self, state: State) -> State:
+        """The same with other times for its copies."""
+        plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast)
+        return replace(state, plan=plan, forecast=forecast)
+
+    def _mend(self, states: list[State], timed: State) -> bool:
         """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
         gets rows."""
         for each in states[: 1 + MENDED // max(1, self.program.size)]:
-            self._take(descend_from(self.program.gaps, self.machine, each, self.until))
-        state = states[0]
-        over = sorted(_over(self.program, state.forecast, self.machine.budget), key=lambda found: -found[1])
+            mended = descend_from(self.program.gaps, self.machine, each, self.until)
+            if not self._take(mended):
+                self._take(self._in_time(mended))
+        over = sorted(_over(self.program, timed.forecast, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
             write(self.model, position)
         if not new:
-            self.events += [event(self.model, state.forecast, index, position) for position, _, index in over]
+            self.events += [event(self.model, timed.forecast, index, position) for position, _, index in over]
         return self._is_near()
 
     def _take(self, state: State) -> bool:

@@ -96,16 +96,11 @@ def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, 
 
 def _is_good(best: Choice, machine: Machine) -> bool:
     """Whether no other pass is asked."""
-    return best.gap <= NEAR and not _may_stream(best, machine)
+    return best.gap <= NEAR
 
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Plan | Proposal:
     return TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
-
-
-def _may_stream(best: Choice, machine: Machine) -> bool:
-    """Whether a plan costs so much that it may be better to let state live in the far tier."""
-    return machine.homes and best.overhead > NEAR
 
 
 def _better(best: Choice, found: Plan | Proposal, machine: Machine) -> Choice:

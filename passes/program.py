@@ -19,6 +19,7 @@ import numpy.typing as npt
 from .forecast import Forecast, predict
 from .gaps import Gaps
 from .machine import Machine
+from .residents import Resident, residents
 
 SMALLEST_TRIP = 1 << 16  # bytes: what is smaller is not worth a trip to the far tier
 
@@ -95,6 +96,17 @@ class Program:
         )
 
     @cached_property
+    def draws(self) -> tuple[tuple[int, int, int], ...]:
+        """The makers that draw and may run again, the bytes of the generator's state, and their positions."""
+        found = ((o, self.gaps.trace.op[maker.value]) for o, maker in enumerate(self.makers) if not maker.once)
+        return tuple((o, op.draws, self.gaps.index[op.name]) for o, op in found if op.draws)
+
+    @cached_property
+    def residents(self) -> tuple[Resident, ...]:
+        """What of the state may live far."""
+        return residents(self.gaps, self.machine)
+
+    @cached_property
     def place(self) -> dict[str, int]:
         """The index of each item, by its storage."""
         return {item.storage: i for i, item in enumerate(self.items)}
@@ -106,6 +118,16 @@ class Program:
     @property
     def boundary(self) -> int:
         return self.gaps.trace.boundary
+
+    @cached_property
+    def updates(self) -> tuple[int, ...]:
+        """The positions of updates."""
+        return tuple(i for i, op in enumerate(self.gaps.trace.ops) if op.phase == "update")
+
+    @property
+    def end(self) -> int:
+        """Where backward ends: the position of the update, or the number of ops."""
+        return next((i for i in self.updates if i >= self.boundary), self.size)
 
     @cached_property
     def captured(self) -> Forecast:
@@ -123,9 +145,9 @@ class Program:
         return base
 
     @cached_property
-    def floor(self) -> Floats:
-        """The bytes at every position that no plan lowers, whatever it runs again and how often: in backward, of the
-        items only those that the op reads."""
+    def used(self) -> Floats:
+        """The bytes at every position that no plan without far homes lowers, whatever it runs again and how often: in
+        backward, of the items only those that the op reads."""
         waiting = np.zeros(self.size + 1)
         for life in self.captured.lives:
             if life.storage in self.place and life.last >= self.boundary:
@@ -136,8 +158,26 @@ class Program:
         for position in range(self.boundary, self.size):
             held = {s for value in self.gaps.trace.ops[position].reads for s in ops[value].holds}
             read[position] = sum(self.items[self.place[s]].nbytes for s in held if s in self.place)
-        floor: Floats = self.base - np.cumsum(waiting)[:-1] + read
+        used: Floats = self.base - np.cumsum(waiting)[:-1] + read
+        return used
+
+    @cached_property
+    def floor(self) -> Floats:
+        """The bytes at every position that no plan lowers: of what may live far only what the op reads."""
+        change = np.zeros(self.size + 1)
+        for resident in self.residents:
+            for rest in resident.rests(self.size):
+                change[rest.first] += resident.nbytes
+                change[rest.last] -= resident.nbytes
+        floor: Floats = self.used - np.cumsum(change)[:-1]
+        for position in self.updates:
+            floor[position] -= self.gaps.trace.ops[position].workspace - self.workspace(position)
         return floor
+
+    def workspace(self, position: int) -> int:
+        """The least that the op at a position takes while it runs: an update may run in windows."""
+        nbytes = self.gaps.trace.ops[position].workspace
+        return min(nbytes, self.machine.window) if self.residents and position in self.updates else nbytes
 
     @cached_property
     def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

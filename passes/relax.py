@@ -14,9 +14,10 @@ import numpy as np
 
 from . import memory
 from .linear import Solved
-from .model import MIB, Model
+from .model import Model
 from .occupancy import Occupancy
 from .program import Floats
+from .rows import MIB
 
 ROUNDS = 60
 PER_ROUND = 12  # positions of each kind that get their rows
@@ -25,6 +26,7 @@ APART = 3  # positions nearer to each other than this say much the same
 OVER = 1.001  # of the budget: what is less over it is left to the simulator
 
 Over = Callable[[Model, Occupancy], list[int]]
+Write = Callable[[Model, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +46,12 @@ def relax(model: Model) -> Relaxed | None:
     first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
     for position in sorted(first & set(range(program.boundary))):
         write(model, position)
-    anyhow = _converge(model, _forward_over)
+    anyhow = _converge(model, _any_over, write_any)
     if anyhow is None:
         return None
     for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
         write(model, position)
-    solved = _converge(model, _over)
+    solved = _converge(model, _over, write)
     return Relaxed(solved, max(0.0, anyhow.us - model.tie))
 
 
@@ -61,11 +63,20 @@ def write(model: Model, position: int) -> None:
     (memory.forward if position < model.program.boundary else memory.backward)(model, position)
 
 
+def write_any(model: Model, position: int) -> None:
+    """The rows of a position that hold of any plan, if it has none."""
+    if position < model.program.boundary:
+        write(model, position)
+    elif position not in model.anyhow:
+        model.anyhow.add(position)
+        memory.anyhow(model, position)
+
+
 def _backward(model: Model) -> range:
     return range(model.program.boundary, model.program.size)
 
 
-def _converge(model: Model, over: Over) -> Solved | None:
+def _converge(model: Model, over: Over, write: Write) -> Solved | None:
     """Solve and write rows until no position that is looked at is over the budget."""
     solved: Solved | None = None
     for _ in range(ROUNDS):
@@ -80,13 +91,19 @@ def _converge(model: Model, over: Over) -> Solved | None:
     return solved
 
 
-def _forward_over(model: Model, occupancy: Occupancy) -> list[int]:
-    return _worst(model, occupancy.plain[: model.program.boundary])
+def _any_over(model: Model, occupancy: Occupancy) -> list[int]:
+    """The worst positions of forward; and of backward by what any plan has there, if some of that may live far."""
+    boundary = model.program.boundary
+    found = _worst(occupancy.plain[:boundary], model.budget, model.written)
+    if model.far.lives:
+        late = _worst(occupancy.anyhow[boundary:], model.budget, {p - boundary for p in model.anyhow})
+        found += [boundary + position for position in late]
+    return found
 
 
 def _over(model: Model, occupancy: Occupancy) -> list[int]:
     """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
-    found = _worst(model, occupancy.plain)
+    found = _worst(occupancy.plain, model.budget, model.written)
     bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]
     positions = np.array([band[np.argmax(occupancy.plain[band])] for band in bands], dtype=np.int64)
     worked = occupancy.worked(positions)
@@ -94,9 +111,9 @@ def _over(model: Model, occupancy: Occupancy) -> list[int]:
     return found + [int(positions[k]) for k in order if positions[k] not in model.written][:PER_ROUND]
 
 
-def _worst(model: Model, nbytes: Floats) -> list[int]:
-    over = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > model.budget * OVER]
-    return apart([position for position in over if position not in model.written], PER_ROUND)
+def _worst(nbytes: Floats, budget: int, written: set[int]) -> list[int]:
+    over = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > budget * OVER]
+    return apart([position for position in over if position not in written], PER_ROUND)
 
 
 def apart(positions: list[int], most: int) -> list[int]:

@@ -12,6 +12,9 @@ from .linear import INFINITY
 if TYPE_CHECKING:
     from .model import Model
 
+MIB = float(1 << 20)
+TIE = 1e-4  # microseconds per MiB: of two plans that take the same time, the one that moves less
+
 
 def available(model: Model) -> None:
     """Need, chain, one form and dominance of every item."""
@@ -30,3 +33,13 @@ def available(model: Model) -> None:
                 row(0.0, INFINITY, {**there, model.again[w]: -1.0})
         if sent := model.sent(i):
             row(0.0, INFINITY, {model.staged: 1.0, **dict.fromkeys(sent, -1.0)})
+
+
+def fits_there(model: Model) -> None:
+    """The far tier takes what goes away and what lives there."""
+    stored = {column: mib for i in model.away for column, mib in model.sent(i).items()}
+    homes = zip(model.far.lives, model.program.residents, strict=True)
+    stored |= {lives: resident.nbytes / MIB for lives, resident in homes}
+    capacity = model.program.machine.capacity / MIB
+    if sum(stored.values()) > capacity:
+        model.linear.row(-INFINITY, capacity, stored)

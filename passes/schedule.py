@@ -28,6 +28,7 @@ class Fate(Enum):
     OFFLOAD = "offload"  # copied away and back while compute goes on
     STALL = "stall"  # copied away and back while compute waits
     FETCH = "fetch"  # the same, and copied back for each use
+    VISIT = "visit"  # of an input that lives far: copied here for each use while compute goes on
     CAST_OFFLOAD = "cast offload"  # as the three above, cast for its way
     CAST_STALL = "cast stall"
     CAST_FETCH = "cast fetch"
@@ -35,8 +36,8 @@ class Fate(Enum):
 
 HIDDEN = (Fate.OFFLOAD, Fate.CAST_OFFLOAD)
 CAST = (Fate.CAST_OFFLOAD, Fate.CAST_STALL, Fate.CAST_FETCH)
-HOMEWARD = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH)  # of an input or a gradient: its home is far
-AWAY = (*HOMEWARD, *CAST)
+AWAY = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH, *CAST)
+HOMEWARD = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.VISIT)  # of an input or a gradient: its home is far
 PASSING = (Fate.BRIEF, Fate.FETCH, Fate.CAST_FETCH)
 Fates = Mapping[str, Fate]
 
@@ -56,7 +57,7 @@ def fate(gaps: Gaps, fates: Fates, storage: str) -> Fate:
 
 def sent_nbytes(gaps: Gaps, machine: Machine, storage: str, fate: Fate) -> int:
     """The bytes that go to the far tier if `storage` has this fate."""
-    if fate not in AWAY:
+    if fate not in AWAY and fate not in HOMEWARD:
         return 0
     return gaps.wire_nbytes(storage, machine.wire) if fate in CAST else gaps.trace.nbytes[storage]
 
@@ -67,7 +68,8 @@ class _Scheduler:
     def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
         self.gaps = gaps
         self.fates = {storage: fate(gaps, fates, storage) for storage in gaps.maker}
-        self.streams = Streams(gaps, machine, ahead={s: f is Fate.OFFLOAD for s, f in fates.items() if f in HOMEWARD})
+        ahead = {s: f in (Fate.OFFLOAD, Fate.VISIT) for s, f in fates.items() if f in HOMEWARD}
+        self.streams = Streams(gaps, machine, ahead, {s for s, f in fates.items() if f is Fate.VISIT})
         self.links = _Links(gaps, self.fates, machine)
         self.there: set[str] = set()
         self.now: set[str] = set()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,11 +39,13 @@ class Fetch:
 class Streams:
     """Which streamed values are there, while the steps' ops are walked in order."""
 
-    def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool]) -> None:
-        """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use."""
+    def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool], passing: Container[str] = ()) -> None:
+        """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use; `passing`: those of
+        them that do not stay from one use to the next."""
         self.gaps, self.homes, self.machine = gaps, gaps.homes, machine
         self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.homes.inputs}
         self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.homes.gradients}
+        self.passing = passing
         self.last: dict[str, int] = {}
         self.there: dict[str, set[str]] = {}
         self.latest: deque[tuple[int, int]] = deque()  # bytes and use of as many fetches as may be under way together
@@ -83,7 +85,8 @@ class Streams:
             return False
         begins, last = self.gaps.begins, self.last[storage]
         # What is fetched when it is used leaves room in between, however slow the link: only views take no time.
-        worth = self.gaps.trace.nbytes[storage] / self.machine.back if self.ahead[storage] else 0.0
+        waits = self.ahead[storage] and storage not in self.passing
+        worth = self.gaps.trace.nbytes[storage] / self.machine.back if waits else 0.0
         if begins[index] - begins[last] > worth and not self._is_one_slice(last, index):
             self.there[storage] = set()
             return False

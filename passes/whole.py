@@ -9,6 +9,8 @@ are free then.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from .linear import Effort, Solved
 from .model import Model
 from .schedule import Fate
@@ -38,7 +40,21 @@ def fates(model: Model, solved: Solved) -> dict[str, Fate]:
             found[item.storage] = Fate.KEEP
         else:
             found[item.storage] = Fate.RECOMPUTE
+    for h, resident in enumerate(model.program.residents):
+        if solved.values[model.far.lives[h]] > HALF:
+            found[resident.storage] = Fate.VISIT if _passes(model, solved, h) else Fate.OFFLOAD
     return found
+
+
+def _passes(model: Model, solved: Solved, h: int) -> bool:
+    """Whether a resident is to go between two visits between which it would stay if time were all."""
+    resident, begins = model.program.residents[h], model.program.gaps.begins
+    again = ((last, first) for (_, last), (first, _) in pairwise(resident.visits))
+    us = resident.nbytes / model.program.machine.back
+    return any(
+        begins[first] - begins[last] <= us and solved.values[model.far.stays[h, k]] < HALF
+        for k, (last, first) in enumerate(again, 1)
+    )
 
 
 def _fixed(model: Model, relaxed: Solved, threshold: float) -> dict[int, float]:

@@ -75,7 +75,7 @@ def _plans(gaps: Gaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
     """The plan of every choice whose copies the far tier has room for."""
     for fates in itertools.product(*choices.values()):
         plan = schedule(gaps, dict(zip(choices, fates, strict=True)), machine)
-        sent = ((gaps.held[d.value][0], d.wire) for d in plan if isinstance(d, Offload))
+        sent = ((gaps.trace.op[d.value].holds[0], d.wire) for d in plan if isinstance(d, Offload))
         if sum(gaps.wire_nbytes(s, wire) if wire else gaps.trace.nbytes[s] for s, wire in sent) <= machine.capacity:
             yield plan
 

@@ -210,7 +210,7 @@ def test_without_a_far_tier_the_clock_still_runs() -> None:
 @given(planned(), machines())
 def test_every_byte_is_foreseen(both: tuple[Trace, Plan], machine: Machine) -> None:
     applied = apply(*both)
-    staging = machine.staging if any(isinstance(decision, Offload) for decision in both[1]) else 0
+    staging = machine.staging if any(isinstance(decision, Offload | Reload) for decision in both[1]) else 0
     forecast = predict(applied, machine)
     assert list(forecast.total) == [nbytes + staging for nbytes in run(applied, machine.window).nbytes]
     assert forecast.peak == max(forecast.total)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Trace, make_plan, parse
+from passes import BudgetError, Machine, Trace, make_plan, parse, residents
 from passes.gaps import Gaps
 from passes.obstacle import STREAM, TIER, _in_use
 from passes.program import Program
@@ -123,11 +124,13 @@ def test_where_state_lies_it_may_live_on_disk() -> None:
 
 
 @settings(max_examples=60)
-@given(traces())
-def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace) -> None:
-    program = Program(Gaps(trace), Machine(0))
-    for at, op in enumerate(trace.ops):
-        assert sum(life.nbytes for life in _in_use(program, at)) + op.workspace == program.floor[at]
+@given(traces(), st.booleans())
+def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residents, "SMALLEST_HOME", 1)  # so that what these traces have may live far
+        program = Program(Gaps(trace), Machine(0, out=1.0, back=1.0, homes=homes))
+        for at in range(len(trace.ops)):
+            assert sum(life.nbytes for life in _in_use(program, at)) + program.workspace(at) == program.floor[at]
 
 
 @settings(max_examples=20)

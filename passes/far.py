@@ -1,0 +1,112 @@
+"""The rows of what of the state lives far: where it is, what of it comes and goes, and what the update takes.
+
+w, 2 MB, is far, read by ops 5 and 90   ->   - 2.0 X_w at all positions but 5 and 90, + 2.0 N_w at 6-89
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .linear import INFINITY
+from .rows import MIB, TIE
+
+if TYPE_CHECKING:
+    from .model import Model
+
+Terms = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Far:
+    """X of every resident; N of every rest between two visits; q of every update."""
+
+    lives: tuple[int, ...]
+    stays: dict[tuple[int, int], int]
+    windows: dict[int, int]
+
+    @classmethod
+    def of(cls, model: Model) -> Far:
+        """The columns."""
+        program, column = model.program, model.linear.column
+        tolls = [program.machine.toll_us(resident.nbytes) for resident in program.residents]
+        lives = tuple(
+            column(toll * len(resident.visits) + TIE * resident.nbytes / MIB)
+            for toll, resident in zip(tolls, program.residents, strict=True)
+        )
+        stays = {
+            (h, rest.visit): column(-tolls[h])
+            for h, resident in enumerate(program.residents)
+            for rest in resident.rests(program.size)
+            if rest.visit is not None
+        }
+        return cls(lives, stays, {position: column() for position in program.updates if lives})
+
+    def there(self, model: Model, position: int) -> Terms:
+        """Bytes in MiB beyond those of the captured step."""
+        terms = Terms()
+        for h, resident in enumerate(model.program.residents):
+            for rest in resident.rests(model.program.size):
+                if rest.first <= position < rest.last and not resident.made:
+                    terms[self.lives[h]] = -resident.nbytes / MIB
+                    if rest.visit is not None:
+                        terms[self.stays[h, rest.visit]] = resident.nbytes / MIB
+        if position in self.windows:
+            workspace = model.program.gaps.trace.ops[position].workspace
+            terms[self.windows[position]] = (model.program.machine.window - workspace) / MIB
+        return terms
+
+    def fetched(self, model: Model, when: Callable[[int], bool]) -> Terms:
+        """What is fetched for visits whose first position satisfies `when`, in MiB."""
+        terms = Terms()
+        for h, resident in enumerate(model.program.residents):
+            for k, (first, _) in enumerate(resident.visits if not resident.made else ()):
+                if when(first):
+                    terms[self.lives[h]] = terms.get(self.lives[h], 0.0) + resident.nbytes / MIB
+                    if k:
+                        terms[self.stays[h, k]] = -resident.nbytes / MIB
+        return terms
+
+    def tolls(self, model: Model) -> tuple[Terms, Terms]:
+        """What copies take of compute in forward and in backward, in microseconds."""
+        early, late = Terms(), Terms()
+        for h, resident in enumerate(model.program.residents):
+            toll = model.program.machine.toll_us(resident.nbytes)
+            for k, (first, _) in enumerate(resident.visits):
+                phase = early if first < model.program.boundary else late
+                phase[self.lives[h]] = phase.get(self.lives[h], 0.0) + toll
+                if k:
+                    phase[self.stays[h, k]] = -toll
+        return early, late
+
+    def left(self, model: Model, position: int) -> Terms:
+        """The gradients that are done with before a position, in MiB."""
+        return {
+            self.lives[h]: resident.nbytes / MIB
+            for h, resident in enumerate(model.program.residents)
+            if resident.made and resident.visits[-1][1] < position
+        }
+
+
+def living(model: Model) -> None:
+    """What is there between two visits lives far; copies take their staging."""
+    row, far = model.linear.row, model.far
+    for (h, _), stays in far.stays.items():
+        row(0.0, INFINITY, {far.lives[h]: 1.0, stays: -1.0})
+    for h, resident in enumerate(model.program.residents):
+        if resident.moves:
+            row(0.0, INFINITY, {model.staged: 1.0, far.lives[h]: -1.0})
+
+
+def updating(model: Model) -> None:
+    """How much longer than its own time each update takes for what it fetches and sends, and whether in windows."""
+    program, row, far = model.program, model.linear.row, model.far
+    for position, window in far.windows.items():
+        op, us = program.gaps.trace.ops[position], Terms()
+        for lives, resident in zip(far.lives, program.residents, strict=True):
+            if resident.value in op.reads:
+                us[lives] = -resident.update_us(program.machine)
+                row(0.0, INFINITY, {window: 1.0, lives: -1.0})
+        row(-INFINITY, 0.0, {window: 1.0, **dict.fromkeys(us, -1.0)})
+        row(-op.us, INFINITY, {model.linear.column(1.0, most=INFINITY): 1.0, **us})

@@ -1,0 +1,161 @@
+"""No plan that streams beats what is proven, whatever else it decides, and the planner finds such plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, note, settings
+from hypothesis import strategies as st
+
+from passes import (
+    Choice,
+    Machine,
+    Plan,
+    Reload,
+    Trace,
+    apply,
+    check,
+    decisions,
+    greedy,
+    parse,
+    predict,
+    program,
+    residents,
+)
+from passes.gaps import Gaps
+from passes.model import Model
+from passes.optimize import optimize
+from passes.relax import relax
+from passes.schedule import HOMEWARD, Fate, schedule
+from tests.oracle.exhaustive import all_fates, best_of
+from tests.strategies import traces
+
+SMALL = 1e-6  # microseconds: what a solver's tolerance may add
+SINGLE = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL)
+
+
+@pytest.fixture(autouse=True)
+def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(greedy, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+
+
+@st.composite
+def trainings(draw: st.DrawFn, most: int = 4) -> Trace:
+    """A chain of layers, each with a parameter or that of a layer before, and the update of what is trained."""
+    nbytes, us = st.sampled_from((100, 700, 1000, 4000)), st.sampled_from((0.0, 1.0, 5.0, 40.0, 300.0))
+    work = st.sampled_from((0, 0, 500, 3000))
+    count = draw(st.integers(1, most))
+    own = [draw(st.integers(0, i)) if i and draw(st.integers(0, 3)) == 0 else i for i in range(count)]
+    lines, sizes = ["forward:"], {i: draw(nbytes) for i in set(own)}
+    lines += [
+        f"s{i} = state()  # makes s{i}:{n} | u8[{2 * n}]".replace(f":{n} ", f":{2 * n} ") for i, n in sizes.items()
+    ]
+    lines += [f"w{i} = parameter()  # u8[{n}] | makes w{i}:{n}" for i, n in sizes.items()]
+    grown = {i for i in sizes if draw(st.booleans())}
+    lines += [f"h{i} = gradient()  # u8[{sizes[i]}] | makes h{i}:{sizes[i]}" for i in grown]
+    lines += ["y0 = input()  # u8[10] | makes y0:10", "d = tangent()  # u8[10] | makes d:10"]
+    for i, w in enumerate(own):
+        lines.append(f"t{i} = t(w{w})  # u8[{sizes[w]}] | holds w{w}")
+        n = draw(nbytes)
+        lines.append(
+            f"y{i + 1} = mm(y{i}, t{i})  # u8[{n}] | makes y{i + 1}:{n} | {draw(us)} us | workspace {draw(work)}"
+        )
+    lines += [
+        f"o = sum(y{count})  # u8[4] | makes o:4 | 1.0 us",
+        "backward:",
+        f"g{count} = mul(d, y{count})  # u8[10] | makes g{count}:10 | 1.0 us",
+    ]
+    seen: dict[int, str] = {}
+    for i, w in reversed(list(enumerate(own))):
+        n, m = draw(nbytes), sizes[w]
+        lines.append(
+            f"g{i} = mm(g{i + 1}, {draw(st.sampled_from((f't{i}', f'w{w}')))})  # u8[{n}] | makes g{i}:{n} | {draw(us)} us | workspace {draw(work)}"
+        )
+        lines.append(f"e{i} = mm(g{i + 1}, y{i})  # u8[{m}] | makes e{i}:{m} | {draw(us)} us")
+        before = seen.get(w, f"h{w}" if w in grown else "")
+        seen[w] = f"e{i}"
+        if before:
+            lines.append(f"a{i} = add(e{i}, {before})  # u8[{m}] | makes a{i}:{m} | {draw(us)} us")
+            seen[w] = f"a{i}"
+    reads = [f"s{i}" for i in sizes] + list(seen.values()) + [f"w{i}" for i in sizes]
+    lines += ["update:", f"step = Adam.step({', '.join(reads)})  # {draw(us)} us | workspace {draw(work)}"]
+    trace = parse("\n".join([*lines, "return output o, " + ", ".join(f"gradient {g}" for g in seen.values())]))
+    note(str(trace))
+    check(trace)
+    return trace
+
+
+def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machine]:
+    link = st.sampled_from((1.0, 30.0, 1000.0))
+    return st.builds(
+        Machine, st.just(0), out=link, back=link, staging=st.sampled_from(staging), homes=st.just(True),
+        window=st.sampled_from((0, 300, 2000)), call=st.sampled_from((0.0, 3.0)), drag=st.sampled_from((0.0, 0.01)),
+    )  # fmt: skip
+
+
+def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
+    """The fates of every storage with which each value moves once."""
+    single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
+    return single | {storage: [Fate.KEEP, *HOMEWARD] for storage in gaps.homes.value}
+
+
+@settings(max_examples=300, deadline=None)
+@given(trainings(), homes(), st.data())
+def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
+    trace: Trace, machine: Machine, data: st.DataObject
+) -> None:
+    """Whenever its copies back begin."""
+    gaps = Gaps(trace)
+    fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
+    plan = list(schedule(gaps, fates, machine))
+    for i, decision in enumerate(plan):
+        if isinstance(decision, Reload):
+            back = data.draw(st.integers(gaps.index[decision.back], gaps.index[decision.use]))
+            plan[i] = replace(decision, back=trace.ops[back].name)
+    holds(trace, machine, tuple(plan))
+
+
+@settings(max_examples=100, deadline=None)
+@given(traces(max_forward=12), homes(), st.data())
+def test_the_same_of_steps_of_any_kind(trace: Trace, machine: Machine, data: st.DataObject) -> None:
+    gaps = Gaps(trace)
+    fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
+    holds(trace, machine, schedule(gaps, fates, machine))
+
+
+def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
+    """What is proven of the budget that a plan just fits is true of it."""
+    assume(plan)
+    captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
+    note("\n".join(map(str, plan)))
+    model = Model(program.Program(Gaps(trace), machine), forecast.peak)
+    relaxed, choice = relax(model), Choice(plan, captured, forecast)
+    assert relaxed is not None
+    assert relaxed.any_us <= forecast.us - captured.us + SMALL
+    if choice.is_single:
+        assert relaxed.solved is not None
+        assert relaxed.solved.us - model.tie <= forecast.us - captured.us + SMALL
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainings(most=2), homes(), st.floats(0.0, 1.0))
+def test_no_choice_of_homes_and_fates_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
+    gaps = Gaps(trace)
+    choices = fates_of(gaps, machine)
+    many = 1
+    for may in choices.values():
+        many *= len(may)
+    assume(many < 5000)
+    found = program.Program(gaps, machine)
+    least, most = int(found.floor.max()), found.captured.peak
+    machine = replace(machine, budget=least + int((most - least) * share))
+    best = best_of(gaps, choices, machine)
+    proposal = optimize(trace, machine)
+    assert best is None or max(proposal.bound_us, proposal.any_us) <= best[0] + SMALL
+    if proposal.plan:
+        forecast = predict(apply(trace, proposal.plan), machine)
+        assert forecast.peak <= machine.budget
