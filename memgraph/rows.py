@@ -2,9 +2,9 @@
 
     refuse_mixing(module, args, kwargs, room)      BatchNorm in training, x - x.mean(0), ...   ->   CaptureError
 
-A few rows of the batch go through forward, and once more with one of them changed: nothing else of the result may
-change then.  Their number is one that no dimension has, so that a tensor with as many rows as the batch by accident is
-found out by its shape.
+A few rows of the batch go through forward, once more with one of them changed, and once more twice each: nothing else
+of the result may change then.  Their number is one that no dimension has, so that a tensor with as many rows as the
+batch by accident is found out by its shape.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from passes import Machine, predict
 
 from .capture import Captured, Ref, capture, operands
 from .errors import CaptureError
 from .microbatches import INSTEAD, MicroBatches, Part, is_cut, known, parts_of, rows_of
-from .nodes import changes_inputs
+from .nodes import changes_inputs, returned
 from .shared import Shared
 from .summarize import draws, summarize
 from .targets import Targets
@@ -53,25 +53,43 @@ class _Trial:
 
     def run(self) -> None:
         few = range(self.few)
-        captured = self._captured(few)
+        captured, doubled = self._captured(few), self._captured([*few, *few])
         self._refuse_changes(captured)
-        self._refuse_shapes(captured)
-        trace = summarize(captured.graph.graph)
+        self._refuse_forms(captured, doubled)
+        trace = summarize(doubled.graph.graph)
         given = sum(op.nbytes for op in trace.ops if op.is_input)
         if predict(trace, Machine(0)).peak - given > self.room:
             return
-        plain, first, second, both = (self._outputs(captured, few, changed) for changed in ((), (0,), (1,), (0, 1)))
-        for one, other in zip(plain, first, strict=True):
-            if one.shape[:1] == (self.few,) and not _same(one[1:], other[1:]):
+        plain = self._outputs(captured, few)
+        self._refuse_dependent(captured, plain)
+        if not any(map(draws, captured.graph.graph.nodes)):
+            self._refuse_counted(captured, plain, self._outputs(doubled, [*few, *few]))
+
+    def _refuse_dependent(self, captured: Captured, plain: Sequence[Tensor]) -> None:
+        """Raise if another row changes a row, or what it changes of a scalar depends on other rows."""
+        few = range(self.few)
+        first, second, both = (self._outputs(captured, few, changed) for changed in ((0,), (1,), (0, 1)))
+        for zero, one, two, three in zip(plain, first, second, both, strict=True):
+            if zero.shape[:1] == (self.few,) and not _same(zero[1:], one[1:]):
                 raise CaptureError(
                     f"what {self._name()} returns for a row of the batch depends on other rows, as with batch norm in "
                     f"training or a mean over the batch: {INSTEAD}, or compute it outside of the module"
                 )
-        scalars = [found for found in zip(plain, first, second, both, strict=True) if not found[0].dim()]
-        if self.module._reduction and any(not _near(zero + three, one + two) for zero, one, two, three in scalars):
-            raise self._no_reduction()
-        if scalars and self.module._reduction and not any(map(draws, captured.graph.graph.nodes)):
-            self._refuse_no_sums(captured, plain)
+            if not zero.dim() and self.module._reduction and not _near(zero + three, one + two):
+                raise self._no_reduction()
+
+    def _refuse_counted(self, captured: Captured, plain: Sequence[Tensor], twice: Sequence[Tensor]) -> None:
+        """Raise if a row depends on how many there are, or a scalar is no sum of what its rows would make alone."""
+        alike = [self._outputs(captured, [row] * self.few) for row in range(self.few)]
+        for i, one in enumerate(plain):
+            mean = torch.stack([outputs[i] for outputs in alike]).sum(0) / self.few
+            if not one.dim() and self.module._reduction and not (_near(one, mean) and _near(one * 2, twice[i])):
+                raise self._no_reduction()
+            if one.is_floating_point() and one.shape[:1] == (self.few,) and not _near(one, twice[i][: self.few]):
+                raise CaptureError(
+                    f"what {self._name()} returns for a row of the batch depends on how many rows there are: "
+                    f"{INSTEAD}, or divide by their number outside of the module"
+                )
 
     def _name(self) -> str:
         return type(self.module._module).__name__
@@ -110,34 +128,22 @@ class _Trial:
                     f"training: {INSTEAD}, or a layer that keeps no statistics of batches"
                 )
 
-    def _refuse_shapes(self, captured: Captured) -> None:
-        """Raise if an output that has no rows looks as if it had."""
-        values = captured.graph.graph.output_node().args[0]
-        counts = parts_of(self.leaves, self.module._count)
-        for leaf in captured.leaves:
-            if isinstance(leaf, Ref):
-                shape = self._shape(leaf, captured, values)
-                if shape and shape[0] != self.few and len(set(counts)) == 1 and shape[0] == counts[0]:
+    def _refuse_forms(self, captured: Captured, doubled: Captured) -> None:
+        """Raise if the result has another form for other rows, or an output that has no rows looks as if it had."""
+        counts = set(parts_of(self.leaves, self.module._count))
+        if captured.spec != doubled.spec:
+            raise CaptureError(f"{self._name()} returns results of other forms for other numbers of rows: {INSTEAD}")
+        for one, two in zip(captured.leaves, doubled.leaves, strict=True):
+            if not isinstance(one, Ref) or not isinstance(two, Ref):
+                if one != two:
                     raise CaptureError(
-                        f"{self._name()} returns a tensor of shape {tuple(shape)}, whose first dimension is not that "
-                        f"of the batch: return rows or scalars, or {INSTEAD}"
+                        f"{self._name()} returns {one!r} for {self.few} rows and {two!r} for more: {INSTEAD}"
                     )
-
-    def _shape(self, leaf: Ref, captured: Captured, values: Any) -> torch.Size:
-        place: fx.Node = captured.graph.graph.find_nodes(op="placeholder")[leaf.index]
-        node = values[leaf.index] if leaf.kind == "output" else place
-        shape: torch.Size = node.meta["val"].shape
-        return shape
-
-    def _refuse_no_sums(self, captured: Captured, plain: Sequence[Tensor]) -> None:
-        """Raise if a scalar is not the mean of those of each row alone, or not twice what it is for twice the rows."""
-        few = range(self.few)
-        alike = [self._outputs(captured, [row] * self.few) for row in few]
-        twice = self._outputs(self._captured([*few, *few]), [*few, *few])
-        for i, one in enumerate(plain):
-            mean = torch.stack([outputs[i] for outputs in alike]).sum(0) / self.few
-            if not one.dim() and not (_near(one, mean) and _near(one * 2, twice[i])):
-                raise self._no_reduction()
+            elif (shape := _shape(one, captured)) == _shape(two, doubled) and counts == {*shape[:1]}:
+                raise CaptureError(
+                    f"{self._name()} returns a tensor of shape {tuple(shape)}, whose first dimension is not that of "
+                    f"the batch: return rows or scalars, or {INSTEAD}"
+                )
 
     def _no_reduction(self) -> CaptureError:
         return CaptureError(
@@ -166,6 +172,13 @@ class _Sums(Shared):
         return leaf * self._rows if count is None else known(leaf, count) * count
 
 
+def _shape(leaf: Ref, captured: Captured) -> torch.Size:
+    graph = captured.graph.graph
+    nodes = returned(graph) if leaf.kind == "output" else graph.find_nodes(op="placeholder")
+    shape: torch.Size = nodes[leaf.index].meta["val"].shape
+    return shape
+
+
 def _unlike(things: Sequence[Any]) -> int:
     """The smallest number that is no dimension of these tensors, and none that a module is likely to be about."""
     sizes = {size for thing in things if isinstance(thing, Tensor) for size in thing.shape}
@@ -186,8 +199,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
-    """Whether two scalars are the same but for rounding."""
+    """Whether two tensors are the same but for rounding of what is as large as the largest of them."""
     if not one.is_floating_point():
-        return bool(one == other)
-    rounding = torch.finfo(one.dtype).eps ** 0.5
-    return torch.allclose(one, other, rtol=rounding, atol=rounding, equal_nan=True)
+        return _same(one, other)
+    finite = one[one.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    away = ~(one - other).abs().le(torch.finfo(one.dtype).eps ** 0.5 * (1.0 + largest))
+    return _same(one[away], other[away])

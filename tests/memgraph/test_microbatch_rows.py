@@ -186,6 +186,15 @@ def test_what_is_returned_has_rows_or_is_a_scalar() -> None:
         compiled(Does(lambda layer, x: (layer(x), layer.weight[:3] * 2)))(torch.randn(4, 4))
 
 
+def test_what_depends_on_the_number_of_rows_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match="depends on how many rows there are"):
+        compiled(Does(lambda layer, x: layer(x).square().sum(1) / len(x)))(torch.randn(6, 4))
+    with pytest.raises(memgraph.CaptureError, match="returns 5 for 5 rows and 10 for more"):
+        compiled(Does(lambda layer, x: (layer(x), len(x))))(torch.randn(6, 4))
+    with pytest.raises(memgraph.CaptureError, match="other forms"):
+        compiled(Does(lambda layer, x: list(layer(x))))(torch.randn(6, 4))
+
+
 def test_a_call_without_a_batch_is_refused() -> None:
     with pytest.raises(memgraph.CaptureError, match="no argument is a tensor"):
         compiled(Does(lambda layer, x: layer.weight * x))(2.0)
