@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 ROWS = [*(f"O{i:02}" for i in range(1, 59)), *(f"C{i:02}" for i in range(1, 40))]
 DEFECTS = "O03 O08 O15 O26 O27 O28 O29 O30 O31 O32 O33 O34 O35 O36 O40 O43 O45 O46 O50 O55 O56 C09 C15 C16 C17 C19 C20 C21 C23 C25"
@@ -23,7 +21,6 @@ class Row:
     defect: bool
     here: str
     tests: tuple[str, ...]
-    open: str
 
 
 @cache
@@ -33,8 +30,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def _row(name: str, defect: bool, here: str, shown: str) -> Row:
-    tests, _, left = shown.partition("open: ")
-    return Row(name, defect, here, tuple(test for test in tests.split() if test != "-"), left)
+    return Row(name, defect, here, tuple(test for test in shown.split() if test != "-"))
 
 
 @cache
@@ -57,8 +53,3 @@ def test_every_row_says_what_happens_here_and_a_defect_is_shown() -> None:
 def test_every_test_that_is_named_exists() -> None:
     assert known() > {"test_every_test_that_is_named_exists"}
     assert [f"{row.name}: {test}" for row in rows() for test in row.tests if test not in known()] == []
-
-
-@pytest.mark.parametrize("row", [row for row in rows() if row.open], ids=lambda row: row.name)
-def test_what_is_open(row: Row) -> None:
-    pytest.xfail(row.open)
