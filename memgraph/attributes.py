@@ -63,19 +63,24 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._walk: _Walk | None = None
+        self._walk: Walk | None = None
 
     @property
     def key(self) -> Hashable:
         if self._walk is None or self._walk.is_stale():
-            self._walk = _Walk(self.module)
+            self._walk = Walk()
+            self._walk.describe(self.module, 0)
         return self._walk.key
 
 
-class _Walk:
-    """One walk, and what has to be looked at to know whether another would find the same."""
+class Walk:
+    """One walk, and what has to be looked at to know whether another would find the same.
 
-    def __init__(self, module: nn.Module) -> None:
+    `inputs` are the places of tensors, by their id, that count by these and not by who they are.
+    """
+
+    def __init__(self, inputs: Mapping[int, int] | None = None) -> None:
+        self.inputs = inputs or {}
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # of each thing, by its id; a second way to it says only that
         self.kept: list[Any] = []  # so that no id is used again
@@ -87,8 +92,11 @@ class _Walk:
         self.sets: list[tuple[set[Any], frozenset[Any]]] = []
         self.arrays: list[tuple[Any, Hashable]] = []
         self.slotted: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = []
-        self._open(module, 0)
-        self.key = tuple(self.tokens)
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """All that was found."""
+        return tuple(self.tokens)
 
     def is_stale(self) -> bool:
         """Whether anything that was found lies elsewhere now, or has other contents."""
@@ -115,7 +123,8 @@ class _Walk:
             or any(ref() is None for ref in self.lent)
         )
 
-    def _describe(self, thing: Any, depth: int) -> None:
+    def describe(self, thing: Any, depth: int) -> None:
+        """Note a thing, so deep below a module, and what is in it."""
         kind = type(thing)
         if kind in ATOMS:
             # 0.0 == -0.0, nan != nan, and 1 == True.
@@ -130,6 +139,9 @@ class _Walk:
         if isinstance(thing, Tensor):
             # The graph reads the tensor itself, whatever it holds by then.
             self.lent.append(weakref.ref(thing))
+            if id(thing) in self.inputs:
+                self.tokens.append(("input", self.inputs[id(thing)]))
+                return
             self.tokens += [Same(thing), (tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad)]
             return
         self.kept.append(thing)
@@ -137,7 +149,7 @@ class _Walk:
             self._open_module(thing, depth)
         elif _is_array(thing):
             self.arrays.append((thing, _content(thing)))
-            self.tokens += [Same(thing), self.arrays[-1][1]]
+            self.tokens += [Same(type(thing)), self.arrays[-1][1]]
         elif depth >= DEPTH or isinstance(thing, WHOLE) or _is_torchs(thing):
             self.tokens.append(Same(thing))
         else:
@@ -149,12 +161,12 @@ class _Walk:
         self._note(held, (*names, *(name for name in (*STATE, *HOOKS) if name in held)))
         self.tokens += [Same(type(module)), names]
         for name in (*STATE, *HOOKS):
-            self._open_state(held.get(name), hooks=name in HOOKS)
+            self.open_state(held.get(name), hooks=name in HOOKS)
         for name in names:
             # Submodules are as deep as the module itself: their own attributes count from there.
-            self._describe_modules(held[name]) if name == "_modules" else self._describe(held[name], depth + 1)
+            self._describe_modules(held[name]) if name == "_modules" else self.describe(held[name], depth + 1)
 
-    def _open_state(self, held: dict[Any, Any] | None, hooks: bool) -> None:
+    def open_state(self, held: dict[Any, Any] | None, hooks: bool) -> None:
         """Hooks count by who they are; parameters and buffers by name, for their tensors are in the key already."""
         if not held:
             self.empty.append(held)
@@ -172,7 +184,7 @@ class _Walk:
             self.mapped.append((held, tuple(held), tuple(map(id, held.values()))))
             self.tokens.append(tuple(held))
             for module in held.values():
-                self._describe(module, 0)
+                self.describe(module, 0)
 
     def _note(self, held: dict[str, Any], names: tuple[str, ...]) -> None:
         get = itemgetter(*names)
@@ -195,14 +207,14 @@ class _Walk:
             if not isinstance(thing, tuple):
                 self.listed.append((thing, self._ids(thing)))
             for item in thing:
-                self._describe(item, depth + 1)
+                self.describe(item, depth + 1)
         held, slots = getattr(thing, "__dict__", None), _slots(kind)
         if isinstance(held, dict):
             self._open_mapping(held, depth)
         if slots:
             self.slotted.append((thing, slots, _slot_ids(thing, slots)))
             for name in slots:
-                self._describe(getattr(thing, name, None), depth + 1)
+                self.describe(getattr(thing, name, None), depth + 1)
         if not inside and held is None and not slots:
             self.tokens.append(Same(thing))
 
@@ -210,7 +222,7 @@ class _Walk:
         self.mapped.append((held, tuple(held), self._ids(held.values())))
         self.tokens.append(tuple(map(_hashed, held)))
         for value in held.values():
-            self._describe(value, depth + 1)
+            self.describe(value, depth + 1)
 
     def _ids(self, things: Iterable[Any]) -> tuple[int, ...]:
         things = tuple(things)
@@ -228,9 +240,9 @@ def _is_array(thing: Any) -> bool:
 
 
 def _content(array: Any) -> Hashable:
-    """What an array holds, unless that is much."""
+    """What an array holds, or who it is, if that is much."""
     bulk = array.nbytes > CONTENT or array.dtype.hasobject
-    return array.shape, str(array.dtype), None if bulk else array.tobytes()
+    return array.shape, str(array.dtype), Same(array) if bulk else array.tobytes()
 
 
 def _is_torchs(thing: Any) -> bool:

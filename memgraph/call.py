@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .trees import Spec, flatten, unflatten
+from .trees import Spec, flatten, tensors_of, unflatten
 from .where import nodes_behind
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for: a parameter or buffer by its name, an input by its place among the tensor leaves
-    of the call, a tangent by the place of its output."""
+    """What a placeholder stands for: a parameter or buffer by its name, an input by its place among the different
+    tensors that the call is given, a tangent by the place of its output."""
 
     kind: Literal["parameter", "buffer", "input", "tangent"]
     name: str = ""
@@ -42,10 +43,44 @@ class Output:
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the module's result: an output of the graph, or an input that was handed through."""
+    """Stands for a tensor in the module's result: an output of the graph, or an input that was handed through, as it is
+    or as a view of it."""
 
     kind: Literal["output", "input"]
     index: int
+    view: View | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What it stands for, of the output or input at its place."""
+        return tensor if self.view is None else self.view.on(tensor)
+
+
+@dataclass(frozen=True)
+class View:
+    """How a view lies in what it is a view of; autograd knows nothing of it, least of all if it is `detached`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    detached: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, source: Tensor) -> View | None:
+        """How a tensor lies in another one; None if it is none of its views, or one that has to be computed."""
+        is_seen = tensor.requires_grad and torch.is_grad_enabled()
+        if is_seen or tensor.layout != torch.strided or tensor.dtype != source.dtype:
+            return None
+        if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset() - source.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor._base is not source)
+
+    def on(self, source: Tensor) -> Tensor:
+        """The view of the real one."""
+        source = source.detach() if self.detached else source
+        if (self.shape, self.stride, self.offset) == (source.shape, source.stride(), 0) and self.detached:
+            return source
+        return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
 
 
 # Of the outputs that can be differentiated, by place, the places of those that a loss may be made of.
@@ -105,7 +140,7 @@ class Call:
     ) -> Call:
         leaves, spec = flatten((args, kwargs))
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = tensors_of(leaves)
         inputs = (
             *(Input("parameter", name) for name in parameters),
             *(Input("buffer", name) for name in buffers),
@@ -119,8 +154,9 @@ class Call:
 
     def run(self, values: Sequence[Tensor]) -> Any:
         """The result with other tensors in the place of the inputs; parameters and buffers are the module's own."""
-        given = iter([value for role, value in zip(self.inputs, values, strict=True) if role.kind == "input"])
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        pairs = zip(self.tensors, self.inputs, values, strict=True)
+        given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
+        leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         result = self.module(*args, **kwargs)
         return result if self.loss is None else self.loss(result)

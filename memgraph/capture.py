@@ -53,9 +53,11 @@ class Captured:
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
         tensors = {"output": outputs, "input": inputs}
-        return unflatten(
-            [tensors[leaf.kind][leaf.index] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec
-        )
+        found: dict[Ref, Tensor] = {}  # a tensor that is returned twice is one
+        for leaf in self.leaves:
+            if isinstance(leaf, Ref) and leaf not in found:
+                found[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
+        return unflatten([found[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec)
 
 
 def capture(
@@ -74,7 +76,7 @@ def capture(
     call = Call.of(module, args, kwargs, loss)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
-    with surroundings(mode), torch.set_grad_enabled(grad), explained(module):
+    with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
         joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         _refuse_shared(call, functional.changed)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .capture import Captured, Ref
 from .nodes import changes_inputs
-from .trees import flatten
+from .trees import flatten, tensors_of
 from .versions import refuse_changed, version_of
 
 Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -28,7 +28,7 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     written = _written(captured)
     buffers = {name: buffer.clone() if name in written else buffer for name, buffer in module.named_buffers()}
-    given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    given = tensors_of(flatten((args, kwargs))[0])
     seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 

@@ -7,7 +7,7 @@ What comes out may still hold ops that work in place; `functional.py` sees to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,14 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.nn.utils import stateless
 
-from .call import Call, Input, Output, Ref, Wanted
+from .call import Call, Input, Output, Ref, View, Wanted
 from .checkpoint import without_checkpoint
 from .constants import describe_constants, refuse_trained_constants
+from .contents import Contents
+from .effects import Trace, refuse_effects
 from .errors import CaptureError
 from .fakes import fake, without_autocast
+from .fast_paths import fused_layers
 from .kernels import keep_workspaces
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
@@ -52,17 +55,34 @@ class Joint:
 
 def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
     """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
-    fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    with untouched(call.module) as before, without_checkpoint(), seen_by_transformers(mode):
-        step = _Step(call, mode, wanted, before)
-        with step.notes.following(), mode.knowing():
-            graph = make_fx(step)(*fakes)
-    keep_workspaces(graph.graph)
-    drop_aliases(graph.graph, kept=set(returned(graph.graph)[: len(step.outputs)]))
-    drop_dead(graph.graph)
+    with (
+        untouched(call.module, call.tensors) as before,
+        without_checkpoint(),
+        fused_layers(),
+        seen_by_transformers(mode),
+    ):
+        step, graph = _traced(call, mode, wanted, before)
+        refuse_effects(before.before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.found(graph)
+
+
+def _traced(call: Call, mode: KnowingMode, wanted: Wanted, before: Untouched) -> tuple[_Step, fx.GraphModule]:
+    fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
+    step = _Step(call, mode, wanted, before)
+    with step.notes.following(), mode.knowing():
+        graph = make_fx(step)(*fakes)
+    keep_workspaces(graph.graph)
+    drop_aliases(graph.graph, kept=set(returned(graph.graph)[: len(step.outputs)]))
+    drop_dead(graph.graph)
+    return step, graph
+
+
+def _facts(step: _Step, graph: fx.GraphModule) -> Trace:
+    """What has to be the same in every call."""
+    leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
+    return graph, (step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)), step.left
 
 
 class _Step:
@@ -79,6 +99,7 @@ class _Step:
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
+        self.left: Contents  # in the module's attributes, when forward has ended
 
     def found(self, graph: fx.GraphModule) -> Joint:
         """What is known once the trace has ended."""
@@ -101,14 +122,16 @@ class _Step:
     def _forward(self, values: Sequence[Tensor]) -> Any:
         """The module's result, with the traced values in the place of its parameters and buffers."""
         now = self.call.state(values)
+        names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
         with stateless._reparametrize_module(self.call.module, now, tie_weights=True):
             result = self.call.run(values)
-            self._find_assigned(now)
+            self._find_assigned(now, names)
         self.before.refuse_leaks(set(map(id, values)))
+        self.left = Contents(self.call.module, values)
         return result
 
-    def _find_assigned(self, now: dict[str, Tensor]) -> None:
-        """Note the buffers under whose name forward has put another tensor."""
+    def _find_assigned(self, now: dict[str, Tensor], names: Set[str]) -> None:
+        """Note the buffers, of these names, under which forward has put another tensor."""
         module = self.call.module
         for place, (path, before) in enumerate(now.items()):
             owner, _, name = path.rpartition(".")
@@ -116,28 +139,41 @@ class _Step:
             if held is not before:
                 self.assigned[place] = _assignable(self.inputs[place], before, held)
         for path, held in module.named_buffers(remove_duplicate=False):
+            if path not in names:
+                raise CaptureError(
+                    f"forward registers the buffer {path}: register it in __init__, or run the plain module once "
+                    "before it is compiled"
+                )
             if path not in now and isinstance(held, FakeTensor) and all(held is not value for value in now.values()):
-                raise CaptureError(f"forward makes or re-assigns {path}, a second name of a buffer: change it in place")
+                raise CaptureError(f"forward assigns to {path}, a second name of a buffer: change it in place")
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
         """The different tensors of a result; the rest of it is kept as `leaves` and `spec`."""
         leaves, self.spec = flatten(result)
-        # A parameter is not handed through: its gradient from there shall come out of the graph with the rest of it.
-        # Nor is the old value of a buffer that was assigned anew, which then holds another one.
-        kept = (i for i, role in enumerate(self.inputs) if role.kind != "parameter" and i not in self.assigned)
-        passed = {id(values[i]): i for i in kept}
+        # The old value of a buffer that was assigned anew is not handed through: the buffer then holds another one.
+        passed = {i: value for i, value in enumerate(values) if i not in self.assigned}
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 refs.append(leaf)
-            elif id(leaf) in passed:
-                refs.append(Ref("input", passed[id(leaf)]))
+            elif (handed := self._handed(leaf, passed)) is not None:
+                refs.append(handed)
             else:
                 outputs.setdefault(id(leaf), leaf)
                 refs.append(Ref("output", list(outputs).index(id(leaf))))
         self.leaves = tuple(refs)
         return list(outputs.values())
+
+    def _handed(self, leaf: Tensor, passed: Mapping[int, Tensor]) -> Ref | None:
+        """What a result is, if it is an input, or a view of one that autograd knows nothing of."""
+        for i, value in passed.items():
+            # The gradient of a parameter that is returned shall come out of the graph with the rest of it.
+            trained = self.inputs[i].kind == "parameter" and value.requires_grad and torch.is_grad_enabled()
+            if leaf is value and not trained:
+                return Ref("input", i)
+        views = ((i, View.of(leaf, value)) for i, value in passed.items())
+        return next((Ref("input", i, view) for i, view in views if view is not None), None)
 
     def _backward(self, values: Sequence[Tensor], outputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
         """The gradients of what requires one, for tangents that become further placeholders."""

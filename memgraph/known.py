@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -32,10 +33,40 @@ ELEMENTS = 1 << 24  # what may be computed to answer one question
 ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
 
 
+@dataclass(frozen=True)
+class Failed:
+    """An op that failed on fake tensors."""
+
+    error: Exception
+    op: Any
+    args: Any
+    kwargs: Any
+
+    def runs(self) -> bool:
+        """Whether it does on real ones: zeros of the same shapes, if these are not much."""
+        given, form = pytree.tree_flatten((self.args, self.kwargs))
+        fakes = [thing for thing in given if isinstance(thing, Tensor)]
+        if not isinstance(self.op, OpOverload) or sum(fake.numel() for fake in fakes) > ELEMENTS:
+            return False
+        with _disable_current_modes(), torch.no_grad():
+            real = [_zeros(thing) if isinstance(thing, Tensor) else thing for thing in given]
+            args, kwargs = pytree.tree_unflatten(real, form)
+            try:
+                self.op(*args, **kwargs)
+            except Exception:
+                return False
+        return True
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+
+
 class KnowingMode(FakeTensorMode):
     """Fake tensors that have a value where it is known; without a ShapeEnv, for all else is an error at once."""
 
     tracer: Any = None  # of the trace that is going on
+    failed: Failed | None = None  # the latest
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -51,7 +82,13 @@ class KnowingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
-        return as_made(func, args, super().dispatch(func, types, args, kwargs), self)
+        try:
+            made = super().dispatch(func, types, args, kwargs)
+        except Exception as error:
+            if self.tracer is not None:
+                self.failed = Failed(error, func, args, kwargs or {})
+            raise
+        return as_made(func, args, made, self)
 
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
         """A result that torch remembers, in a storage of the bytes that it had: torch gives it no more than it covers.

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .contents import Contents
 from .errors import CaptureError
 from .shared import Shared
 from .targets import Targets
 from .trees import Spec, flatten, unflatten
-from .untouched import untouched
+from .untouched import Untouched
 from .where import part_running
 
 REDUCTIONS = ("mean", "sum")
@@ -56,10 +57,13 @@ class MicroBatches(Shared):
     def _run(self, number: int, call: Any, rows: int) -> Part:
         named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
         known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
-        # Recurrent layers keep a list of their weights, which would go on holding the aliases.
-        with untouched(self._module) as before, part_running(number), Targets() as targets:
+        before = Untouched(self._module, list(self._module.parameters()))
+        with part_running(number), Targets() as targets:
             result = torch.func.functional_call(self._module, named, *call)
             before.refuse_leaks(known)
+        # Recurrent layers keep a list of their weights, which would go on holding the aliases.
+        if before.before.changed(Contents(self._module, list(named.values()))) is None:
+            before.restore()
         return Part.of(result, rows, targets)
 
 

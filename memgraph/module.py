@@ -27,7 +27,8 @@ from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
 from .step import Step, Unforeseen
-from .trees import Spec, flatten
+from .transforms import refuse_duals, refuse_transforms
+from .trees import Spec, flatten, tensors_of
 
 PLANS = 8  # kept; the one that was used longest ago goes first
 
@@ -100,9 +101,12 @@ class CompiledModule(Shared):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
+    @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_transforms()
         leaves, spec = flatten((args, kwargs))
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
+        refuse_duals(tensors)
         step = self._step(args, kwargs, key)
         self.__dict__["_latest"] = step
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
@@ -113,7 +117,7 @@ class CompiledModule(Shared):
         parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
-        tensors = [*owned, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        tensors = [*owned, *tensors_of(leaves)]
         return tensors, ((guard, self._planner.groups), has_gradients(parameters), self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:

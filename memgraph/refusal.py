@@ -1,7 +1,8 @@
 """What torch says when a step can't be traced -> a `CaptureError` that says where, and what to change.
 
-Only what comes from tracing is translated; an error of the user's own forward stays what it is.  To what torch says of
-shapes that don't fit, the place is added: fake tensors see them first, and torch's log of that is kept quiet.
+Only what comes from tracing is translated; an error of the user's own forward stays what it is.  Where an op fails on
+fake tensors, it is run on real ones: if it fails there as well, as shapes that don't fit do, eager would have said so,
+and only the place is added.  Torch's log of what fake tensors see is kept quiet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 
 from .errors import CaptureError
-from .where import is_torchs, module_running, source_line
+from .known import KnowingMode
+from .where import is_torchs, is_users, module_running, source_line
 
 VALUE = (
     "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",
@@ -39,17 +41,43 @@ PACKED = (
     "pack_padded_sequence makes a result whose shape depends on the lengths",
     "give the recurrent layer the padded batch, and mask what lies behind the ends",
 )
+LENGTHS = (
+    "how much memory ctc_loss takes depends on the values of the lengths",
+    "return the log-probabilities, and compute ctc_loss outside of the module",
+)
+GROUPED = (
+    "torch describes this op for bfloat16 alone",
+    'use bfloat16, or another op; of transformers\' experts, config.experts_implementation = "batched_mm"',
+)
+NESTED = (
+    "an encoder makes a nested tensor of what is not padding, whose shape depends on the mask",
+    "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
+)
+UNDESCRIBED = (
+    "torch fails to describe what an op makes, though the op itself runs",
+    "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
+)
+UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
 BY_TYPE: tuple[tuple[type[Exception], tuple[str, str]], ...] = (
     (DataDependentOutputException, VALUE),
     (GuardOnDataDependentSymNode, VALUE),
     (DynamicOutputShapeException, SHAPE),
     (UnsupportedOperatorException, NO_FAKE),
 )
-BY_OP = (("aten._pack_padded_sequence", PACKED),)
+BY_OP = (
+    ("aten._pack_padded_sequence", PACKED),
+    ("aten._ctc_loss", LENGTHS),
+    ("aten._grouped_mm", GROUPED),
+    ("aten._nested_tensor_from_mask", NESTED),
+)
 BY_TEXT = (
     ("get value out of a tracing tensor", VALUE),
     ("is not supported for tensor subclasses", VALUE),
     ("Cannot access data pointer of Tensor", NO_FAKE),
+    (
+        "modified by an inplace operation",
+        ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),
+    ),
     ("leaf Variable that requires grad", ("forward changes in place what requires a gradient", "clone it first")),
 )
 
@@ -58,7 +86,7 @@ LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
-def explained(module: nn.Module) -> Iterator[None]:
+def explained(module: nn.Module, mode: KnowingMode) -> Iterator[None]:
     """Raise a CaptureError in the place of what torch raises for a step of `module` that can't be captured."""
     LOG.addFilter(_is_harmless)
     try:
@@ -67,7 +95,7 @@ def explained(module: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         running = module_running(error.__traceback__, module)
-        reason = _reason(error, running[1] if running else None)
+        reason = _reason(error, running[1] if running else None) or _hidden(error, mode)
         place = source_line(error.__traceback__)
         if running:
             place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
@@ -78,6 +106,7 @@ def explained(module: nn.Module) -> Iterator[None]:
         what, change = reason
         raise CaptureError(f"the step can't be captured at {place}: {what}\n{change}\ntorch says: {error}") from error
     finally:
+        mode.failed = None  # it holds all frames of the trace
         LOG.removeFilter(_is_harmless)
 
 
@@ -99,3 +128,15 @@ def _reason(error: Exception, running: nn.Module | None) -> tuple[str, str] | No
         if text in str(error):
             return reason
     return None
+
+
+def _hidden(error: Exception, mode: KnowingMode) -> tuple[str, str] | None:
+    """The reason, if it is torch that can't do without data what it does in eager."""
+    if not is_torchs(error.__traceback__):
+        return None
+    failed = mode.failed
+    if failed is None or failed.error is not error:
+        return UNTRACED if not is_users(error.__traceback__) else None
+    if not failed.runs():
+        return None
+    return next((reason for op, reason in BY_OP if op in str(failed.op)), UNDESCRIBED)

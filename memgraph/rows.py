@@ -116,7 +116,8 @@ class _Trial:
         tensors = operands(self.module._module, *self._call(rows, changed))
         with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast():
             torch.manual_seed(0)
-            return list(captured.graph(*tensors))
+            views = [leaf for leaf in captured.leaves if isinstance(leaf, Ref) and leaf.view is not None]
+            return [*captured.graph(*tensors), *(leaf.of(tensors[leaf.index]) for leaf in views)]
 
     def _refuse_changes(self, captured: Captured) -> None:
         graph = captured.graph.graph
@@ -175,7 +176,7 @@ class _Sums(Shared):
 def _shape(leaf: Ref, captured: Captured) -> torch.Size:
     graph = captured.graph.graph
     nodes = returned(graph) if leaf.kind == "output" else graph.find_nodes(op="placeholder")
-    shape: torch.Size = nodes[leaf.index].meta["val"].shape
+    shape: torch.Size = leaf.of(nodes[leaf.index].meta["val"]).shape
     return shape
 
 

@@ -136,6 +136,8 @@ def _read(given: object) -> SavedPlan:
         return given
     if not isinstance(given, str | PathLike):
         raise TypeError(f"plan is a {type(given).__name__}; give a SavedPlan, its JSON text, or the path of a file")
+    if isinstance(given, str) and not given.strip():
+        raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {ANEW}")
     if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
         return SavedPlan.from_json(given)
     try:

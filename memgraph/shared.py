@@ -87,6 +87,15 @@ def _call(shared: Shared, name: str, *args: Any) -> Any:
     return getattr(shared._module, name)(*args)
 
 
+def every_part(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All submodules with their paths, and the module itself; with the one that it only stands for, if it does."""
+    parts = list(module.named_modules())
+    while isinstance(module, Shared):
+        module = module._module
+        parts.append(("", module))
+    return parts
+
+
 class WithLoss(Shared):
     """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))`
     without a target."""

@@ -33,7 +33,7 @@ def signature(
     """
     return (
         spec,
-        tuple(_tensor(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
+        _given(leaves),
         tuple(map(_tensor, owned)),
         tuple(map(has_hooks, owned)),
         (attributes or Attributes(module)).key,
@@ -78,6 +78,24 @@ def in_process_group() -> bool:
 def has_hooks(parameter: Tensor) -> bool:
     """Whether hooks of the parameter itself want its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _given(leaves: Sequence[object]) -> Hashable:
+    """Of each leaf what counts; of a tensor that is given once more, or lies in another's memory, which one that is."""
+    first: dict[tuple[str, int], int] = {}
+    found: list[Hashable] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            found.append(_constant(leaf))
+            continue
+        same = first.setdefault(("tensor", id(leaf)), place)
+        near = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if _has_storage(leaf) else place
+        found.append((same, near, *_tensor(leaf)))
+    return tuple(found)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _constant(leaf: object) -> Hashable:

@@ -78,6 +78,11 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
     return pytree.tree_unflatten(tops, spec.tree)
 
 
+def tensors_of(leaves: Sequence[object]) -> list[Tensor]:
+    """The different tensors among leaves, in their order: `f(x, x)` reads one."""
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+
+
 def _open(top: Any) -> tuple[Shell | None, list[Any]]:
     pickler = _Pickler()
     try:

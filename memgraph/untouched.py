@@ -1,34 +1,41 @@
 """A module, as it was: capture runs its forward on fake tensors, and nothing that this leaves behind may stay.
 
-Attributes are put back, and what forward put into lists and dicts on the module is taken out again.  A fake tensor that
-was left behind is an error: the module hands something out beside its outputs (an auxiliary loss, a cache), which the
-graph would not make. So is a number that forward counts on.
+Attributes are put back, and what forward put into lists, dicts and sets on the module is taken out again.  A fake
+tensor that was left behind is an error: the module hands something out beside its outputs (an auxiliary loss, a cache),
+which the graph would not make. So is a number that forward counts on.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from .contents import Contents, remade
+from .effects import stored
 from .errors import CaptureError
+from .shared import every_part
 
 CONTAINERS = (dict, OrderedDict, list)
+RESTORED = (*CONTAINERS, set, deque)
 COUNTERS = (bool, int, float, str)
 
 
 class Untouched:
-    """The attributes of all submodules, one level deep."""
+    """The attributes of all submodules, and the containers in them."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.named_modules())
+    def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
+        self.modules = every_part(module)
         self.attributes = [dict(vars(child)) for _, child in self.modules]
-        containers = [value for held in self.attributes for value in held.values() if type(value) in CONTAINERS]
-        self.contents = [(container, container.copy()) for container in containers]
+        self.before = Contents(module, given)
+        direct = [value for held in self.attributes for value in held.values() if type(value) in CONTAINERS]
+        self.contents = [(container, container.copy()) for container in direct]
+        deep = {id(held): held for held in self.before.containers if type(held) in RESTORED}
+        self.deep = [(container, container.copy()) for container in deep.values()]
 
     def restore(self) -> None:
         """Put everything back that changed."""
@@ -36,10 +43,10 @@ class Untouched:
             if not _same(vars(module), before):
                 vars(module).clear()
                 vars(module).update(before)
-        for container, before in self.contents:
+        for container, before in (*self.contents, *self.deep):
             if not _same(container, before):
                 container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
+                container.extend(before) if isinstance(container, list | deque) else container.update(before)
 
     def refuse_leaks(self, inputs: set[int]) -> None:
         """Raise if forward left a fake tensor on the module that is none of the inputs, given by `id`, or changed a
@@ -48,11 +55,7 @@ class Untouched:
         for path, module in self.modules:
             for name, tensor in held(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
-                    owner = ".".join(filter(None, (path, name)))
-                    raise CaptureError(
-                        f"forward stores a tensor in {owner}, as no captured step can: return it, or register {owner} "
-                        "as a buffer of its shape and dtype before the first step"
-                    )
+                    raise stored(".".join(filter(None, (path, name))))
 
     def _refuse_counters(self) -> None:
         """A number that forward changes would be the same in every step, and what depends on it as well."""
@@ -80,9 +83,9 @@ def _by_key(container: Any) -> dict[Any, Any]:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[Untouched]:
-    """Whatever happens inside, the module is afterwards as it was."""
-    before = Untouched(module)
+def untouched(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Untouched]:
+    """Whatever happens inside, the module is afterwards as it was; `given` are the tensors that its call reads."""
+    before = Untouched(module, given)
     try:
         yield before
     finally:
@@ -91,13 +94,12 @@ def untouched(module: nn.Module) -> Iterator[Untouched]:
 
 def held(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What hangs on a module, with its name."""
-    # Weights that a hook like torch.nn.utils.spectral_norm makes anew each time are nobody's news.
-    remade = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+    unread = remade(module)
     for name, value in vars(module).items():
         if type(value) in CONTAINERS:
             for key, item in _items(value):
                 yield (str(key) if name in ("_buffers", "_parameters") else name), item
-        elif name not in remade:
+        elif name not in unread:
             yield name, value
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import fx, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -46,6 +48,7 @@ class Notes:
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(child): path for path, child in module.named_modules()}
+        self.has_compiled = any(isinstance(child, torch._dynamo.OptimizedModule) for child in module.modules())
         self.running: list[str] = [""]
         self.thread = threading.get_ident()  # the hooks hear of all modules of the process
         self.phase = "forward"
@@ -58,6 +61,9 @@ class Notes:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave).remove)
+            if self.has_compiled:  # it warns of these very hooks
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)
             yield
 
     def attach(self, tracer: Any) -> None:
@@ -111,7 +117,7 @@ def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:
 def source_line(traceback: TracebackType | None) -> str:
     """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
     places = [(frame.f_code, line) for frame, line in walk_tb(traceback)]
-    users = [place for place in places if not place[0].co_filename.startswith((TORCH, MEMGRAPH, "<"))]
+    users = [place for place in places if _is_users(place[0])]
     modules = [place for place in places if place[0].co_name == "forward"]
     for code, line in reversed(users or modules):
         return f"{code.co_filename}:{line} in {code.co_name}"
@@ -132,6 +138,15 @@ def is_torchs(traceback: TracebackType | None) -> bool:
     """Whether an exception was raised by torch's own code."""
     frames = [frame for frame, _ in walk_tb(traceback)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(TORCH)
+
+
+def is_users(traceback: TracebackType | None) -> bool:
+    """Whether code of the user's had any part in an exception."""
+    return any(_is_users(frame.f_code) for frame, _ in walk_tb(traceback))
+
+
+def _is_users(code: CodeType) -> bool:
+    return not code.co_filename.startswith((TORCH, MEMGRAPH, "<"))
 
 
 def _line(frame: FrameType | None) -> str:

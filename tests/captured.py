@@ -59,15 +59,14 @@ def agrees(
 
 
 def fresh(tree: Any) -> Any:
-    """The same tree with tensors that are leaves of autograd."""
+    """The same tree with tensors that are leaves of autograd; one that stands there twice still does."""
     leaves, spec = flatten(tree)
-    return unflatten(
-        [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ],
-        spec,
-    )
+    new = {
+        id(leaf): leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
+    return unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def outputs_of(captured: Captured, result: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -79,7 +78,9 @@ def outputs_of(captured: Captured, result: Any, tensors: Sequence[Tensor]) -> li
         if not isinstance(ref, Ref):
             assert leaf == ref
         elif ref.kind == "input":
-            assert leaf is tensors[ref.index]
+            assert leaf is tensors[ref.index] or ref.view is not None
+            if ref.view is not None:
+                assert torch.equal(leaf, ref.view.on(tensors[ref.index])) and not leaf.requires_grad
         else:
             assert found.setdefault(ref.index, leaf) is leaf
     return [found[i] for i in range(len(found))]

@@ -51,6 +51,59 @@ def test_packed_sequences_are_refused_by_name_and_module() -> None:
         compiled(torch.ones(2, 5, 8), torch.tensor([5, 3]))
 
 
+class Grouped(nn.Module):
+    """An op that torch describes for bfloat16 alone, and that runs in float32."""
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=ends)
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(x.view(3, 1, 8).log_softmax(-1), target, lengths, lengths)
+
+
+class Encoded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1).eval()
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        y: Tensor = self.encoder(x[None], src_key_padding_mask=padding)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("part", "args", "says"),
+    [
+        (
+            Grouped(),
+            (torch.ones(1, 8, 8), torch.tensor([3], dtype=torch.int32)),
+            "bfloat16 alone\n.*experts_implementation",
+        ),
+        (
+            Counted(),
+            (torch.ones(1, 1, dtype=torch.long), torch.tensor([1])),
+            "values of the lengths\n.*outside of the module",
+        ),
+        (Encoded(), (torch.tensor([[False, False, True]]),), "nested tensor .*\n.*enable_nested_tensor=False"),
+    ],
+)
+def test_what_torch_cannot_describe_is_refused_with_what_helps(part: nn.Module, args: Any, says: str) -> None:
+    module = Around(part)
+    with torch.no_grad():
+        module(torch.ones(3, 8), *args)
+        with pytest.raises(memgraph.CaptureError, match=rf"in forward, in body\.1(\.encoder)? .*{says}") as caught:
+            memgraph.compile(module, ROOM)(torch.ones(3, 8), *args)
+    assert caught.value.__cause__ is not None
+
+
+def test_an_error_of_torch_outside_of_the_model_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "grad", nn.Module())  # which has no forward
+    with pytest.raises(memgraph.CaptureError, match="no line of the model's own runs"):
+        memgraph.compile(nn.Linear(8, 8), ROOM)(torch.ones(3, 8))
+
+
 def test_shapes_that_do_not_fit_are_named_with_their_module_and_nothing_is_logged(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
