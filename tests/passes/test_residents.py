@@ -218,13 +218,16 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
             f"{budget}: greedy {quick.us:.0f} us, plan {choice.forecast.us:.0f} us, {choice.lower_bound:.0f} proven"
         )
         assert choice.forecast.peak <= budget
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 16000: greedy 751 us, plan 701 us, 701 proven
 12000: greedy 1051 us, plan 951 us, 951 proven
 8000: greedy 1451 us, plan 1351 us, 1351 proven
 6000: greedy 1651 us, plan 1551 us, 1551 proven
 4000: greedy 2151 us, plan 1905 us, 1751 proven
-3000: greedy 2401 us, plan 2200 us, 1851 proven""")
+3000: greedy 2401 us, plan 2200 us, 1851 proven""",
+    )
 
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
