@@ -129,7 +129,8 @@ def _fn(node: fx.Node) -> str:
         return "buffer"
     if node.target is operator.getitem:
         return "getitem"
-    return f"memgraph.{node.target.__name__}" if node.target in (accumulate, update) else str(node.target)
+    own = next((op for op in (accumulate, update) if node.target is op), None)
+    return str(node.target) if own is None else f"memgraph.{own.__name__}"
 
 
 def _type(value: Tensor) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .errors import MemgraphError
@@ -20,7 +20,7 @@ def refuse_transforms() -> None:
     Raises:
         MemgraphError: one of them is running.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise MemgraphError(
             "torch.func (vmap, grad, vjp, jvp, ...) can't transform a compiled module, which runs a step as it was "
             "captured: transform the plain module, or compile a module whose forward calls torch.func"
