@@ -20,11 +20,12 @@ Terms = dict[int, float]
 
 @dataclass(frozen=True)
 class Far:
-    """X of every resident; N of every rest between two visits; q of every update."""
+    """X of every resident; N of every rest between two visits; v and u of every update."""
 
     lives: tuple[int, ...]
     stays: dict[tuple[int, int], int]
     windows: dict[int, int]
+    longer: dict[int, int]
 
     @classmethod
     def of(cls, model: Model) -> Far:
@@ -41,7 +42,9 @@ class Far:
             for rest in resident.rests(program.size)
             if rest.visit is not None
         }
-        return cls(lives, stays, {position: column() for position in program.updates if lives})
+        updates = program.updates if lives else ()
+        longer = {position: column(1.0, most=INFINITY) for position in updates}
+        return cls(lives, stays, {position: column() for position in updates}, longer)
 
     def there(self, model: Model, position: int) -> Terms:
         """Bytes in MiB beyond those of the captured step."""
@@ -68,9 +71,10 @@ class Far:
                         terms[self.stays[h, k]] = -resident.nbytes / MIB
         return terms
 
-    def tolls(self, model: Model) -> tuple[Terms, Terms]:
-        """What copies take of compute in forward and in backward, in microseconds."""
-        early, late = Terms(), Terms()
+    def busy(self, model: Model) -> tuple[Terms, Terms]:
+        """What compute has to do in forward and in backward that it has not if all is at home, in microseconds: copies
+        take their toll, and updates in backward longer."""
+        early, late = Terms(), {u: 1.0 for position, u in self.longer.items() if position < model.program.end}
         for h, resident in enumerate(model.program.residents):
             toll = model.program.machine.toll_us(resident.nbytes)
             for k, (first, _) in enumerate(resident.visits):
@@ -109,4 +113,4 @@ def updating(model: Model) -> None:
                 us[lives] = -resident.update_us(program.machine)
                 row(0.0, INFINITY, {window: 1.0, lives: -1.0})
         row(-INFINITY, 0.0, {window: 1.0, **dict.fromkeys(us, -1.0)})
-        row(-op.us, INFINITY, {model.linear.column(1.0, most=INFINITY): 1.0, **us})
+        row(-op.us, INFINITY, {far.longer[position]: 1.0, **us})

@@ -88,5 +88,6 @@ class Homes:
     @cached_property
     def ended(self) -> dict[str, int]:
         """The last op (by index) before the update that makes or reads each gradient that may leave."""
-        last = last_reads([op for op in self.trace.ops if op.phase != "update"])
-        return {storage: last[storage] for storage in self.gradients}
+        places = [i for i, op in enumerate(self.trace.ops) if op.phase != "update"]
+        last = last_reads([self.trace.ops[i] for i in places])
+        return {storage: places[last[storage]] for storage in self.gradients}

@@ -108,7 +108,7 @@ class _Curves:
         self.model, self.program, self.linear = model, model.program, model.linear
         self.sent = {i: model.sent(i) for i in model.away}
         self.waits = self.linear.column(1.0, most=INFINITY), self.linear.column(1.0, most=INFINITY)
-        early, late = model.far.tolls(model)
+        early, late = model.far.busy(model)
         self.early = self._tolls(self.program.machine.narrow) | early
         again = {column: maker.us for column, maker in zip(model.again, self.program.makers, strict=True)}
         self.late = self._tolls(self.program.machine.widen) | again | late

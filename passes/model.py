@@ -20,7 +20,7 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
     x_s, y_s  microseconds of the casts of s, out and back         z  anything is copied: copies need their staging
     E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
-    v    the update is run in windows, which need theirs           u  microseconds more than its own that it takes
+    v    the update is run in windows, which need theirs           u  microseconds more than its own that it takes, of each
 
     minimise  sum c_o R_o + sum 2 q_s O_s + sum (x_s + y_s + 2 r_s) C_s + sum H_r + w_forward + w_backward + u
 
@@ -40,7 +40,7 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
                                                                 and of M_rk, v_rk up to it  links.fetch, links.back
     time        sum of e_j over forward <= w_forward + sum q_s O_s + sum (x_s + r_s) C_s + H_r of forward          links
                 sum of e_j over backward <= w_backward + sum q_s O_s + sum (y_s + r_s) C_s + sum c_o R_o
-                                                                + H_r of backward          links
+                                                                + H_r of backward + u of updates in it        links
     forward t   base(t) + sum of m_s K_s + L_s over f_s < t - D_j(t) + rest ... <= B       memory.forward
     backward t  base(t) + sum of m_s V_st over gaps + rest ... <= B                        memory.backward
                 what no plan does without at t + rest ... <= B                             memory.anyhow

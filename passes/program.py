@@ -126,8 +126,8 @@ class Program:
 
     @property
     def end(self) -> int:
-        """Where backward ends: the position of the update, or the number of ops."""
-        return next((i for i in self.updates if i >= self.boundary), self.size)
+        """Before which position copies have ended: that of the last update, or the number of ops."""
+        return self.size - (self.size > self.boundary and self.size - 1 in self.updates)
 
     @cached_property
     def captured(self) -> Forecast:

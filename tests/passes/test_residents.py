@@ -32,6 +32,7 @@ from passes.optimize import optimize
 from passes.relax import relax
 from passes.schedule import HOMEWARD, Fate, schedule
 from passes.timing import in_time
+from passes.updates import early
 from tests.oracle.exhaustive import all_fates, best_of
 from tests.passes.interpreter import run
 from tests.strategies import traces
@@ -50,7 +51,8 @@ def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def trainings(draw: st.DrawFn, most: int = 4) -> Trace:
-    """A chain of layers, each with a parameter or that of a layer before, and the update of what is trained."""
+    """A chain of layers, each with a parameter or that of a layer before, and the update of what is trained: at the
+    end, or of each parameter as early as may be."""
     nbytes, us = st.sampled_from((100, 700, 1000, 4000)), st.sampled_from((0.0, 1.0, 5.0, 40.0, 300.0))
     work = st.sampled_from((0, 0, 500, 3000))
     count = draw(st.integers(1, most))
@@ -88,7 +90,13 @@ def trainings(draw: st.DrawFn, most: int = 4) -> Trace:
             seen[w] = f"a{i}"
     reads = [f"s{i}" for i in sizes] + list(seen.values()) + [f"w{i}" for i in sizes]
     lines += ["update:", f"step = Adam.step({', '.join(reads)})  # {draw(us)} us | workspace {draw(work)}"]
-    trace = parse("\n".join([*lines, "return output o, " + ", ".join(f"gradient {g}" for g in seen.values())]))
+    handed = ["output o", *(f"gradient {g}" for g in seen.values())]
+    if draw(st.booleans()):
+        apart = [f"u{i} = Adam.step(s{i}, {seen[i]}, w{i})  # {draw(us)} us | workspace {draw(work)}" for i in sizes]
+        kept = handed if draw(st.booleans()) else handed[:1]
+        trace = early(parse("\n".join([*lines[:-1], *apart, f"return {', '.join(kept)}"])))
+    else:
+        trace = parse("\n".join([*lines, f"return {', '.join(handed)}"]))
     note(str(trace))
     check(trace)
     return trace
