@@ -20,7 +20,7 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
     x_s, y_s  microseconds of the casts of s, out and back         z  anything is copied: copies need their staging
     E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
-    v    the update is run in windows, which need theirs           u  microseconds more than its own that it takes, of each
+    v    the update is run in windows, which need theirs           u  microseconds more than its own that each takes
 
     minimise  sum c_o R_o + sum 2 q_s O_s + sum (x_s + y_s + 2 r_s) C_s + sum H_r + w_forward + w_backward + u
 
