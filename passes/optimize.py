@@ -161,7 +161,8 @@ class _Search:
             states = self._try(points)
             near = last or points[0].us <= effort.target
             timed = self._in_time(states[0])
-            if self._is_near() or self._take(timed) or not near or self._mend(states, timed):
+            self._take(timed)
+            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states, timed):
                 break
         self._forget_events()
 
@@ -202,12 +203,14 @@ class _Search:
             mended = descend_from(self.program.gaps, self.machine, each, self.until)
             if not self._take(mended):
                 self._take(self._in_time(mended))
-        over = sorted(_over(self.program, timed.forecast, self.machine.budget), key=lambda found: -found[1])
+        # Other times for its copies may do, and cost too much.
+        broken = (timed if timed.peak > self.machine.budget else states[0]).forecast
+        over = sorted(_over(self.program, broken, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
             write(self.model, position)
         if not new:
-            self.events += [event(self.model, timed.forecast, index, position) for position, _, index in over]
+            self.events += [event(self.model, broken, index, position) for position, _, index in over]
         return self._is_near()
 
     def _take(self, state: State) -> bool:

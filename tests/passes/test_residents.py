@@ -230,10 +230,10 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
         """\
 16000: greedy 751 us, plan 701 us, 701 proven
 12000: greedy 1051 us, plan 951 us, 951 proven
-8000: greedy 1451 us, plan 1451 us, 1351 proven
-6000: greedy 1651 us, plan 1651 us, 1551 proven
-4000: greedy 2151 us, plan 1905 us, 1751 proven
-3000: greedy 2401 us, plan 2200 us, 1851 proven""",
+8000: greedy 1451 us, plan 1351 us, 1351 proven
+6000: greedy 1651 us, plan 1551 us, 1551 proven
+4000: greedy 2151 us, plan 1850 us, 1751 proven
+3000: greedy 2401 us, plan 2000 us, 1851 proven""",
     )
 
 
