@@ -94,10 +94,11 @@ class Planner:
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """How many parameters each of the optimizer's groups has: with another one it takes more."""
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Who is in each of the optimizer's groups: with another one it takes more, and other states live far."""
         optimizer = self.wishes.optimizer
-        return tuple(len(group["params"]) for group in optimizer.param_groups) if optimizer is not None else ()
+        groups = optimizer.param_groups if optimizer is not None else ()
+        return tuple(tuple(map(id, group["params"])) for group in groups)
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}

@@ -50,8 +50,8 @@ def price(path: Path, us: dict[str, float]) -> None:
     """Write prices into the cache: of ops by a part of their name."""
     with sqlite3.connect(path) as file:
         for key, value in file.execute("SELECT key, value FROM costs").fetchall():
-            fn = key.split("(")[0].removeprefix("op ")
-            if key.startswith("op "):
+            fn = key.split("(")[0].removeprefix("ran ")
+            if key.startswith("ran "):
                 text = json.dumps(json.loads(value) | {"us": us.get(fn, 5.0)})
                 file.execute(
                     "UPDATE costs SET value = ?, digest = ? WHERE key = ?", (text, costs._digest(key, text), key)
