@@ -2,14 +2,16 @@
 
     refuse_mixing(module, args, kwargs, room)      BatchNorm in training, x - x.mean(0), ...   ->   CaptureError
 
-A few rows of the batch go through forward, once more with one of them changed, and once more twice each: nothing else
-of the result may change then.  Their number is one that no dimension has, so that a tensor with as many rows as the
-batch by accident is found out by its shape.
+A few rows of the batch go through forward, and again with each of them changed in turn: nothing else of the result may
+change then.  Their number is one that no dimension has, so that a tensor with as many rows as the batch by accident is
+found out by its shape.  They go through once more twice each, and as often as fills a part and the whole batch: a row
+has to give the same wherever it stands, and among however many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -20,12 +22,17 @@ from passes import Machine, predict
 
 from .capture import Captured, Ref, capture, operands
 from .errors import CaptureError
+from .expected import Expected
 from .microbatches import INSTEAD, MicroBatches, Part, is_cut, known, parts_of, rows_of
 from .nodes import changes_inputs, returned
 from .shared import Shared
-from .summarize import draws, summarize
+from .summarize import summarize
 from .targets import Targets
 from .trees import Spec, flatten, unflatten
+
+Change = tuple[float, float]  # of the numbers in a row: a factor, and what is added
+SLIGHT: Change = (0.75, 0.125)
+LARGE: Change = (100.0, 1.0)  # enough to become the largest of the batch
 
 
 def refuse_mixing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: int) -> None:
@@ -52,72 +59,120 @@ class _Trial:
         self.few = _unlike([*module.parameters(), *module.buffers(), *leaves])
 
     def run(self) -> None:
-        few = range(self.few)
-        captured, doubled = self._captured(few), self._captured([*few, *few])
+        few = self.few
+        captured, doubled = self._captured(few), self._captured(2 * few)
         self._refuse_changes(captured)
         self._refuse_forms(captured, doubled)
-        trace = summarize(doubled.graph.graph)
-        given = sum(op.nbytes for op in trace.ops if op.is_input)
-        if predict(trace, Machine(0)).peak - given > self.room:
+        if not self._fits(doubled):
             return
-        plain = self._outputs(captured, few)
-        self._refuse_dependent(captured, plain)
-        if not any(map(draws, captured.graph.graph.nodes)):
-            self._refuse_counted(captured, plain, self._outputs(doubled, [*few, *few]))
+        self._refuse_dependent(captured)
+        plain = self._outputs(captured, range(few), chance=False)
+        alike = [_scalars(self._outputs(captured, [row] * few, chance=False)) for row in range(few)]
+        for size in sorted({few, 2 * few, *parts_of(self.leaves, self.module._count), self.rows}):
+            self._refuse_counted(size, captured, plain, alike)
 
-    def _refuse_dependent(self, captured: Captured, plain: Sequence[Tensor]) -> None:
+    def _fits(self, captured: Captured) -> bool:
+        trace = summarize(captured.graph.graph)
+        given = sum(op.nbytes for op in trace.ops if op.is_input)
+        return predict(trace, Machine(0)).peak - given <= self.room
+
+    def _refuse_dependent(self, captured: Captured) -> None:
         """Raise if another row changes a row, or what it changes of a scalar depends on other rows."""
         few = range(self.few)
+        plain, calm = (self._outputs(captured, few, chance=chance) for chance in (True, False))
+        for row in few:
+            self._refuse_seen(row, plain, self._outputs(captured, few, (row,)))
+            self._refuse_seen(row, calm, self._outputs(captured, few, (row,), LARGE, chance=False))
         first, second, both = (self._outputs(captured, few, changed) for changed in ((0,), (1,), (0, 1)))
         for zero, one, two, three in zip(plain, first, second, both, strict=True):
-            if zero.shape[:1] == (self.few,) and not _same(zero[1:], one[1:]):
+            if not zero.dim() and self.module._reduction and not _near(zero + three, one + two):
+                raise self._no_reduction()
+
+    def _refuse_seen(self, row: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Raise if more is different than the row that was changed."""
+        for zero, one in zip(before, after, strict=True):
+            is_rows = zero.shape[:1] == (self.few,)
+            if is_rows and not (_same(zero[:row], one[:row]) and _same(zero[row + 1 :], one[row + 1 :])):
                 raise CaptureError(
                     f"what {self._name()} returns for a row of the batch depends on other rows, as with batch norm in "
                     f"training or a mean over the batch: {INSTEAD}, or compute it outside of the module"
                 )
-            if not zero.dim() and self.module._reduction and not _near(zero + three, one + two):
-                raise self._no_reduction()
 
-    def _refuse_counted(self, captured: Captured, plain: Sequence[Tensor], twice: Sequence[Tensor]) -> None:
-        """Raise if a row depends on how many there are, or a scalar is no sum of what its rows would make alone."""
-        alike = [self._outputs(captured, [row] * self.few) for row in range(self.few)]
-        for i, one in enumerate(plain):
-            mean = torch.stack([outputs[i] for outputs in alike]).sum(0) / self.few
-            if not one.dim() and self.module._reduction and not (_near(one, mean) and _near(one * 2, twice[i])):
-                raise self._no_reduction()
-            if one.is_floating_point() and one.shape[:1] == (self.few,) and not _near(one, twice[i][: self.few]):
-                raise CaptureError(
-                    f"what {self._name()} returns for a row of the batch depends on how many rows there are: "
-                    f"{INSTEAD}, or divide by their number outside of the module"
-                )
+    def _refuse_counted(
+        self, size: int, captured: Captured, plain: Sequence[Tensor], alike: Sequence[dict[int, Tensor]]
+    ) -> None:
+        """Raise if among so many rows one is another, or a scalar is no sum of what its rows would make alone."""
+        sized = captured if size == self.few else self._captured(size)
+        if not self._fits(sized):
+            if _ops(sized) != _ops(captured):
+                raise self._counts(size)
+            return
+        rows = [place % self.few for place in range(size)]
+        found = self._outputs(sized, rows, chance=False)
+        if len(found) != len(plain):
+            raise self._counts(size)
+        for i, (one, other) in enumerate(zip(plain, found, strict=True)):
+            if one.shape[:1] == (self.few,):
+                shaped = other.shape == (size, *one.shape[1:])
+                if not shaped or not all(_near(one[: len(some)], some) for some in other.split(self.few)):
+                    raise self._counts(size)
+            elif not one.dim() and self.module._reduction:
+                alone = torch.stack([alike[row][i] for row in rows]).sum(0) / self.few
+                if other.dim() or not _near(alone, other):
+                    raise self._no_reduction()
+
+    def _counts(self, size: int) -> CaptureError:
+        return CaptureError(
+            f"what {self._name()} returns for a row of the batch depends on how many rows there are, or where it "
+            f"stands among them ({self.few} rows compared with {size}): {INSTEAD}, or give positions as an argument "
+            "with as many rows as the batch, and divide by the number of rows outside of the module"
+        )
 
     def _name(self) -> str:
         return type(self.module._module).__name__
 
-    def _captured(self, rows: Sequence[int]) -> Captured:
-        try:
-            module = _Sums(self.module._module, len(rows), self.module._reduction)
-            return capture(module, *self._call(rows), grad=False)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"{self._name()} can't run on {len(rows)} rows of its batch of {self.rows}: of its arguments those are "
-                f"cut that have as many rows as the first; expand others to another shape, or {INSTEAD}\n{error}"
-            ) from error
+    def _captured(self, size: int) -> Captured:
+        with self._running(size):
+            module = _Sums(self.module._module, size, self.module._reduction)
+            return capture(module, *self._call(range(size)), grad=False)
 
-    def _call(self, rows: Sequence[int], changed: Sequence[int] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = [_some(leaf, rows, changed) if is_cut(leaf, self.rows) else leaf for leaf in self.leaves]
+    def _call(
+        self, rows: Sequence[int], changed: Sequence[int] = (), by: Change = SLIGHT
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = [_some(leaf, rows, changed, by) if is_cut(leaf, self.rows) else leaf for leaf in self.leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, self.spec)
         return found
 
-    def _outputs(self, captured: Captured, rows: Sequence[int], changed: Sequence[int] = ()) -> list[Tensor]:
-        """The outputs for these rows, of which some are changed; random numbers are the same each time."""
-        tensors = operands(self.module._module, *self._call(rows, changed))
-        with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast():
+    def _outputs(
+        self,
+        captured: Captured,
+        rows: Sequence[int],
+        changed: Sequence[int] = (),
+        by: Change = SLIGHT,
+        chance: bool = True,
+    ) -> list[Tensor]:
+        """The tensors returned for these rows, of which some are changed; what is drawn is the same each time."""
+        tensors = operands(self.module._module, *self._call(rows, changed, by))
+        with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast(), self._running(len(rows)):
             torch.manual_seed(0)
-            views = [leaf for leaf in captured.leaves if isinstance(leaf, Ref) and leaf.view is not None]
-            return [*captured.graph(*tensors), *(leaf.of(tensors[leaf.index]) for leaf in views)]
+            outputs = captured.graph(*tensors) if chance else Expected(captured.graph).run(*tensors)
+            return [leaf for leaf in flatten(captured.result(outputs, tensors))[0] if isinstance(leaf, Tensor)]
+
+    @contextmanager
+    def _running(self, size: int) -> Iterator[None]:
+        """Explains why fewer or more rows can't be run."""
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            cut = [i for i, leaf in enumerate(self.leaves) if is_cut(leaf, self.rows)]
+            names = ", ".join(f"{i} {tuple(self.leaves[i].shape)} {self.leaves[i].dtype}" for i in cut)
+            raise CaptureError(
+                f"{self._name()} can't run on {size} rows of its batch of {self.rows}: of its arguments those are cut "
+                f"that have as many rows as the first, which are (counted in the order of the call) {names}; expand "
+                f"others, or indices of rows, to another shape, or {INSTEAD}\n{error}"
+            ) from error
 
     def _refuse_changes(self, captured: Captured) -> None:
         graph = captured.graph.graph
@@ -186,12 +241,21 @@ def _unlike(things: Sequence[Any]) -> int:
     return next(number for number in count(5, 2) if number not in sizes)
 
 
-def _some(leaf: Tensor, rows: Sequence[int], changed: Sequence[int]) -> Tensor:
+def _scalars(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    return {place: output for place, output in enumerate(outputs) if not output.dim()}
+
+
+def _ops(captured: Captured) -> list[Any]:
+    return [node.target for node in captured.graph.graph.nodes if node.op == "call_function"]
+
+
+def _some(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], by: Change) -> Tensor:
     """These rows of a tensor, from the beginning again behind its last; those `changed` are others."""
     before = leaf.detach()
     found = before.index_select(0, torch.tensor(rows, device=leaf.device) % len(leaf))
     for row in changed:
-        found[row] = before[row] * 0.75 + 0.125 if found.is_floating_point() else before[(row + 1) % len(leaf)]
+        following = before[(rows[row] + 1) % len(leaf)]
+        found[row] = found[row] * by[0] + by[1] if found.is_floating_point() else following
     return found.requires_grad_(leaf.requires_grad)
 
 

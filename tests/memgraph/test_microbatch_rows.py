@@ -195,6 +195,65 @@ def test_what_depends_on_the_number_of_rows_is_refused() -> None:
         compiled(Does(lambda layer, x: list(layer(x))))(torch.randn(6, 4))
 
 
+DROPPED: dict[str, tuple[Forward, str | None, str]] = {
+    "a sum": (lambda layer, x: F.dropout(layer(x), 0.1).sum(), "mean", "is no mean"),
+    "a mean": (lambda layer, x: F.dropout(layer(x), 0.1).square().mean(), "sum", "is no sum"),
+    "a share": (lambda layer, x: F.dropout(layer(x), 0.1) / len(x), None, "how many rows"),
+    "noise": (lambda layer, x: (layer(x) + torch.randn_like(x)) / len(x), None, "how many rows"),
+    "a permutation": (lambda layer, x: layer(x)[torch.randperm(len(x))], None, "depends on other rows"),
+    "choices": (lambda layer, x: layer(x).softmax(1).multinomial(1), None, "draws with aten.multinomial"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_random_numbers_hide_nothing(name: str) -> None:
+    forward, reduction, why = DROPPED[name]
+    with pytest.raises(memgraph.CaptureError, match=why):
+        compiled(Does(forward), reduction=reduction)(torch.randn(6, 4))
+
+
+def test_random_numbers_are_no_reason_to_refuse() -> None:
+    module = Does(lambda layer, x: (F.dropout(layer(x), 0.5) * torch.rand_like(x)).square().mean())
+    compiled(module, reduction="mean")(torch.randn(6, 4)).backward()
+
+
+PLACED: dict[str, Forward] = {
+    "the first of a table": lambda layer, x: layer(x) + torch.arange(64.0)[: len(x), None],
+    "an identity": lambda layer, x: layer(x) + torch.eye(len(x), 4),
+    "a branch for the whole batch": lambda layer, x: layer(x) if len(x) != 12 else 2 * layer(x),
+    "a branch for a part": lambda layer, x: layer(x) if len(x) != 6 else 2 * layer(x),
+    "numbers of rows": lambda layer, x: (layer(x), torch.arange(len(x))),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_what_depends_on_a_place_in_the_batch_is_refused(name: str) -> None:
+    with pytest.raises(memgraph.CaptureError, match="where it stands"):
+        compiled(Does(PLACED[name]))(torch.randn(12, 4))
+
+
+LARGEST: dict[str, Forward] = {
+    "a largest": lambda layer, x: layer(x) / layer(x).detach().abs().max(),
+    "a threshold that is rarely passed": lambda layer, x: torch.where(layer(x).max() > 20.0, 1.0, 2.0) * layer(x),
+    "the second": lambda layer, x: layer(x) * (layer(x) >= layer(x).topk(2, 0)[0][-1]),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize("row", range(5))
+def test_a_row_that_stands_out_is_found_wherever_it_is(name: str, row: int) -> None:
+    x = torch.randn(8, 4)
+    x[row] *= 1.5
+    with pytest.raises(memgraph.CaptureError, match="depends on other rows"):
+        compiled(Does(LARGEST[name]))(x)
+
+
+def test_indices_that_are_cut_by_accident_are_named() -> None:
+    module = Does(lambda layer, x, order: layer(x)[order])
+    with pytest.raises(memgraph.CaptureError, match=r"1 \(8,\) torch.int64"):
+        compiled(module)(torch.randn(8, 4), torch.arange(7, -1, -1))
+
+
 def test_a_call_without_a_batch_is_refused() -> None:
     with pytest.raises(memgraph.CaptureError, match="no argument is a tensor"):
         compiled(Does(lambda layer, x: layer.weight * x))(2.0)
@@ -212,3 +271,8 @@ def test_wishes_that_make_no_sense_are_refused() -> None:
             compiled(nn.Linear(2, 2), microbatches=count)
     with pytest.raises(ValueError, match="reduction='max'"):
         compiled(nn.Linear(2, 2), reduction="max")
+
+
+def test_a_mean_over_an_empty_batch_is_what_it_is_in_eager() -> None:
+    module = Does(lambda layer, x: layer(x).square().mean())
+    assert compiled(module, microbatches=4, reduction="mean")(torch.randn(0, 4)).isnan()
