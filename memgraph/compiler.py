@@ -76,9 +76,11 @@ def compile(
             returned as it is over the targets that count.
         fuse_update: let backward update each parameter of `optimizer` as soon as its gradient is whole, so that there
             is never a full set of gradients.  `optimizer.step()` is called as ever, and finds nothing to do.  The loss
-            has to be what the module returns, and is differentiated as it is.  Clipping, GradScaler, accumulation and
-            whatever else wants gradients raise a FusedError.  After an error in mid backward some parameters are
-            updated and others are not.
+            has to be what the module returns, and is differentiated as it is.  `clip_grad_norm_` of the compiled
+            module, GradScaler, accumulation and whatever else wants gradients raise a FusedError; but torch's own
+            `clip_grad_norm_` and `clip_grad_value_` see no gradients, and silently clip nothing.  After an error in
+            mid backward some parameters are updated and others are not, and nothing goes on until an earlier state
+            is loaded into model and optimizer.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.

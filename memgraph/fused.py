@@ -15,29 +15,33 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from .errors import FusedError
 from .far_update import FarUpdate
 from .homes import place_of
 from .peak import resident_bytes
 from .pointwise import POINTWISE, is_pointwise, is_unsteady, unhooked
+from .torn import Torn
 from .update import state_tensors
 
 INSTEAD = "compile without fuse_update for this"
 
 
 class FusedUpdate:
-    """The updates of one optimizer."""
+    """The updates of one optimizer, in the backward of one module."""
 
-    def __init__(self, optimizer: optim.Optimizer, far: FarUpdate) -> None:
+    def __init__(self, module: nn.Module, optimizer: optim.Optimizer, far: FarUpdate) -> None:
         self.optimizer, self.far = optimizer, far
+        self.torn = Torn(module)
         self.groups: dict[Tensor, int] = {}
         self.parameters: dict[str, Tensor] = {}  # of the backward that runs, or ran last
         self.updated = 0
+        self.begun = False  # the latest backward was not refused
         self.options: list[dict[str, Any]] | None = None  # as they were in a backward that `step` does not know of
         self.plain = optimizer.step
         optimizer.step = self._method()  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def begin(
         self, takers: Mapping[str, Tensor | None], tangents: Sequence[Tensor | None], again: bool
@@ -47,11 +51,13 @@ class FusedUpdate:
         Raises:
             FusedError: they can't be updated in this backward. Nothing has changed.
         """
+        self.begun = False
+        self.torn.check()
         self.groups = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         if found := self._obstacle(takers, tangents, again):
             raise FusedError(f"{found}; {INSTEAD}")
         self.parameters = {name: taker for name, taker in takers.items() if taker is not None}
-        self.updated, self.options = 0, _options(self.optimizer)
+        self.updated, self.options, self.begun = 0, _options(self.optimizer), True
         return self._update
 
     def _update(self, name: str, gradient: Tensor) -> None:
@@ -70,14 +76,11 @@ class FusedUpdate:
 
     def failed(self, error: BaseException) -> None:
         """Backward has ended with an error, which it may have been that it was refused."""
-        if isinstance(error, FusedError):
+        if not self.begun:
             return
         self.options = None
         if self.updated:
-            error.add_note(
-                f"{self.updated} of {len(self.parameters)} parameters have been updated, the others have not: "
-                "load an earlier state into model and optimizer"
-            )
+            error.add_note(self.torn.tear(self.updated, list(self.parameters)))
 
     def states_nbytes(self) -> int:
         """Bytes of the states that are there."""
@@ -91,6 +94,7 @@ class FusedUpdate:
         """
         if any(map(callable, (*args, *kwargs.values()))):
             raise FusedError(f"a closure would run backward, which updates by itself, within the update; {INSTEAD}")
+        self.torn.check()
         before, self.options = self.options, None
         if before is not None:
             if any(parameter.grad is not None for parameter in self.parameters.values()):
@@ -136,6 +140,11 @@ class FusedUpdate:
         if self.optimizer._optimizer_step_pre_hooks:
             return "a hook before the optimizer's step would see no gradients"
         return None
+
+    def _loaded(self, optimizer: optim.Optimizer) -> None:
+        """What was loaded is a fresh start: no update waits for its `step`."""
+        self.options = None
+        self.torn.loaded("optimizer")
 
     def _alone(self, parameter: Tensor) -> optim.Optimizer:
         """The optimizer, with its options and states, as one of this parameter alone."""

@@ -104,6 +104,8 @@ class CompiledModule(Shared):
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_transforms()
+        if self._planner.fused is not None:
+            self._planner.fused.torn.check()
         leaves, spec = flatten((args, kwargs))
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)

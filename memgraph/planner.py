@@ -89,7 +89,7 @@ class Planner:
         optimizer = wishes.optimizer
         self.residence = Residence(module, wishes.spill_dir)
         self.update = FarUpdate(optimizer, wishes.spill_dir, wishes.fuse)
-        self.fused = FusedUpdate(optimizer, self.update) if optimizer is not None and wishes.fuse else None
+        self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
         by_itself = optimizer is not None and not wishes.fuse
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
 

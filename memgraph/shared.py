@@ -15,7 +15,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
+SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+    "_load_state_dict_post_hooks",  # of which a module around this one runs its own
+)  # fmt: skip
 # What Python looks for in the class and not in the object: a sequence of modules stays one.
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 

@@ -189,7 +189,7 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
         if step.homes is not None:
             gradients = step.homes.after(gradients, takers, apart, flight.sent)
     except BaseException as error:
-        if step.fused is not None:
+        if step.fused is not None and updated:
             step.fused.failed(error)
         raise
     finally:

@@ -9,12 +9,13 @@ What lives on disk passes through the page cache, and no full copy of it is ever
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -36,8 +37,13 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     old file or the new one.
 
     Raises:
-        OSError: the folder does not take it.
+        StateError: the folder does not take it: full, not there, not writable; or the name is that of another format.
     """
+    if Path(path).suffix == ".safetensors":
+        raise StateError(
+            f"{path} would not be what its name says, because a training state is written in torch's own format: "
+            "name it .pt; for the parameters alone there is safetensors.torch.save_model"
+        )
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
@@ -46,18 +52,13 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     whole = Path(path).absolute()
-    handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, whole)
-        _sync(whole.parent)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        _write(state, whole)
+    except OSError as error:
+        reason = f"{whole} can't be written: {os.strerror(error.errno) if error.errno else error}"
+        kept = "; the file of this name is as it was" if whole.exists() else ""
+        advice = "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "name a folder that takes it"
+        raise StateError(f"{reason}{kept}; free some space, or {advice}") from error
 
 
 def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -81,6 +82,50 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     torch.set_rng_state(state["random"])
     if state["random_cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random_cuda"])
+
+
+def _write(state: Mapping[str, Any], whole: Path) -> None:
+    """Write a file beside it, and let that take its name."""
+    handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            _put(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, whole)
+        _sync(whole.parent)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _put(state: Mapping[str, Any], file: BinaryIO) -> None:
+    sink = _Sink(file)
+    try:
+        torch.save(state, sink)
+    except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
+        if sink.error is None:
+            raise
+        raise sink.error from error
+
+
+class _Sink:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, given: bytes) -> int:
+        try:
+            return self.file.write(given)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def _read(path: Target) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import errno
 import functools
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from .spill import pages
+from .spill import PAGE, pages
 
 WORKERS = 2
 CHUNK = 512 << 10  # bytes of each buffer
@@ -110,10 +111,26 @@ def transfer(call: Callable[[int, list[memoryview], int], int], file: int, offse
     """Write or read whole pages of the buffer; the kernel may do it in several goes."""
     done, whole = 0, pages(nbytes)
     while done < whole:
-        moved = call(file, [buffer.view[done:whole]], offset + done)
+        try:
+            moved = call(file, [buffer.view[done:whole]], offset + done)
+        except OSError as error:
+            if call is os.pwritev and error.errno == errno.EINVAL:
+                _refuse_large(offset + whole)
+            raise
         if not moved:
             raise OSError(errno.EIO, f"the file ended {whole - done} bytes early")
+        if call is os.pwritev and moved % PAGE:  # nothing can go on from there past the page cache
+            _refuse_large(offset + whole)
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {whole - done - moved} bytes were not taken")
         done += moved
+
+
+def _refuse_large(end: int) -> None:
+    """Say that a file may not be so large.  A write that is cut at the limit ends within a page, which O_DIRECT calls
+    an invalid argument."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and end > limit:
+        raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: this process may write files of {limit} bytes")
 
 
 class Buffer(threading.local):

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import workers
+from memgraph.fused import FusedUpdate
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.streamed import assert_kept, batch, chain, facts, far, loss, same
 
@@ -208,6 +210,95 @@ def test_a_disk_that_fails_in_backward_says_what_is_updated(after: int, monkeypa
     twins.model.load_state_dict(model)
     twins.ours.load_state_dict(optimizer)
     steps(twins, 3)
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """Ctrl-C after so many updates."""
+    seen: list[int] = []
+    update = FusedUpdate._update
+
+    def stop(self: FusedUpdate, *given: Any) -> None:
+        if len(seen) == after:
+            raise KeyboardInterrupt
+        seen.append(1)
+        update(self, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FusedUpdate, "_update", stop)
+        yield
+
+
+@pytest.mark.parametrize("after", [1, 5, 11])
+def test_nothing_goes_on_after_half_an_update_until_a_state_is_loaded(
+    after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    twins = fused(kind="momentum", budget=ROOM)
+    steps(twins, 2)
+    memgraph.save_state(tmp_path / "run.pt", twins.module, twins.ours)
+    model, optimizer = copy.deepcopy((twins.plain.state_dict(), twins.theirs.state_dict()))
+    made = twins.model(batch(2))
+    with interrupted(monkeypatch, after):
+        made.backward()
+    torn = facts(twins.module, twins.ours)
+    forward = partial(twins.model, batch())
+    words = f"{after} of 12 parameters have been updated.*load_state"
+    for do in (forward, torch.no_grad()(forward), twins.ours.step, forward):
+        with pytest.raises(memgraph.FusedError, match=words):
+            do()
+    assert same(facts(twins.module, twins.ours), torn)
+    if after == 5:
+        memgraph.load_state(tmp_path / "run.pt", twins.model, twins.ours)
+    else:
+        twins.ours.load_state_dict(optimizer)
+        with pytest.raises(memgraph.FusedError, match=words):
+            forward()
+        with pytest.raises(RuntimeError, match="Missing key"):
+            twins.module.load_state_dict({})
+        with pytest.raises(memgraph.FusedError, match=words):
+            forward()
+        holder = nn.ModuleDict({"inside": twins.model})
+        holder.load_state_dict({f"inside.{name}": value for name, value in model.items()})
+    assert not twins.module._load_state_dict_post_hooks
+    steps(twins, 2)
+
+
+def test_ctrl_c_before_the_first_update_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = fused(kind="momentum", budget=ROOM)
+    steps(twins, 2)
+    made = twins.model(batch())
+    with interrupted(monkeypatch, 0):
+        made.backward()
+    steps(twins, 2)
+
+
+def test_a_copy_of_what_is_half_updated_is_nobodys_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = fused(kind="momentum", budget=ROOM)
+    made = twins.model(batch())
+    with interrupted(monkeypatch, 3):
+        made.backward()
+    for other in (copy.deepcopy(twins.module), pickle.loads(pickle.dumps(twins.module))):
+        other.load_state_dict(twins.plain.state_dict())
+    twins.ours.load_state_dict(twins.theirs.state_dict())
+    with pytest.raises(memgraph.FusedError, match="3 of 12"):
+        twins.model(batch())
+    twins.model.load_state_dict(twins.plain.state_dict())
+    steps(twins, 2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_loaded_between_backward_and_step_is_a_fresh_start(whole: bool, tmp_path: Path) -> None:
+    twins = fused(kind="momentum", budget=ROOM)
+    steps(twins, 2)
+    memgraph.save_state(tmp_path / "run.pt", twins.module, twins.ours)
+    twins.model(batch()).backward()
+    if whole:
+        memgraph.load_state(tmp_path / "run.pt", twins.model, twins.ours)
+    else:
+        twins.ours.load_state_dict(copy.deepcopy(twins.theirs.state_dict()))
+        twins.module.load_state_dict(twins.plain.state_dict())
+    twins.ours.param_groups[0]["lr"] = twins.theirs.param_groups[0]["lr"] = 0.01
+    steps(twins, 2)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.homes import place_of
 from memgraph.training_state import StateError, load_state, save_state
+from tests.limits import files_of_at_most
 
 
 def net() -> nn.Module:
@@ -103,11 +105,55 @@ def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: p
     def fail(file: int) -> None:
         raise OSError("the disk is gone")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is gone"):
+    with monkeypatch.context() as patch, pytest.raises(StateError, match="the disk is gone"):
         patch.setattr(os, "fsync", fail)
         save_state(tmp_path / "run.pt", model)
     assert (tmp_path / "run.pt").read_bytes() == before
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+@pytest.mark.parametrize("allowed", [0, 1000, 300_000])
+def test_a_save_that_has_no_room_says_so_and_leaves_the_file_before(tmp_path: Path, allowed: int) -> None:
+    model = net()
+    save_state(tmp_path / "run.pt", model)
+    before = (tmp_path / "run.pt").read_bytes()
+    assert len(before) > 300_000
+    with files_of_at_most(allowed), pytest.raises(StateError, match=r"run.pt can't be written: File too large.*ulimit"):
+        save_state(tmp_path / "run.pt", model)
+    assert (tmp_path / "run.pt").read_bytes() == before
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StateError, match=r"run.pt can't be written: No space left on device; free some space"):
+        save_state(tmp_path / "run.pt", net())
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"none/run.pt can't be written: No such file"):
+        save_state(tmp_path / "none" / "run.pt", net())
+
+
+def test_what_is_no_fault_of_the_disk_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not the disk")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(RuntimeError, match="not the disk") as caught:
+        save_state(tmp_path / "run.pt", net())
+    assert not isinstance(caught.value, StateError)
+    assert not os.listdir(tmp_path)
+
+
+def test_the_name_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"run.safetensors would not be what its name says.*name it .pt"):
+        save_state(tmp_path / "run.safetensors", net())
+    assert not os.listdir(tmp_path)
 
 
 def test_what_is_no_state_or_of_another_model_changes_nothing(tmp_path: Path) -> None:
