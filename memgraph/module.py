@@ -104,8 +104,7 @@ class CompiledModule(Shared):
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_transforms()
-        if self._planner.fused is not None:
-            self._planner.fused.torn.check()
+        self.refuse_torn()
         leaves, spec = flatten((args, kwargs))
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
@@ -113,6 +112,14 @@ class CompiledModule(Shared):
         self.__dict__["_latest"] = step
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)
+
+    def refuse_torn(self) -> None:
+        """
+        Raises:
+            FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
+        """
+        if self._planner.fused is not None:
+            self._planner.fused.torn.check()
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """All tensors that a call reads, and the key of its plan."""

@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import nn
 
 from .errors import MemgraphError
+from .module import CompiledModule
 
 FORMAT = 1
 Target = str | os.PathLike[str]
@@ -38,7 +39,10 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 
     Raises:
         StateError: the folder does not take it: full, not there, not writable; or the name is that of another format.
+        FusedError: only some parameters are updated, since a backward with `fuse_update` has failed.
     """
+    if isinstance(model, CompiledModule):
+        model.refuse_torn()
     if Path(path).suffix == ".safetensors":
         raise StateError(
             f"{path} would not be what its name says, because a training state is written in torch's own format: "
@@ -103,7 +107,7 @@ def _write(state: Mapping[str, Any], whole: Path) -> None:
 def _put(state: Mapping[str, Any], file: BinaryIO) -> None:
     sink = _Sink(file)
     try:
-        torch.save(state, sink)
+        torch.save(state, cast(BinaryIO, sink))  # which writes, and no more
     except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
         if sink.error is None:
             raise

@@ -242,8 +242,9 @@ def test_nothing_goes_on_after_half_an_update_until_a_state_is_loaded(
         made.backward()
     torn = facts(twins.module, twins.ours)
     forward = partial(twins.model, batch())
+    save = partial(memgraph.save_state, tmp_path / "run.pt", twins.model, twins.ours)
     words = f"{after} of 12 parameters have been updated.*load_state"
-    for do in (forward, torch.no_grad()(forward), twins.ours.step, forward):
+    for do in (forward, torch.no_grad()(forward), twins.ours.step, save, forward):
         with pytest.raises(memgraph.FusedError, match=words):
             do()
     assert same(facts(twins.module, twins.ours), torn)
