@@ -41,6 +41,18 @@ def keep(key: str, value: object) -> None:
         costs.put(key, value)
 
 
+def once(
+    known: dict[str, T], key: str, measure: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], object]
+) -> T:
+    """What was measured in this process, where it is `known`, or in an earlier one; measured now otherwise."""
+    if key not in known:
+        found = kept(key)
+        known[key] = measure() if found is None else read(found)
+        if found is None:
+            keep(key, written(known[key]))
+    return known[key]
+
+
 def cache_folder() -> Path | None:
     """The folder in which costs are kept; None if they are not."""
     named = os.environ.get("MEMGRAPH_CACHE")

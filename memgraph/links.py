@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from passes import Trace
 
-from .costs import keep, kept
+from .costs import once
 from .disk import DiskTier
 from .pinned import pinned_speed
 from .place import place
@@ -82,16 +83,12 @@ def casts(device: torch.device) -> Links:
 
 
 def _found(key: str, measure: Callable[[], Links]) -> Links:
-    """What was measured in this process or an earlier one; measured now otherwise."""
-    if key not in _known:
-        there = kept(key)
-        if there is not None:
-            out, back = (Link(tuple((nbytes, us) for nbytes, us in points)) for points in there)
-            _known[key] = out, back
-        else:
-            _known[key] = measure()
-            keep(key, [link.points for link in _known[key]])
-    return _known[key]
+    return once(_known, key, measure, _read, lambda links: [link.points for link in links])
+
+
+def _read(kept: Any) -> Links:
+    out, back = (Link(tuple((nbytes, us) for nbytes, us in points)) for points in kept)
+    return out, back
 
 
 def _measure_host(device: torch.device) -> Links:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes import Forecast, Machine, Trace, lifetimes, predict
 
-from .costs import keep, kept
+from .costs import once
 from .device import KEPT, RETURNED, returns_freed_memory
 from .place import place
 from .signature import kernel_modes
@@ -68,12 +68,7 @@ def new_nbytes(trace: Trace) -> dict[str, int]:
 def page_us() -> float:
     """The microseconds that a page takes to be given, and taken back, by as many threads as compute now."""
     key = f"page {NBYTES} {kernel_modes()} {place(CPU)}"
-    if key not in _known:
-        found = kept(key)
-        _known[key] = _measure() if found is None else found
-        if found is None:
-            keep(key, _known[key])
-    return _known[key]
+    return once(_known, key, _measure, float, float)
 
 
 def _measure() -> float:

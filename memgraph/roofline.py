@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from .costs import keep, kept
+from .costs import once
 from .place import place
 from .signature import kernel_modes
 from .stopwatch import shortest
@@ -62,12 +62,7 @@ def flops(node: fx.Node) -> float:
 
 def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
     key = f"rates {dtype} {device} {kernel_modes()} {place(device)}"
-    if key not in _known:
-        found = kept(key)
-        _known[key] = _measure(device, dtype) if found is None else Rates(*found)
-        if found is None:
-            keep(key, astuple(_known[key]))
-    return _known[key]
+    return once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Rates:

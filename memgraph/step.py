@@ -70,9 +70,9 @@ class Step:
             if self.tier is not None:
                 self.tier.bind(places)
         flight = Flight(self.halves, self.tier)
-        flight.absent = self.absent(tensors)
         if self.report.measured is None:
             flight.measure()
+            flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:
             flight.time(self.device)
@@ -163,7 +163,8 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody
     watches."""
     step, flight = ctx.step, ctx.flight
-    flight.absent = min(flight.absent, step.absent(ctx.parameters))
+    if flight.meter is not None:
+        flight.absent = min(flight.absent, step.absent(ctx.parameters))
     behind = ctx.next_functions  # is made anew whenever it is read
     seen = in_process_group() or flight.shared
     takers = [

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .costs import keep, kept
+from .costs import once
 from .disk import DiskLease, DiskTier
 from .links import Links
 from .ops import running
@@ -54,12 +54,7 @@ def disk_toll(folder: str | os.PathLike[str] | None, links: Links) -> Toll:
     """The toll of copies to the file system of `folder` and back, whose speed is known."""
     there = spill_folder(folder)
     key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {place(CPU)}"
-    if key not in _known:
-        found = kept(key)
-        _known[key] = _measure(there, links) if found is None else Toll(*found)
-        if found is None:
-            keep(key, astuple(_known[key]))
-    return _known[key]
+    return once(_known, key, lambda: _measure(there, links), lambda found: Toll(*found), astuple)
 
 
 def _measure(folder: Path, links: Links) -> Toll:

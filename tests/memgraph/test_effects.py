@@ -166,12 +166,10 @@ def clear(part: Any, x: Tensor) -> None:
     part.filled.extend([1, 2])
 
 
-@pytest.mark.parametrize("then", [note, note_once, keep_input, clear])
-def test_what_is_the_same_after_every_call_is_nobodys_business(then: Any) -> None:
-    module = Leaving(then, filled=[])
-    twin = copy.deepcopy(module)
+def assert_same(module: nn.Module, twin: nn.Module, *batches: Tensor) -> None:
+    """Compiled, a module returns what its twin does, and has its gradients."""
     compiled = memgraph.compile(module, ROOM)
-    for rows in (X, X, X[:1]):
+    for rows in batches:
         found, expected = compiled(rows), twin(rows)
         found.sum().backward()
         expected.sum().backward()
@@ -179,6 +177,13 @@ def test_what_is_the_same_after_every_call_is_nobodys_business(then: Any) -> Non
     for one, other in zip(module.parameters(), twin.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("then", [note, note_once, keep_input, clear])
+def test_what_is_the_same_after_every_call_is_nobodys_business(then: Any) -> None:
+    module = Leaving(then, filled=[])
+    twin = copy.deepcopy(module)
+    assert_same(module, twin, X, X, X[:1])
     assert module.filled == []
     assert not {"width", "scale", "last"} & vars(module).keys()
 
@@ -190,15 +195,7 @@ def test_a_weight_that_a_hook_makes_anew_each_time_is_its_own_business(remake: A
         return nn.Sequential(remake(nn.Linear(4, 4)))
 
     module, twin = made(), made()
-    compiled = memgraph.compile(module, ROOM)
-    for _ in range(3):
-        found, expected = compiled(X), twin(X)
-        found.sum().backward()
-        expected.sum().backward()
-        assert torch.equal(found, expected)
-    for one, other in zip(module.parameters(), twin.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert_same(module, twin, X, X, X)
 
 
 @pytest.mark.parametrize("then", [count, mark, fill])
