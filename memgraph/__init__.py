@@ -2,7 +2,7 @@
 
 from .compiler import compile, plan
 from .curve import Point, Sweep
-from .errors import BudgetError, CaptureError, FusedError, MemgraphError, PlanError
+from .errors import BudgetError, CaptureError, FusedError, LoweringError, MemgraphError, PlanError
 from .module import CompiledModule
 from .report import Report
 from .saved import SavedPlan
@@ -15,6 +15,7 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "FusedError",
+    "LoweringError",
     "MemgraphError",
     "PlanError",
     "Point",

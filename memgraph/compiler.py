@@ -19,6 +19,7 @@ from torch import nn
 
 from .capture import losses
 from .fused import refuse_fused
+from .lower import LOWER
 from .microbatches import REDUCTIONS, MicroBatches
 from .module import CompiledModule
 from .planner import Planner, Wishes
@@ -36,7 +37,7 @@ def compile(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False,
+    fuse_update: bool = False, lower: str | None = "auto",
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -81,6 +82,9 @@ def compile(
             `clip_grad_norm_` and `clip_grad_value_` see no gradients, and silently clip nothing.  After an error in
             mid backward some parameters are updated and others are not, and nothing goes on until an earlier state
             is loaded into model and optimizer.
+        lower: "inductor" lets Inductor compile what lies between matrix products and memory ops, where that is faster
+            and keeps the budget; gradients are then eager's within rounding, not to the bit.  The first call of a kind
+            takes seconds to minutes for it.  None does without; "auto" is "inductor" on a GPU, and None on a CPU.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
@@ -93,9 +97,12 @@ def compile(
         CaptureError: at a call: the model can't be captured, with the source line.
         FusedError: `fuse_update` with an optimizer whose update can't be run parameter by parameter; later: something
             wants gradients that are gone.
+        LoweringError: at a call: Inductor can't compile a part of the step.
     """
     wire = wire_name(wire_dtype)
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire)
+    wishes = Wishes(
+        budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire, lower
+    )
     return CompiledModule(planner_of(in_parts(model, loss, microbatches, reduction), wishes))
 
 
@@ -104,11 +111,13 @@ def plan(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, **kwargs: Any,
+    fuse_update: bool = False, lower: str | None = "auto", **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     wire = wire_name(wire_dtype)
-    wishes = Wishes(budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire)
+    wishes = Wishes(
+        budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire, lower
+    )
     return planner_of(in_parts(model, loss, microbatches, reduction), wishes).step(args, kwargs, losses).report
 
 
@@ -151,6 +160,8 @@ def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, redu
 
 def planner_of(model: nn.Module, wishes: Wishes) -> Planner:
     """What plans the steps of `model`, if all that was asked for makes sense; errors as in `compile`."""
+    if wishes.lower not in LOWER:
+        raise ValueError(f"lower={wishes.lower!r}; give one of {', '.join(map(repr, LOWER))}")
     if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
     if wishes.spill_dir is not None:

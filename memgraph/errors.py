@@ -21,6 +21,10 @@ class FusedError(MemgraphError):
     """What would need gradients that `fuse_update=True` has done away with; says what to do."""
 
 
+class LoweringError(MemgraphError):
+    """What Inductor can't compile of a step, although `lower="inductor"` wants it; says what it is, and why."""
+
+
 class NoPlanError(MemgraphError, AttributeError):
     """A compiled module that has not been called yet is asked for its plan."""
 

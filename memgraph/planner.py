@@ -32,6 +32,7 @@ from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import fusing, update_nodes
 from .links import sizes_of
+from .lower import Lowering
 from .nodes import returned
 from .pages import pages_us
 from .peak import resident_bytes
@@ -68,6 +69,7 @@ class Wishes:
     seconds: float = math.inf  # after which planning takes what it has
     fuse: bool = False  # updates run in backward
     wire: str = ""  # the type that values may be cast to for their way to the far tier
+    lower: str | None = None  # what compiles parts of the step
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,15 +173,21 @@ class Planner:
     ) -> Step:  # fmt: skip
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
+        lowering = Lowering(planned, choice.forecast.trace, self._prober()) if self._lowers else None
+        lowered = None
+        if lowering is not None:
+            planned, text = lowering.lowered(machine)
+            lowered = predict(text, machine)
         its = slots(planned, captured)
         tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
-        report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None)
+        report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None, lowered=lowered)
         homes = self._homes(its, captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
+        step.lowering = lowering
         return step
 
     def _homes(
@@ -200,6 +208,8 @@ class Planner:
         """
         begin = time.perf_counter()
         choice = step.report.choice
+        if step.lowering is not None:
+            times = step.lowering.apart(times)
         trace, machine = as_measured(choice, step.report.machine, times)
         step.report = replace(step.report, repriced_us=predict(apply(trace, choice.plan), machine).us)
         if not choice.plan or self.wishes.plans:  # a plan that was given is kept
@@ -283,15 +293,25 @@ class Planner:
         machine = Machine(self.budget, str(self.device))
         if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
-        prober = Prober(unused_nbytes(self.device) // 2)
+        prober = self._prober()
         correct(graph, fake_mode(graph), prober.made)
         trace = summarize(graph, prober)
         if self.wishes.optimizer is not None:
             trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates)
         if predict(trace, machine).peak > self.budget:
+            if self._lowers:
+                trace = Lowering(graph, trace, prober).shared()
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
             machine = self._with_homes(machine, trained.parameters)
         return trace, machine
+
+    def _prober(self) -> Prober:
+        return Prober(unused_nbytes(self.device) // 2)
+
+    @property
+    def _lowers(self) -> bool:
+        """Whether Inductor compiles parts of the step."""
+        return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
 
     def _with_homes(self, machine: Machine, trained: Sequence[Tensor]) -> Machine:
         """The machine with room for state in the far tier, if state can live there."""

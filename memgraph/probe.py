@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
+from .inductor import Segment
 from .kernels import COPY_STORAGES
 from .nodes import storages
 from .peak import measured, resident_bytes
@@ -91,6 +92,8 @@ class Prober:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node computes nothing: a view, a part of a tuple, a memory op."""
+    if isinstance(node.target, Segment):
+        return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
     return storages(node) <= {storage for source in node.all_input_nodes for storage in storages(source)}

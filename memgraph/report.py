@@ -41,6 +41,7 @@ class Report:
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
         retained: whether the step that was measured went through a backward that kept its graph.
+        lowered: the forecast of the step with parts of it compiled, which is what runs then.
     """
 
     machine: Machine
@@ -52,6 +53,7 @@ class Report:
     planned_us: float = 0.0
     counted: bool = True
     retained: bool = False
+    lowered: Forecast | None = None
 
     @property
     def predicted_us(self) -> float:
@@ -68,7 +70,7 @@ class Report:
 
     @property
     def forecast(self) -> Forecast:
-        return self.choice.forecast
+        return self.choice.forecast if self.lowered is None else self.lowered
 
     @property
     def budget(self) -> int:
@@ -135,6 +137,7 @@ class Report:
             self._bytes(),
             f"time: forecast {ms(self.forecast.us)}, {self.overhead:+.1%}; "
             f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+            *self._compiled(),
             *self._taken(),
             *self._proven(),
             *self._rounded(),
@@ -142,6 +145,11 @@ class Report:
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
         return "\n".join(lines)
+
+    def _compiled(self) -> list[str]:
+        """What Inductor has compiled of the step, beside the plan as it was made."""
+        count = sum(op.fn == "memgraph.segment" for op in self.forecast.trace.ops)
+        return [f"compiled: {count} segments; with their ops one by one {ms(self.choice.forecast.us)}"] if count else []
 
     def _taken(self) -> list[str]:
         """What the step took, beside what was foretold, before and with what its own ops took."""

@@ -22,11 +22,13 @@ from .truth import REAL, again
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
     """The graph that runs the ops of `applied`, a trace that `passes.apply` made of `graph`'s own."""
-    return _Rewriter(graph).rewrite(applied)
+    return Rewriter(graph).rewrite(applied)
 
 
-class _Rewriter:
-    """`env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are
+class Rewriter:
+    """Makes a graph of a text; each line that computes is found in the graph by its name.
+
+    `env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are
     new."""
 
     def __init__(self, graph: fx.Graph) -> None:

@@ -20,6 +20,7 @@ from .company import join
 from .errors import MemgraphError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
+from .lower import Lowering
 from .report import Report
 from .signature import has_hooks, in_process_group
 from .slots import Homes
@@ -46,6 +47,7 @@ class Step:
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
         self.times: Times | None = None
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
+        self.lowering: Lowering | None = None  # what of it is compiled
         self.captured = captured
         self.halves = halves
         self.tier = tier

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from passes import Op, Storage, Trace
 from passes.wire import WORKSPACE
 
+from .inductor import Segment
 from .nodes import is_random, returned
 from .ops import accumulate, state_nbytes, update
 
@@ -129,6 +130,8 @@ def _fn(node: fx.Node) -> str:
         return "buffer"
     if node.target is operator.getitem:
         return "getitem"
+    if isinstance(node.target, Segment):
+        return "memgraph.segment"
     own = next((op for op in (accumulate, update) if node.target is op), None)
     return str(node.target) if own is None else f"memgraph.{own.__name__}"
 

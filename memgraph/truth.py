@@ -43,6 +43,11 @@ def again(node: fx.Node, mode: FakeTensorMode) -> Any:
     return _like(node, tuple(map(made_of, _leaves(node))), mode)
 
 
+def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor like this one, in a storage of its own."""
+    return _empty(tensor, made_of(tensor), mode)
+
+
 def _leaves(node: fx.Node) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(node.meta["val"])[0] if isinstance(leaf, Tensor)]
 
