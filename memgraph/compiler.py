@@ -37,7 +37,7 @@ def compile(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, lower: str | None = "auto",
+    fuse_update: bool = False, lower: str | None = "auto", strict: bool = False,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -85,11 +85,13 @@ def compile(
         lower: "inductor" lets Inductor compile what lies between matrix products and memory ops, where that is faster
             and keeps the budget; gradients are then eager's within rounding, not to the bit.  The first call of a kind
             takes seconds to minutes for it.  None does without; "auto" is "inductor" on a GPU, and None on a CPU.
+        strict: on a GPU, have torch's allocator refuse this process more than the budget, so that whatever else it
+            does there, or a forecast that is wrong, is an OutOfMemoryError and never more memory.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
         ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
-            optimizer is of another model; the time limit is negative; `wire_dtype` is another type.
+            optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` on a CPU.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.
@@ -101,7 +103,16 @@ def compile(
     """
     wire = wire_name(wire_dtype)
     wishes = Wishes(
-        budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire, lower
+        budget,
+        optimizer,
+        offload,
+        spill_dir,
+        saved_plans(plan),
+        seconds_of(time_limit),
+        fuse_update,
+        wire,
+        lower,
+        strict,
     )
     return CompiledModule(planner_of(in_parts(model, loss, microbatches, reduction), wishes))
 

@@ -17,6 +17,7 @@ CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
 KEPT = 4 << 20  # the same while ops are priced
+CUDA_BLOCK = 512  # bytes; what the caching allocator rounds up to
 
 _returns = False
 
@@ -44,6 +45,25 @@ def unused_nbytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_nbytes(device))
     return memory_nbytes(device)
+
+
+def block_nbytes(nbytes: int, device: torch.device) -> int:
+    """The bytes that the device's allocator takes for a storage of `nbytes`: a GPU's are blocks of 512."""
+    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else nbytes
+
+
+def hold_to(nbytes: int, device: torch.device) -> None:
+    """Let this process's allocator take no more than `nbytes` of a GPU.  Not yet run on a GPU.
+
+    Raises:
+        ValueError: the device is no GPU; nothing there can be told to.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"strict=True has the allocator of a GPU refuse what is over the budget, and the model lies on {device}; "
+            "on a CPU the operating system can do that: resource.setrlimit(resource.RLIMIT_DATA, ...)"
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / memory_nbytes(device)), device)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

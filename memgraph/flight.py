@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from .errors import MemgraphError
 from .homes import Place
 from .ops import Lease, Updater, running
-from .peak import Allocation, Meter, resident_bytes
+from .peak import Allocation, Meter, meter_of, resident_bytes
 from .split import Halves
 from .times import Clock, Times
 from .versions import refuse_changed, version_of
@@ -53,9 +53,9 @@ class Flight:
         self.absent = 0  # bytes that were forecast to be there before it, and are not
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
-    def measure(self) -> None:
+    def measure(self, device: torch.device) -> None:
         """Measure the bytes of this flight."""
-        self.meter = Meter()
+        self.meter = meter_of(device)
 
     def time(self, device: torch.device) -> None:
         """Measure the time of this flight."""

@@ -7,16 +7,16 @@ On the CPU, torch's profiler reports each block as it comes and goes, temporarie
 the thread that does the work, and it does not know how large a block is that came before it was started: a later free
 of that block goes unreported, or carries the size of what once lay there. So only blocks that the work itself
 allocated are counted. A measurement is exact when the work frees nothing older, and too high, never too low, when it
-does.
+does. On a GPU the caching allocator counts for itself.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -44,12 +44,10 @@ def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple
 
     Two profilers can't run at once: a second one silently ends the first.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return _on_cuda(work, device)
-    if device.type != "cpu":
-        raise ValueError(f"cannot measure memory on {device}: wanted 'cpu' or 'cuda'")
-    return _on_cpu(work)
+    meter = meter_of(torch.device(device))
+    with meter.window():
+        result = work()
+    return result, meter.allocated()
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -61,8 +59,33 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-class Meter:
-    """The same over work that is done in several pieces, each in a `window()`; what happens between them is not seen.
+class Meter(Protocol):
+    """Measures work that is done in several pieces, each in a `window()`; what happens between them is not seen."""
+
+    def window(self, given: int = 0) -> AbstractContextManager[None]:
+        """A piece of the work; `given` bytes lie there for it, that came since the last."""
+        ...
+
+    def allocated(self) -> Allocation | None:
+        """What all windows allocated; None where a profiler of the caller's was in the way."""
+        ...
+
+
+def meter_of(device: torch.device) -> Meter:
+    """A meter of what work allocates on a device.
+
+    Raises:
+        ValueError: it is no CPU and no CUDA device.
+    """
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type != "cpu":
+        raise ValueError(f"cannot measure memory on {device}: wanted 'cpu' or 'cuda'")
+    return CpuMeter()
+
+
+class CpuMeter:
+    """The blocks that torch's profiler sees.
 
     A profiler has to be stopped where it was started: one that is stopped within a backward is running again after it.
     """
@@ -73,7 +96,6 @@ class Meter:
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
-        """A piece of the work; `given` bytes lie there for it, that came since the last."""
         with ALONE:
             yield from self._window(given)
 
@@ -93,26 +115,28 @@ class Meter:
             self._seen += [(GIVEN, given), *seen, (GIVEN, -given)] if given else seen
 
     def allocated(self) -> Allocation | None:
-        """What all windows allocated; None where a profiler of the caller's was in the way."""
         return _account(self._seen) if self._whole else None
 
 
-def _on_cpu(work: Callable[[], T]) -> tuple[T, Allocation | None]:
-    meter = Meter()
-    with meter.window():
-        result = work()
-    return result, meter.allocated()
+class CudaMeter:
+    """The caching allocator's own counters, all threads included.  Not yet run on a GPU."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peak = self._net = 0
 
-def _on_cuda(work: Callable[[], T], device: torch.device) -> tuple[T, Allocation]:
-    """The same from the caching allocator's own counters, all threads included. Not yet run on a GPU."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    result = work()
-    torch.cuda.synchronize(device)
-    peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return result, Allocation(peak - start, end - start)
+    @contextmanager
+    def window(self, given: int = 0) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        start = torch.cuda.memory_allocated(self.device)
+        yield
+        # The allocator counts where the host asks for bytes: nothing has to be waited for.
+        peak, end = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+        self._peak = max(self._peak, self._net + given + peak - start)
+        self._net += end - start
+
+    def allocated(self) -> Allocation | None:
+        return Allocation(self._peak, self._net)
 
 
 @contextmanager

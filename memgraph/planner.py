@@ -25,7 +25,7 @@ from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
-from .device import device_of, return_freed_memory, unused_nbytes
+from .device import device_of, hold_to, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError, FusedError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
@@ -70,6 +70,7 @@ class Wishes:
     fuse: bool = False  # updates run in backward
     wire: str = ""  # the type that values may be cast to for their way to the far tier
     lower: str | None = None  # what compiles parts of the step
+    strict: bool = False  # the allocator refuses more than the budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,8 @@ class Planner:
         if getattr(self, "device", None) != device:
             self.budget = budget_nbytes(self.wishes.budget, device, resident_bytes(owned))
             self.tier = tier_name(self.wishes.offload, device)
+            if self.wishes.strict:
+                hold_to(self.budget, device)
             self.device = device
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:

@@ -73,7 +73,7 @@ class Step:
                 self.tier.bind(places)
         flight = Flight(self.halves, self.tier)
         if self.report.measured is None:
-            flight.measure()
+            flight.measure(self.device)
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from passes import Op, Storage, Trace
 from passes.wire import WORKSPACE
 
+from .device import block_nbytes
 from .inductor import Segment
 from .nodes import is_random, returned
 from .ops import accumulate, state_nbytes, update
@@ -97,7 +98,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         storage = value.untyped_storage()
         if storage._cdata not in names:
             names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
-            makes.append(Storage(names[storage._cdata], 0 if FAR in node.meta else storage.nbytes()))
+            nbytes = 0 if FAR in node.meta else block_nbytes(storage.nbytes(), value.device)
+            makes.append(Storage(names[storage._cdata], nbytes))
         holds.append(names[storage._cdata])
     cost = price(node) if node.op == "call_function" else Cost()
     if node.target is torch.ops.memgraph.narrow.default:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from memgraph.peak import Allocation, Meter, _account, measured, resident_bytes
+from memgraph.peak import Allocation, CpuMeter, CudaMeter, _account, measured, resident_bytes
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -86,7 +86,7 @@ def test_a_size_remembered_for_an_address_is_not_believed() -> None:
 
 
 def test_a_block_of_one_window_may_go_in_the_next() -> None:
-    meter = Meter()
+    meter = CpuMeter()
     with meter.window():
         kept = torch.empty(1000, dtype=torch.uint8)
     between = torch.empty(5000, dtype=torch.uint8)
@@ -156,3 +156,28 @@ def test_it_is_silent_and_leaves_the_environment_alone() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
+
+
+def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, most = 1000, 1000
+
+    def take(nbytes: int) -> None:
+        nonlocal now, most
+        now, most = now + nbytes, max(most, now + nbytes)
+
+    def reset(_: object) -> None:
+        nonlocal most
+        most = now
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    meter = CudaMeter(torch.device("cuda"))
+    with meter.window():
+        take(500)
+        take(-200)
+    take(64)  # between two windows: not the work's, but for what is given
+    with meter.window(given=64):
+        take(400)
+        take(-700)
+    assert meter.allocated() == Allocation(peak=300 + 64 + 400, net=0)

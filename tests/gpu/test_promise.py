@@ -1,0 +1,69 @@
+"""The promise on a GPU: measured by the allocator itself, never over the forecast, and bits as eager's."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import memgraph
+from tests.zoo import CASES, Case, fresh
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
+STEPS = 3
+
+
+def trained(case: Case, budget: int | None, **wishes: Any) -> tuple[list[torch.Tensor], Any]:
+    """The parameters after some steps, and the compiled module's plan if there is a budget."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model, batch = fresh(case)
+    model.cuda()
+    args = [x.cuda() if isinstance(x, torch.Tensor) else x for x in batch.args]
+    kwargs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in batch.kwargs.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = model if budget is None else memgraph.compile(model, budget, optimizer=optimizer, **wishes)
+    for seed in range(STEPS):
+        torch.manual_seed(seed)
+        case.loss(step(*args, **kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    plan = step.plan if isinstance(step, memgraph.CompiledModule) else None
+    return [parameter.detach().cpu() for parameter in model.parameters()], plan
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_measured_is_below_forecast_and_budget_and_bits_are_eagers(case: Case, share: float) -> None:
+    eager, _ = trained(case, None)
+    _, plain = trained(case, 1 << 36, lower=None)
+    ours, plan = trained(case, int(plain.peak * share) if share < 1 else 1 << 36, lower=None)
+    assert all(map(torch.equal, ours, eager))
+    assert plan.measured <= plan.peak <= plan.budget
+
+
+def test_the_allocator_never_holds_more_than_a_strict_budget() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    case = next(case for case in CASES if case.name == "gpt2")
+    _, plain = trained(case, 1 << 36, lower=None)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        _, plan = trained(case, max(plain.peak, 1 << 28), lower=None, strict=True)
+        assert torch.cuda.max_memory_reserved() <= plan.budget
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_compiled_segments_keep_the_budget() -> None:
+    case = next(case for case in CASES if case.name == "gpt2")
+    eager, _ = trained(case, None)
+    _, plain = trained(case, 1 << 36, lower=None)
+    ours, plan = trained(case, plain.peak * 6 // 10, lower="inductor")
+    assert plan.measured <= plan.peak <= plan.budget
+    for mine, theirs in zip(ours, eager, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
