@@ -31,7 +31,7 @@ from .effects import Trace, refuse_effects
 from .errors import CaptureError
 from .fakes import fake, without_autocast
 from .fast_paths import fused_layers
-from .kernels import keep_workspaces
+from .surrogates import keep_workspaces
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
 from .trees import Spec, flatten

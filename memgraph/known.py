@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .kernels import as_made
+from .surrogates import as_made
 from .nodes import changes_inputs, is_random, storages, written_by
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
-from .kernels import COPY_STORAGES
+from .surrogates import COPY_STORAGES
 from .nodes import storages
 from .peak import measured, resident_bytes
 from .place import place

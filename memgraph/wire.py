@@ -50,19 +50,19 @@ def widen(x: Tensor) -> Tensor:
 
 def _is_within_range(x: Tensor) -> bool:
     # One pass that allocates nothing; on a GPU, the answer is waited for.
-    least, most = torch.aminmax(_flat(x))
+    least, most = torch.aminmax(flat(x))
     return bool((least >= -LARGEST) & (most <= LARGEST))
 
 
 def _take_back_infinities(x: Tensor, cast: Tensor) -> None:
     """Let only those numbers of `cast` be infinite that were, part by part."""
-    for wide, thin in zip(_flat(x).split(PART), _flat(cast).split(PART), strict=True):
+    for wide, thin in zip(flat(x).split(PART), flat(cast).split(PART), strict=True):
         thin.clamp_(-LARGEST, LARGEST)
         for infinite in (torch.inf, -torch.inf):
             thin.masked_fill_(wide == infinite, infinite)
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """The numbers of a dense tensor as they lie in memory."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(x):
         raise ValueError(f"a tensor with shape {tuple(x.shape)} and strides {x.stride()} has gaps or overlaps")
