@@ -83,9 +83,9 @@ def _codes(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["seed"])
 def _kernel(
-    of, into, count, seed,  # noqa: ANN001
+    of, into, count, seed,
     FROM: tl.constexpr, INTO: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     chance = i

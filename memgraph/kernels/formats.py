@@ -39,7 +39,7 @@ FORMATS = {
 
 
 @triton.jit
-def widened(code, FORMAT: tl.constexpr):  # noqa: ANN001, ANN201
+def widened(code, FORMAT: tl.constexpr):
     """The float32 numbers that codes stand for, exactly."""
     if FORMAT == "f32":
         return code.to(tl.float32, bitcast=True)
@@ -57,7 +57,7 @@ def widened(code, FORMAT: tl.constexpr):  # noqa: ANN001, ANN201
 
 
 @triton.jit
-def narrowed(x, noise, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):  # noqa: ANN001, ANN201
+def narrowed(x, noise, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """The codes of float32 numbers; `noise` is 32 random bits for each, if that is how they are rounded."""
     bits = x.to(tl.uint32, bitcast=True)
     if FORMAT == "f32":
@@ -72,10 +72,10 @@ def narrowed(x, noise, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):  # noqa:
 
 @triton.jit
 def _code(
-    bits, noise,  # noqa: ANN001
+    bits, noise,
     DIGITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, INFINITE: tl.constexpr, ODD: tl.constexpr,
     SIGN: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     size = bits & 0x7FFFFFFF
     if LEAST == -126:  # the exponents of float32: small numbers lose as many digits as the others
         base, whole, cut = bits * 0, size, bits * 0 + (23 - DIGITS)

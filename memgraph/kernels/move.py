@@ -110,10 +110,10 @@ def lines(runs: Sequence[tuple[int, ...]], growth: tuple[int, ...], device: torc
 
 @triton.jit(do_not_specialize=["rows", "seed"])
 def _kernel(
-    table, rows, seed,  # noqa: ANN001
+    table, rows, seed,
     FROM: tl.constexpr, INTO: tl.constexpr, OF: tl.constexpr, TO: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = table + row * 4
         count = tl.load(line).to(tl.int32)
@@ -133,9 +133,9 @@ def _kernel(
 
 @triton.jit
 def _tile(
-    of, into, i, inside, place, seed,  # noqa: ANN001
+    of, into, i, inside, place, seed,
     FROM: tl.constexpr, INTO: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     code = tl.load(of + i, mask=inside)
     if FROM != INTO:
         chance = i

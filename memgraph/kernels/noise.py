@@ -14,7 +14,7 @@ SEEDS = 1 << 31
 
 
 @triton.jit
-def noise(place, seed):  # noqa: ANN001, ANN201
+def noise(place, seed):
     """32 bits for each 64-bit `place`."""
     low = (place & 0xFFFFFFFF).to(tl.uint32)
     high = (place >> 32).to(tl.uint32)
@@ -22,7 +22,7 @@ def noise(place, seed):  # noqa: ANN001, ANN201
 
 
 @triton.jit
-def _mixed(x):  # noqa: ANN001, ANN202
+def _mixed(x):
     """A permutation of 32 bits in which each bit of `x` flips about half of them."""
     x ^= x >> 17
     x *= 0xED5AD4BB

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..wire import flat
-from .move import move, move_by
+from .move import Pair, move, move_by
 from .ways import Found, Trial, Way, measured
 
 Run = tuple[int, int]  # first, count
@@ -31,7 +31,7 @@ def pack(tensors: Sequence[Tensor], staging: Tensor, seed: int | None = None) ->
     Raises:
         ValueError: a tensor has gaps or overlaps, or they have other numbers of elements than `staging`.
     """
-    move([(flat(x), part) for x, part in zip(tensors, _parts(staging, tensors), strict=True)], seed)
+    move(parts(tensors, staging), seed)
 
 
 def unpack(staging: Tensor, tensors: Sequence[Tensor], seed: int | None = None) -> None:
@@ -40,19 +40,25 @@ def unpack(staging: Tensor, tensors: Sequence[Tensor], seed: int | None = None) 
     Raises:
         ValueError: as `pack`.
     """
-    move([(part, flat(x)) for x, part in zip(tensors, _parts(staging, tensors), strict=True)], seed)
+    move([(of, into) for into, of in parts(tensors, staging)], seed)
 
 
 def gather(of: Tensor, runs: Sequence[Run], into: Tensor, seed: int | None = None) -> None:
     """Fill the flat `into` with runs of elements of the flat `of`."""
-    pieces = [of[first : first + count] for first, count in runs]
-    move(list(zip(pieces, _parts(into, pieces), strict=True)), seed)
+    move(parts([of[first : first + count] for first, count in runs], into), seed)
 
 
 def scatter(of: Tensor, runs: Sequence[Run], into: Tensor, seed: int | None = None) -> None:
     """Fill runs of elements of the flat `into`, which must not meet, with the flat `of`."""
-    pieces = [into[first : first + count] for first, count in runs]
-    move(list(zip(_parts(of, pieces), pieces, strict=True)), seed)
+    move([(x, piece) for piece, x in parts([into[first : first + count] for first, count in runs], of)], seed)
+
+
+def parts(pieces: Sequence[Tensor], whole: Tensor) -> list[Pair]:
+    """Each piece, flat, with its part of the flat `whole`."""
+    counts = [x.numel() for x in pieces]
+    if whole.dim() != 1 or whole.numel() != sum(counts):
+        raise ValueError(f"a flat tensor of {sum(counts)} elements is wanted, not one of shape {tuple(whole.shape)}")
+    return list(zip(map(flat, pieces), whole.split(counts), strict=True))
 
 
 def compared(device: torch.device) -> Found:
@@ -64,13 +70,6 @@ def _trial(device: torch.device) -> Trial:
     def trial(nbytes: int, way: Way | None) -> Callable[[], object]:
         tensors = [torch.zeros(PIECE // 4, device=device) for _ in range(nbytes // PIECE)]
         staging = torch.empty(len(tensors) * PIECE // 4, dtype=torch.bfloat16, device=device)
-        return partial(move_by, way, list(zip(tensors, _parts(staging, tensors), strict=True)))
+        return partial(move_by, way, parts(tensors, staging))
 
     return trial
-
-
-def _parts(whole: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    counts = [x.numel() for x in pieces]
-    if whole.dim() != 1 or whole.numel() != sum(counts):
-        raise ValueError(f"a flat tensor of {sum(counts)} elements is wanted, not one of shape {tuple(whole.shape)}")
-    return whole.split(counts)

@@ -1,6 +1,6 @@
 """Numbers in one byte each, and one byte more for every GROUP of them: e4m3 codes beside a power of two.
 
-    narrow_scaled([a, b], codes, scales)   ->  x / 2 ** (scale - 127), in e4m3, the largest of a group between 224 and 448
+    narrow_scaled([a, b], codes, scales)   ->  x / 2 ** (scale - 127), in e4m3; a group's largest is 224 to 448
     widen_scaled(codes, scales, [a, b])    ->  a and b again, each to about 6 % of itself or 1e-5 of its group's largest
 
 A power of two scales without rounding, so that there is one rounding, to the nearest or by chance.  e4m3 has no
@@ -104,9 +104,7 @@ def _grouped(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
 
 
-def _launch(
-    way: Way, tensors: Sequence[Tensor], codes: Tensor, scales: Tensor, seed: int | None, narrow: bool
-) -> None:
+def _launch(way: Way, tensors: Sequence[Tensor], codes: Tensor, scales: Tensor, seed: int | None, narrow: bool) -> None:
     """One launch for all tensors of one format."""
     for dtype in {x.dtype: None for x in tensors}:
         runs = [
@@ -124,10 +122,10 @@ def _launch(
 
 @triton.jit(do_not_specialize=["rows", "seed"])
 def _kernel(
-    table, rows, seed,  # noqa: ANN001
+    table, rows, seed,
     FORMAT: tl.constexpr, OF: tl.constexpr, NARROW: tl.constexpr, STOCHASTIC: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # noqa: ANN202
+):  # fmt: skip
     ROWS: tl.constexpr = BLOCK // GROUP
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = table + row * 5
@@ -157,7 +155,7 @@ def _kernel(
 
 
 @triton.jit
-def _scale(x):  # noqa: ANN001, ANN202
+def _scale(x):
     """Of each row, the exponent with which its largest finite number comes to lie between 224 and 448."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=1)

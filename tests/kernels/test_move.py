@@ -61,9 +61,9 @@ def test_runs_may_begin_anywhere_and_touch_nothing_beside_them(shift: int) -> No
 
 
 def test_many_formats_go_in_one_move() -> None:
-    pairs = [
-        (hard(1500, of), torch.zeros(1500, dtype=into, device=DEVICE)) for of in FLOATS for into in FLOATS[:3]
-    ] + [(hard(900), torch.zeros(900, device=DEVICE))]
+    pairs = [(hard(1500, of), torch.zeros(1500, dtype=into, device=DEVICE)) for of in FLOATS for into in FLOATS[:3]] + [
+        (hard(900), torch.zeros(900, device=DEVICE))
+    ]
     again = [(of, torch.zeros_like(into)) for of, into in pairs]
     move_by(WAY, pairs, 5)
     move_twin(again, 5)
