@@ -20,6 +20,7 @@ from .disk import STAGING, DiskTier
 from .flight import Tier
 from .links import casts, disk_links, host_links
 from .pinned import PinnedTier
+from .slab import cap_nbytes
 from .spill import spill_folder
 from .toll import disk_toll
 
@@ -62,8 +63,8 @@ def linked(
     if wire:
         out, back = casts(device)
         machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
-    if tier == "host":
-        return machine
+    if tier == "host":  # less what the slots lose by where they begin
+        return replace(machine, capacity=(cap := cap_nbytes()) - cap // 128)
     toll, capacity = disk_toll(folder, links), shutil.disk_usage(spill_folder(folder)).free
     return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity)
 

@@ -1,7 +1,7 @@
 """Cast a flat range of numbers in one pass: a bucket to the format in which it is sent, and back; a value for its way.
 
     cast(f32[1000], bf16[1000])   ->  filled, to the nearest, nothing made infinite
-    narrow(f32[8, 4])             ->  bf16[8, 4] with the same strides, on a GPU without waiting for it
+    copied(f32[8, 4], bf16)       ->  bf16[8, 4] with the same strides; nobody waits for it
 
 It needs no table, so nothing is copied to the device.  Not yet run on a GPU.
 """
@@ -45,28 +45,19 @@ def cast_by(way: Way | None, of: Tensor, into: Tensor, seed: int | None = None) 
         )  # fmt: skip
 
 
-def narrow(x: Tensor) -> Tensor | None:
-    """A copy of a dense float32 tensor in bfloat16; None where the twin, `wire.narrow`, is faster."""
-    return _copied(x, torch.bfloat16)
-
-
-def widen(x: Tensor) -> Tensor | None:
-    """A copy of a dense bfloat16 tensor in float32; None where the twin, `wire.widen`, is faster."""
-    return _copied(x, torch.float32)
-
-
-def compared(device: torch.device) -> Found:
-    """Find the fastest way to cast."""
-    return measured("cast", device, _trial(device))
-
-
-def _copied(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A copy of a dense tensor with the same strides; None where the twins, which are in `wire.py`, are faster."""
     way = way_of("cast", x.device, x.nbytes)
     if way is None:
         return None
     copy = torch.empty_like(x, dtype=dtype)
     cast_by(way, flat(x), flat(copy))
     return copy
+
+
+def compared(device: torch.device) -> Found:
+    """Find the fastest way to cast."""
+    return measured("cast", device, _trial(device))
 
 
 def _trial(device: torch.device) -> Trial:

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from memgraph.kernels import cast as room
-from memgraph.kernels.cast import cast, cast_by, narrow, widen
-from memgraph.wire import narrow as narrow_twin
-from memgraph.wire import widen as widen_twin
+from memgraph.kernels.cast import cast, cast_by, copied
+from memgraph.wire import narrow, widen
 from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, same
 
 
@@ -33,15 +32,19 @@ def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("chosen")
 def test_a_value_goes_its_way_and_back_as_on_a_cpu() -> None:
     for x in (hard(1200).view(4, 3, 100), hard(600).view(20, 30).t(), hard(1).view(()), hard(0).view(0, 3)):
-        thin = narrow(x)
-        assert thin is not None and thin.stride() == x.stride() and same(thin, narrow_twin(x))
-        wide = widen(thin)
-        assert wide is not None and wide.stride() == x.stride() and same(wide, widen_twin(thin))
+        thin = copied(x, torch.bfloat16)
+        assert thin is not None and thin.stride() == x.stride() and same(thin, narrow(x))
+        wide = copied(thin, torch.float32)
+        assert wide is not None and wide.stride() == x.stride() and same(wide, widen(thin))
+
+
+def test_what_was_not_measured_is_left_to_the_twins() -> None:
+    assert copied(hard(100), torch.bfloat16) is None
 
 
 @pytest.mark.usefixtures("chosen")
 def test_what_is_not_flat_is_refused() -> None:
     with pytest.raises(ValueError, match="gaps or overlaps"):
-        narrow(hard(100).view(10, 10)[:, ::2])
+        copied(hard(100).view(10, 10)[:, ::2], torch.bfloat16)
     with pytest.raises(ValueError, match="one length"):
         cast(hard(3), hard(4))
