@@ -6,6 +6,7 @@ from .errors import BudgetError, CaptureError, FusedError, LoweringError, Memgra
 from .module import CompiledModule
 from .report import Report
 from .saved import SavedPlan
+from .slab import PinnedError
 from .spill import SpillError
 from .sweep import sweep
 from .training_state import StateError, load_state, save_state
@@ -17,6 +18,7 @@ __all__ = [
     "FusedError",
     "LoweringError",
     "MemgraphError",
+    "PinnedError",
     "PlanError",
     "Point",
     "Report",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -79,7 +80,13 @@ class Copy:
                 raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
 
 
-def settle(*copies: Copy | None) -> None:
+class Split(Protocol):
+    """A copy in parts that can be waited for."""
+
+    parts: Any
+
+
+def settle(*copies: Split | None) -> None:
     """Wait until `copies` have ended, well or not."""
     for part in [part for copy in copies if copy for part in copy.parts]:
         part.wait()

@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 
 from .copies import Copy, Move, Part, settle, speed
-from .homes import Place
+from .homes import FileMapping, Place
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
 
@@ -143,7 +143,10 @@ class DiskLease:
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""
         room, home = self._room(), self.homes.get(slot)
-        return (home.file, home.offset, home.nbytes) if home else (room, self.tier.offsets[slot], self.tier.slots[slot])
+        if home is None:
+            return room, self.tier.offsets[slot], self.tier.slots[slot]
+        assert isinstance(home.mapping, FileMapping)
+        return home.mapping.file, home.offset, home.nbytes
 
     def _take_up(self, part: Part) -> None:
         self.begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped

@@ -1,6 +1,6 @@
 """The update of an optimizer for whose parameters the far tier is home, or for their gradients or states.
 
-update = FarUpdate(optimizer, folder)
+update = FarUpdate(optimizer, where=folder)
 update.nbytes(trained)                   what it takes on the device, in windows
 FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
 
@@ -10,15 +10,14 @@ plan is the same whatever was asked for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .homes import Where
 from .pointwise import is_pointwise
-from .spill import spill_folder
 from .state_parts import is_large
 from .window_bytes import Far, window_bytes
 from .windowed import Windowed
@@ -32,10 +31,8 @@ class FarUpdate:
     """Of an optimizer, or of none: then updates are the caller's own affair.  `fused`: they run in backward, where
     somebody else sees to it that each is in windows."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike[str] | None, fused: bool = False
-    ) -> None:
-        self.optimizer, self.folder, self.fused = optimizer, folder, fused
+    def __init__(self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None) -> None:
+        self.optimizer, self.where, self.fused = optimizer, where, fused
         self.windowed: Windowed | None = None
         self.far_states: set[Tensor] = set()
 
@@ -60,12 +57,11 @@ class FarUpdate:
     def begin(self) -> None:
         """Let the optimizer step in windows."""
         if self.optimizer is not None and self.windowed is None and not self.fused:
-            folder = spill_folder(self.folder)
-            self.windowed = Windowed(self.optimizer, self.window, self.far_states.__contains__, folder)
+            self.windowed = Windowed(self.optimizer, self.window, self.far_states.__contains__, self.where)
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Update in windows what has a gradient."""
-        Update(optimizer, self.window, self.far_states.__contains__, spill_folder(self.folder)).run()
+        Update(optimizer, self.window, self.far_states.__contains__, self.where).run()
 
     def states(self, parameters: Collection[Tensor]) -> list[dict[str, object]]:
         """Those of these parameters, as far as there are any."""

@@ -109,7 +109,7 @@ def _lay(value: Any, like: Tensor) -> None:
     """
     now: Any = from_fun(value)
     if layout(now) != layout(like):
-        again = from_fun(torch.ops.memgraph_kernels.laid(value, like.stride()))
+        again = from_fun(torch.ops.memgraph_surrogates.laid(value, like.stride()))
         value.replace_(again)
         value.commit_update()
         value.sync()

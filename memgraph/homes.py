@@ -1,4 +1,4 @@
-"""Let tensors of the state lie on disk while they stay what they are to everybody else.
+"""Let tensors of the state lie in the far tier while they stay what they are to everybody else.
 
 Before:                              After:
     p.data    100 MB of RAM              p.data    mapped from a file without a name, shared with it
@@ -8,7 +8,9 @@ Before:                              After:
 A mapped tensor is an ordinary CPU tensor: it is read, written, saved and copied as any other. The kernel keeps its
 pages as long as it likes and gives them up under pressure; they are no anonymous memory.
 
-The step goes past the page cache, by the file and the offset. Linux keeps the two coherent by itself: a direct read
+Behind a GPU it is pinned memory that the device sees as well: see `host.py`.
+
+A step goes past the page cache, by the file and the offset. Linux keeps the two coherent by itself: a direct read
 first writes back what is dirty in the pages it covers, and a direct write drops those pages, mapped ones included. That
 holds for any two accesses of which one ends before the other begins, so whoever moves bytes by the file must know that
 nobody writes them by the mapping meanwhile.
@@ -29,7 +31,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .spill import PAGE, nameless_file, pages
+from .spill import PAGE, nameless_file, pages, spill_folder
+
+Room = tuple[int, int]  # offset, bytes
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,41 @@ class Form:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of a tensor lie: `nbytes` of a file from `offset` on, which begins a page.
+    """Where the bytes of a tensor lie: `nbytes` of a mapping from `offset` on, which begins a page.
 
     Whole pages may be written there: what is beyond `nbytes` in the last one is nobody's. The mapping is held so that
-    the file stays open while bytes move.
+    it is there while bytes move.
     """
 
-    file: int
     offset: int
     nbytes: int
     mapping: Mapping
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """Its bytes in memory of the host, laid out as `tensor`."""
+        flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
+        return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class Ground:
+    """What has room for homes, other than a folder."""
+
+    def mapped(self, slots: Iterable[Room]) -> Mapping:
+        """New room for the slots."""
+        raise NotImplementedError
+
+
+Where = Ground | str | os.PathLike[str] | None  # a folder, None for the usual one
+
 
 class Home:
-    """Room on disk for some tensors. The file lives as long as a tensor over it, a place in it, or this object."""
+    """Room in the far tier for some tensors. It lives as long as a tensor over it, a place in it, or this object."""
 
-    def __init__(self, forms: Sequence[Form], folder: str | os.PathLike[str]) -> None:
+    def __init__(self, forms: Sequence[Form], where: Where) -> None:
         """
         Raises:
             SpillError: the folder has no room for them.
+            PinnedError: the host has none.
             ValueError: a form leaves gaps between its elements, or lays several on one place.
         """
         for form in forms:
@@ -74,48 +94,67 @@ class Home:
         self.forms = tuple(forms)
         *self.offsets, nbytes = accumulate((pages(form.nbytes) for form in forms), initial=0)
         self.nbytes = nbytes
-        self.mapping = Mapping.of(
-            Path(folder), [(at, form.nbytes) for at, form in zip(self.offsets, forms, strict=True)]
-        )
+        slots = [(at, form.nbytes) for at, form in zip(self.offsets, forms, strict=True)]
+        self.mapping = where.mapped(slots) if isinstance(where, Ground) else FileMapping.of(spill_folder(where), slots)
 
     def tensor(self, index: int) -> Tensor:
         """A tensor over the place at `index`; all zeros until something is written there."""
         form = self.forms[index]
         if not form.nbytes:
-            return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="cpu")
-        # A storage of its own: whoever saves or copies one tensor must not get the whole file.
-        count = torch.Size(form.shape).numel()
-        flat = torch.frombuffer(self.mapping, dtype=form.dtype, count=count, offset=self.offsets[index])
-        return torch.empty(0, dtype=form.dtype, device="cpu").set_(flat.untyped_storage(), 0, form.shape, form.strides)
+            return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=self.mapping.device)
+        # A storage of its own: whoever saves or copies one tensor must not get all of the mapping.
+        flat = self.mapping.seen(self.offsets[index], form.nbytes)
+        empty = torch.empty(0, dtype=form.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), 0, form.shape, form.strides)
 
     def place(self, index: int) -> Place:
-        return Place(self.mapping.file, self.offsets[index], self.forms[index].nbytes, self.mapping)
+        return Place(self.offsets[index], self.forms[index].nbytes, self.mapping)
 
 
 class Mapping(mmap.mmap):
+    """Memory with room for slots, each an offset and bytes."""
+
+    device = torch.device("cpu")  # of the tensors that lie there
+    slots: list[Room]  # those that have any bytes
+
+    def seen(self, offset: int, nbytes: int) -> Tensor:
+        """Some of its bytes as the owner of a tensor there sees them."""
+        return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def known(self, slots: list[Room]) -> None:
+        """From now on, tensors there have a place."""
+        self.slots = slots
+        _mappings[self.seen(0, 1).data_ptr()] = self
+
+
+class FileMapping(Mapping):
     """A file in memory, which closes the file when nobody refers to it any more."""
 
     file: int
-    slots: list[tuple[int, int]]  # offset and bytes of each place that has some
 
     @classmethod
-    def of(cls, folder: Path, slots: Iterable[tuple[int, int]]) -> Mapping:
-        """Map a new nameless file with room for the slots, each an offset and bytes."""
-        laid = [slot for slot in slots if slot[1]]
-        nbytes = max((at + pages(size) for at, size in laid), default=PAGE)
+    def of(cls, folder: Path, slots: Iterable[Room]) -> FileMapping:
+        """Map a new nameless file with room for the slots."""
+        laid, nbytes = taken(slots)
         file = nameless_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
         except BaseException:
             os.close(file)
             raise
-        mapping.file, mapping.slots = file, laid
-        _mappings[_address(mapping)] = mapping
+        mapping.file = file
+        mapping.known(laid)
         return mapping
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
             os.close(self.file)
+
+
+def taken(slots: Iterable[Room]) -> tuple[list[Room], int]:
+    """The slots that have any bytes, and the bytes of whole pages that they take."""
+    laid = [slot for slot in slots if slot[1]]
+    return laid, max((at + pages(size) for at, size in laid), default=PAGE)
 
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
@@ -127,7 +166,7 @@ def place_of(tensor: Tensor) -> Place | None:
     A part of a place has a place too, if it begins a page and ends one, or ends where the place does. Anything else in
     a home is to be read and written as the ordinary memory that it is.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
+    if tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     for base, mapping in list(_mappings.items()):
@@ -146,7 +185,7 @@ def _within(mapping: Mapping, offset: int, nbytes: int) -> Place | None:
     slot = bisect_right(mapping.slots, offset, key=lambda slot: slot[0]) - 1
     until = sum(mapping.slots[slot])
     whole = offset % PAGE == 0 and (end == until or (end < until and end % PAGE == 0))
-    return Place(mapping.file, offset, nbytes, mapping) if whole else None
+    return Place(offset, nbytes, mapping) if whole else None
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -156,7 +195,3 @@ def form_of(tensor: Tensor) -> Form:
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill one run of memory, each its own part of it."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
-
-
-def _address(mapping: Mapping) -> int:
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()

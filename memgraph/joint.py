@@ -31,9 +31,9 @@ from .effects import Trace, refuse_effects
 from .errors import CaptureError
 from .fakes import fake, without_autocast
 from .fast_paths import fused_layers
-from .kernels import keep_workspaces
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
+from .surrogates import keep_workspaces
 from .trees import Spec, flatten
 from .untouched import Untouched, untouched
 from .where import Notes, nodes_behind

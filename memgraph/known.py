@@ -25,8 +25,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .kernels import as_made
 from .nodes import changes_inputs, is_random, storages, written_by
+from .surrogates import as_made
 
 aten = torch.ops.aten
 ELEMENTS = 1 << 24  # what may be computed to answer one question

@@ -78,7 +78,14 @@ def host_links(device: torch.device) -> Links:
 
 
 def casts(device: torch.device) -> Links:
-    """How fast values are cast for their way, and back; by their bytes before and after both."""
+    """How fast values are cast for their way, and back; by their bytes before and after both.
+
+    On a GPU it is also found which way is the fastest, which is what steps take from now on.
+    """
+    if device.type == "cuda":
+        from .kernels.cast import compared  # here, for the reason in `wire.py`
+
+        compared(device)
     return _found(f"cast {SIZES} {device} {place(device)}", lambda: _measure_casts(device))
 
 

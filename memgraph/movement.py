@@ -10,29 +10,33 @@ Both ways go past the page cache. A copy holds the file and the tensor until it 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from .copies import Copy, Move, Part, settle
-from .homes import Home, Place, form_of, place_of
+from .homes import FileMapping, Home, Place, Where, form_of, place_of
+from .host import PinnedMapping, StreamCopy
 from .spill import PAGE
 from .workers import read, write
 
+Copying = Copy | StreamCopy
 
-def bring_home(tensors: Sequence[Tensor], folder: str | os.PathLike[str]) -> list[Tensor]:
-    """The same values, in a new home on disk; a tensor that has a place is left where it is.
+
+def bring_home(tensors: Sequence[Tensor], where: Where) -> list[Tensor]:
+    """The same values, in a new home; a tensor that has a place is left where it is.
 
     Raises:
         SpillError: the disk does not give or take the bytes. No tensor has changed.
+        PinnedError: the host does not give them.
     """
     strangers = [tensor.detach() for tensor in tensors if place_of(tensor) is None]
     if not strangers:
         return list(tensors)
-    home = Home([form_of(tensor) for tensor in strangers], folder)
+    home = Home([form_of(tensor) for tensor in strangers], where)
     settled([store(home.place(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
     mapped = iter([home.tensor(i) for i in range(len(strangers))])
     return [next(mapped) if place_of(tensor) is None else tensor for tensor in tensors]
@@ -44,17 +48,21 @@ def part_of(place: Place, begin: int, nbytes: int) -> Place:
     return replace(place, offset=place.offset + begin, nbytes=nbytes)
 
 
-def fetch(place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
-    """Begin to fill `tensor` from the file, once `after` have ended; if one of those failed, it is left alone."""
+def fetch(place: Place, tensor: Tensor, after: Sequence[Any] = ()) -> Copying:
+    """Begin to fill `tensor` from its home, once `after` have ended; if one of those failed, it is left alone."""
+    if isinstance(place.mapping, PinnedMapping):
+        return place.mapping.fetched(place, tensor, after)
     return _begin(read, place, tensor, after)
 
 
-def store(place: Place, tensor: Tensor) -> Copy:
-    """Begin to copy `tensor` to the file. It must not change until the copy has ended."""
+def store(place: Place, tensor: Tensor) -> Copying:
+    """Begin to copy `tensor` to its home. It must not change until the copy has ended."""
+    if isinstance(place.mapping, PinnedMapping):
+        return place.mapping.stored(place, tensor)
     return _begin(write, place, tensor)
 
 
-def settled(copies: Iterable[Copy]) -> None:
+def settled(copies: Iterable[Copying]) -> None:
     """Wait until all have ended, and raise what one of them met.
 
     Raises:
@@ -67,7 +75,8 @@ def settled(copies: Iterable[Copy]) -> None:
 
 
 def _begin(move: Move, place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
-    copy = Copy(move, (place.file, place.offset, place.nbytes), tensor, "of the state")
+    assert isinstance(place.mapping, FileMapping)
+    copy = Copy(move, (place.mapping.file, place.offset, place.nbytes), tensor, "of the state")
     copy.begin(partial(_held, place, tensor), after)
     return copy
 

@@ -7,112 +7,157 @@
     lease.wait(0)           the compute stream waits for the copy
 
 One stream per direction for the life of the process.  No tensor is used on a stream while it could be freed on another,
-so nothing is recorded with the allocator.
+so nothing is recorded with the allocator: the graph holds what is copied out until `free` and what is copied back from
+before `reload` until `wait`, and the lease does as well, should the graph be left in the middle.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .homes import Place
+from .slab import SLABS, Slab, Slabs
+from .spill import PAGE
 
-PAGE = 4096
+ALIGNED = 256  # bytes, at a multiple of which a slot begins: less than 1 % is lost on the smallest value that is sent
+Copying = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor on the device
 
 
 class PinnedTier:
-    """Room in pinned memory for the activations of a step; `slots` are their bytes."""
+    """Room in pinned memory for the activations of a step; `slots` are their bytes.
+
+    `cuda` is torch.cuda, or what has its streams and events.
+    """
 
     staging = 0  # copies go straight between the device and the slab
 
-    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
-        self.slots = tuple(slots)
-        self.device = device
-        *self.offsets, self.nbytes = accumulate((-(-slot // PAGE) * PAGE for slot in slots), initial=0)
-        self.slabs = [self._slab()]
+    def __init__(
+        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: Slabs = SLABS
+    ) -> None:
+        self.slots, self.device, self.cuda, self.slabs = tuple(slots), device, cuda, slabs
+        *self.offsets, nbytes = accumulate((-(-slot // ALIGNED) * ALIGNED for slot in slots), initial=0)
+        self.nbytes = max(nbytes, PAGE)
+        self.homes: Mapping[int, Place] = {}
+        self.closed = True
+        slabs.reserve(self.nbytes, device)
+        self.closed = False
 
     def bind(self, homes: Mapping[int, Place]) -> None:
-        """Nothing of the state lives in pinned memory yet: plans for a GPU stream nothing."""
-        assert not homes
+        """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
+        self.homes = homes
 
     def lease(self) -> PinnedLease:
-        """Room for one step in flight; another slab is made if all are out."""
-        return PinnedLease(self, self.slabs.pop() if self.slabs else self._slab())
+        """Room for one step in flight.
+
+        Raises:
+            PinnedError: several are, and one more slab would be too much.
+        """
+        slab = self.slabs.lend(self.nbytes, self.device)
+        for event in slab.after:  # copies come behind the compute stream, and that behind who had the slab
+            self.cuda.current_stream(self.device).wait_event(event)
+        return PinnedLease(self, slab)
 
     def close(self) -> None:
-        """Give the slabs back to the host."""
-        self.slabs.clear()
+        """This tier needs its slab no more; a lease that is out keeps its own."""
+        if not self.closed:
+            self.closed = True
+            self.slabs.forget(self.nbytes, self.device)
 
-    def _slab(self) -> Tensor:
-        return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the pages go with the process
+            self.close()
 
 
 class PinnedLease:
-    """One step's room: a slab, and an event for each copy that has begun."""
+    """One step's room: a slab, and what is being copied."""
 
-    def __init__(self, tier: PinnedTier, slab: Tensor) -> None:
-        self.tier = tier
-        self.slab: Tensor | None = slab
-        self.gone: dict[int, torch.cuda.Event] = {}
-        self.come: dict[int, torch.cuda.Event] = {}
+    def __init__(self, tier: PinnedTier, slab: Slab) -> None:
+        self.tier, self.cuda, self.device = tier, tier.cuda, tier.device
+        self.slab: Slab | None = slab
+        self.gone: dict[int, Any] = {}  # by slot, the event at the end of the copy out
+        self.leaving: dict[int, Copying] = {}
+        self.coming: dict[int, Copying] = {}
+        self.last: dict[Any, Any] = {}  # by stream, the event at its end
+        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
 
     def bind(self, homes: Mapping[int, Place]) -> None:
-        self.tier.bind(homes)
+        """Let slots be elsewhere than the tier was told."""
+        self.homes = {**self.homes, **homes}
 
     def offload(self, slot: int, tensor: Tensor) -> None:
-        out, _ = streams(self.tier.device)
+        out, _ = streams(self.cuda, self.device)
         self.gone[slot] = self._copy(out, self._part(slot, tensor), tensor)
+        self.leaving[slot] = self.gone[slot], tensor
 
     def free(self, slot: int) -> None:
-        torch.cuda.current_stream(self.tier.device).wait_event(self.gone[slot])
+        event, _ = self.leaving.pop(slot)
+        self.cuda.current_stream(self.device).wait_event(event)
 
     def reload(self, slot: int, tensor: Tensor) -> None:
-        _, back = streams(self.tier.device)
-        back.wait_event(self.gone[slot])
-        self.come[slot] = self._copy(back, tensor, self._part(slot, tensor))
+        _, back = streams(self.cuda, self.device)
+        if slot in self.gone or slot not in self.homes:
+            back.wait_event(self.gone[slot])
+        self.coming[slot] = self._copy(back, tensor, self._part(slot, tensor)), tensor
 
     def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self.tier.device).wait_event(self.come[slot])
+        event, _ = self.coming.pop(slot)
+        self.cuda.current_stream(self.device).wait_event(event)
 
     def speeds(self) -> tuple[float, float]:
         """Nothing is known of how fast the copies were: their events keep no times."""
         return 0.0, 0.0
 
     def release(self) -> None:
-        """Let running copies end, then give the slab back."""
+        """Give the slab back.  The host waits only for what nobody waits for any more, of a step that failed."""
         slab, self.slab = self.slab, None
         if slab is not None:
-            for event in (*self.gone.values(), *self.come.values()):
+            for event, _ in (*self.leaving.values(), *self.coming.values()):
                 event.synchronize()
-            self.tier.slabs.append(slab)
+            self.leaving.clear()
+            self.coming.clear()
+            slab.after = tuple(self.last.values())
+            self.tier.slabs.take_back(slab)
 
     def __del__(self) -> None:
-        self.release()
+        if not sys.is_finalizing():
+            self.release()
 
     def _part(self, slot: int, tensor: Tensor) -> Tensor:
         """The place of a slot in the slab, with the tensor's type, shape and strides."""
-        assert self.slab is not None
+        if self.slab is None:
+            raise ValueError("this lease is released")
+        if home := self.homes.get(slot):
+            return home.like(tensor)
         begin = self.tier.offsets[slot]
-        flat = self.slab[begin : begin + self.tier.slots[slot]].view(tensor.dtype)
+        flat = self.slab.bytes[begin : begin + self.tier.slots[slot]].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride())
 
-    def _copy(self, stream: torch.cuda.Stream, into: Tensor, of: Tensor) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self.tier.device))
-        with torch.cuda.stream(stream):
-            into.copy_(of, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
+    def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
+        self.last[stream] = event = copied(self.cuda, self.device, stream, into, of)
         return event
 
 
+def copied(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
+    """Have a stream copy, behind all that the current one has to do; the event at the end of it."""
+    stream.wait_stream(cuda.current_stream(device))
+    with cuda.stream(stream):
+        into.copy_(of, non_blocking=True)
+        event = cuda.Event()
+        event.record(stream)
+    return event
+
+
 @functools.cache
-def streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
     """The streams of copies out and back, the same for the life of the process."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return cuda.Stream(device), cuda.Stream(device)
 
 
 @functools.cache

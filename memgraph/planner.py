@@ -50,7 +50,7 @@ from .split import split
 from .state_parts import StatePart, state_parts
 from .step import Step
 from .summarize import summarize
-from .tiers import far_tier, linked, tier_name
+from .tiers import far_tier, ground, linked, tier_name
 from .times import Times
 from .trees import flatten
 from .truth import correct
@@ -88,10 +88,9 @@ class Planner:
     def __init__(self, module: nn.Module, wishes: Wishes) -> None:
         self.module = module
         self.wishes = wishes
-        self._look()
         optimizer = wishes.optimizer
-        self.residence = Residence(module, wishes.spill_dir)
-        self.update = FarUpdate(optimizer, wishes.spill_dir, wishes.fuse)
+        self.residence, self.update = Residence(module), FarUpdate(optimizer, wishes.fuse)
+        self._look()
         self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
         by_itself = optimizer is not None and not wishes.fuse
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
@@ -123,6 +122,7 @@ class Planner:
             self.tier = tier_name(self.wishes.offload, device)
             if self.wishes.strict:
                 hold_to(self.budget, device)
+            self.residence.where = self.update.where = ground(device, self.wishes.spill_dir)
             self.device = device
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
@@ -318,6 +318,6 @@ class Planner:
 
     def _with_homes(self, machine: Machine, trained: Sequence[Tensor]) -> Machine:
         """The machine with room for state in the far tier, if state can live there."""
-        if not machine.out or self.device.type != "cpu" or not self.update.can_stream:
+        if not machine.out or not self.update.can_stream:
             return machine
         return replace(machine, homes=True, window=self.update.nbytes(trained))

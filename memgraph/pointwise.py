@@ -77,9 +77,10 @@ def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
         advice = "make it dense, e.g. with Embedding(sparse=False)"
         raise UpdateError(f"{name} in windows takes dense gradients, and that {where} is {gradient.layout}; {advice}")
-    if type(parameter) not in (Tensor, torch.nn.Parameter) or {parameter.device.type, gradient.device.type} != {"cpu"}:
-        found = f"{type(parameter).__name__} on {parameter.device}, its gradient on {gradient.device}"
-        raise UpdateError(f"{name} in windows takes plain CPU tensors, not a {found}; leave it on the device")
+    kind = type(parameter)
+    if kind not in (Tensor, torch.nn.Parameter) or parameter.device != gradient.device or parameter.is_meta:
+        found = f"{kind.__name__} on {parameter.device}, its gradient on {gradient.device}"
+        raise UpdateError(f"{name} in windows takes plain tensors of one device, not a {found}; leave it on the device")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Alone:
             {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self.optimizer = copy.copy(optimizer)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         # A copy takes no attributes along, and these are how a GradScaler tells a fused update what to do.
         scaling = ("grad_scale", "found_inf")
         self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
@@ -121,7 +124,7 @@ class Alone:
 
     def entries(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         """What the state of a parameter has in it: the type of what has an element for each of its own, else None."""
-        (state,) = self._step([(group, _made_up(2, dtype), {})])
+        (state,) = self._step([(group, _made_up(2, dtype, self.device), {})])
         return {key: value.dtype if _alike(value, (2,)) else None for key, value in (state or {}).items()}
 
     def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:
@@ -132,12 +135,12 @@ class Alone:
 
     def _allocates(self, group: int, counts: Sequence[int], dtype: torch.dtype) -> int:
         """The most that updates of made-up parameters take, one after the other."""
-        pieces, most = [_made_up(count, dtype) for count in counts], 0
+        pieces, most = [_made_up(count, dtype, self.device) for count in counts], 0
         states: list[dict[str, Any]] = [{} for _ in pieces]
         for _ in range(STEPS):
             given = [(group, piece, state) for piece, state in zip(pieces, states, strict=True)]
             before = _held(states)
-            found, seen = measured(functools.partial(self._step, given))
+            found, seen = measured(functools.partial(self._step, given), self.device)
             states = [state or {} for state in found]
             most = max(most, seen.peak - (_held(states) - before) if seen else 0)
         return most
@@ -165,8 +168,8 @@ def unhooked(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def _made_up(count: int, dtype: torch.dtype) -> Tensor:
-    piece = torch.zeros(count, dtype=dtype, device="cpu")
+def _made_up(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    piece = torch.zeros(count, dtype=dtype, device=device)
     piece.grad = torch.zeros_like(piece)
     return piece
 

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
-from .kernels import COPY_STORAGES
 from .nodes import storages
 from .peak import measured, resident_bytes
 from .place import place
@@ -31,6 +30,7 @@ from .roofline import roofline
 from .signature import kernel_modes
 from .stopwatch import cool, shortest
 from .summarize import Cost, tensors
+from .surrogates import COPY_STORAGES
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 

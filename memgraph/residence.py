@@ -9,15 +9,13 @@ Everybody else goes on with the same Parameter objects.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from .homes import Home, Place, form_of, place_of
+from .homes import Home, Place, Where, form_of, place_of
 from .movement import bring_home
-from .spill import spill_folder
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
@@ -26,8 +24,8 @@ Key = tuple[str, str]  # one of the two, and the parameter's name
 class Residence:
     """The far homes of one module."""
 
-    def __init__(self, module: nn.Module, folder: str | os.PathLike[str] | None) -> None:
-        self.module, self.folder = module, folder
+    def __init__(self, module: nn.Module, where: Where = None) -> None:
+        self.module, self.where = module, where
         self.gradients: dict[str, Tensor] = {}
 
     def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, Place]:
@@ -75,12 +73,11 @@ class Residence:
         Raises:
             SpillError: the disk has no room for them.
         """
-        home = Home([form_of(like) for like in likes.values()], spill_folder(self.folder))
+        home = Home([form_of(like) for like in likes.values()], self.where)
         return {name: home.tensor(i) for i, name in enumerate(likes)}
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        folder = spill_folder(self.folder)
-        moved = bring_home([parameter.detach() for parameter in parameters], folder)
+        moved = bring_home([parameter.detach() for parameter in parameters], self.where)
         if gradients:
             self.gradients |= self.apart(gradients)
         for parameter, mapped in zip(parameters, moved, strict=True):
@@ -89,7 +86,7 @@ class Residence:
     def _move_states(self, state: dict[str, object]) -> None:
         strangers = {key: value for key, value in spread(state).items() if place_of(value) is None}
         if strangers:
-            moved = bring_home(list(strangers.values()), spill_folder(self.folder))
+            moved = bring_home(list(strangers.values()), self.where)
             state |= zip(strangers, moved, strict=True)
 
     def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> Place:
@@ -105,4 +102,6 @@ def spread(state: Mapping[str, object]) -> dict[str, Tensor]:
 
 def laid(flat: Tensor, like: Tensor) -> Tensor:
     """The bytes of a tensor, laid out as `like`."""
-    return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage(), 0, like.shape, like.stride())
+    return torch.empty(0, dtype=like.dtype, device=flat.device).set_(
+        flat.untyped_storage(), 0, like.shape, like.stride()
+    )

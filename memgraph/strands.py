@@ -8,7 +8,6 @@ w: AdamW, gradient in memory, states on disk   ->   a parameter   in memory
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .homes import Form, Home, Place, form_of, is_dense, place_of
+from .homes import Form, Home, Place, Where, form_of, is_dense, place_of
 from .movement import bring_home
 from .pieces import Row
 from .pointwise import EXACT, Alone, UpdateError
 
-Folder = str | os.PathLike[str]
 Whose = Callable[[Tensor], bool]  # of a parameter
 
 PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of states, which are words without a space
@@ -83,7 +81,7 @@ class Subject:
         return Row(self.parameter.numel(), moved, resident, fresh, self.parameter.dtype in EXACT)
 
 
-def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, folder: Folder) -> list[Subject]:
+def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, where: Where) -> list[Subject]:
     """The parameters that have a gradient. States that belong on disk are there then.
 
     Raises:
@@ -99,14 +97,14 @@ def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, fol
                 if kind not in entries:
                     entries[kind] = alone.entries(*kind)
                 found.append(Subject(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
-    _bring_states_home([subject for subject in found if far_states(subject.parameter)], folder)
+    _bring_states_home([subject for subject in found if far_states(subject.parameter)], where)
     for subject in found:
         subject.strands = _strands(subject)
     _refuse_shared(found)
     return found
 
 
-def make_places(subjects: Sequence[Subject], far_states: Whose, folder: Folder) -> None:
+def make_places(subjects: Sequence[Subject], far_states: Whose, where: Where) -> None:
     """Make room for states that do not exist yet.
 
     Raises:
@@ -119,9 +117,13 @@ def make_places(subjects: Sequence[Subject], far_states: Whose, folder: Folder) 
             if far_states(subject.parameter) and form.nbytes:
                 far.append((subject, key, form))
             elif subject.left > 1:  # else the update makes it whole
-                subject.fresh[key] = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="cpu"), None
+                device = subject.parameter.device
+                subject.fresh[key] = (
+                    torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device),
+                    None,
+                )
     if far:
-        home = Home([form for *_, form in far], folder)
+        home = Home([form for *_, form in far], where)
         for i, (subject, key, _) in enumerate(far):
             subject.fresh[key] = home.tensor(i), home.place(i)
 
@@ -138,7 +140,7 @@ def form_beside(parameter: Tensor, dtype: torch.dtype) -> Form:
     return form_of(alike)
 
 
-def _bring_states_home(subjects: Sequence[Subject], folder: Folder) -> None:
+def _bring_states_home(subjects: Sequence[Subject], where: Where) -> None:
     """Move states that are in memory to disk, as they are after `load_state_dict`."""
     near = []
     for subject in subjects:
@@ -146,7 +148,7 @@ def _bring_states_home(subjects: Sequence[Subject], folder: Folder) -> None:
             tensor = subject.state[key]
             if tensor.numel() and is_dense(tensor) and place_of(tensor) is None:
                 near.append((subject.state, key))
-    for (state, key), tensor in zip(near, bring_home([state[key] for state, key in near], folder), strict=True):
+    for (state, key), tensor in zip(near, bring_home([state[key] for state, key in near], where), strict=True):
         state[key] = tensor
 
 

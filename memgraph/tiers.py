@@ -18,8 +18,11 @@ from passes import Machine
 
 from .disk import STAGING, DiskTier
 from .flight import Tier
+from .homes import Where
+from .host import Host
 from .links import casts, disk_links, host_links
 from .pinned import PinnedTier
+from .slab import cap_nbytes
 from .spill import spill_folder
 from .toll import disk_toll
 
@@ -62,10 +65,15 @@ def linked(
     if wire:
         out, back = casts(device)
         machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
-    if tier == "host":
-        return machine
+    if tier == "host":  # less what the slots lose by where they begin
+        return replace(machine, capacity=(cap := cap_nbytes()) - cap // 128)
     toll, capacity = disk_toll(folder, links), shutil.disk_usage(spill_folder(folder)).free
     return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity)
+
+
+def ground(device: torch.device, folder: Folder) -> Where:
+    """Where the state of what lies on the device may live."""
+    return Host(device) if device.type == "cuda" else folder
 
 
 def far_tier(device: torch.device, slots: Sequence[int], folder: Folder) -> Tier | None:

@@ -1,6 +1,6 @@
 """Put a step in windows on an optimizer.
 
-    windowed = Windowed(optimizer, nbytes, far_states, folder)
+    windowed = Windowed(optimizer, nbytes, far_states, where)
     optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
 
 Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
@@ -10,7 +10,6 @@ what is pickled of it, have the plain step.
 from __future__ import annotations
 
 import functools
-import os
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from .homes import place_of
+from .homes import Where, place_of
 from .pointwise import POINTWISE, refuse, unhooked
 from .spill import SpillError
 from .strands import Whose
@@ -29,10 +28,8 @@ from .windows import Update
 class Windowed:
     """The step of one optimizer; `far_states` tells of which parameters the states belong on disk."""
 
-    def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, folder: str | os.PathLike[str]
-    ) -> None:
-        self.nbytes, self.far_states, self.folder = nbytes, far_states, folder
+    def __init__(self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where) -> None:
+        self.nbytes, self.far_states, self.where = nbytes, far_states, where
         self.optimizer = optimizer
         self.pending: Update | None = None
         self.plain = optimizer.step
@@ -63,7 +60,7 @@ class Windowed:
         if self._far():
             refuse(optimizer)  # again, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = Update(optimizer, self.nbytes, self.far_states, self.folder, loss)
+                self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss)
                 self._run(self.pending)
         else:
             unhooked(type(optimizer))(optimizer)

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .copies import Copy, settle
-from .homes import Place
+from .copies import settle
+from .homes import Place, Where
 from .interrupts import Interrupts
-from .movement import fetch, part_of, settled, store
+from .movement import Copying, fetch, part_of, settled, store
 from .pieces import Piece, aligned, boxes, cut
 from .pointwise import Alone
-from .strands import GRADIENT, PARAMETER, Folder, Strand, Subject, Whose, make_places, order_of, subjects_of
+from .strands import GRADIENT, PARAMETER, Strand, Subject, Whose, make_places, order_of, subjects_of
 
 Write = tuple[Place, Tensor]
 
@@ -48,7 +48,7 @@ class Filled:
     """A window that has been begun to be filled."""
 
     cuts: list[Cut]
-    copies: list[Copy]
+    copies: list[Copying]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Drained:
 
     cuts: list[Cut]
     writes: list[Write]
-    copies: list[Copy]
+    copies: list[Copying]
 
 
 class Update:
     """One update of an optimizer. `run` may be called again when it has failed."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, folder: Folder, loss: Any = None
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, loss: Any = None
     ) -> None:
         """
         Raises:
@@ -74,15 +74,16 @@ class Update:
         """
         self.optimizer, self.loss = optimizer, loss
         self.alone = Alone(optimizer)
-        self.subjects = subjects_of(optimizer, self.alone, far_states, folder)
+        self.subjects = subjects_of(optimizer, self.alone, far_states, where)
         rows = [subject.row for subject in self.subjects]
         self.windows = cut(rows, nbytes)
         for window in self.windows:
             for piece in window:
                 self.subjects[piece.row].left += 1
-        make_places(self.subjects, far_states, folder)
+        make_places(self.subjects, far_states, where)
         most = max((sum(rows[piece.row].room(piece.count) for piece in window) for window in self.windows), default=0)
-        self.slabs = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.windows[:2]]
+        device = next((subject.parameter.device for subject in self.subjects), None)
+        self.slabs = [torch.empty(most, dtype=torch.uint8, device=device) for _ in self.windows[:2]]
         self.computed = self.finished = 0  # windows
         self.filled: dict[int, Filled] = {}
         self.drained: dict[int, Drained] = {}

@@ -154,7 +154,7 @@ def test_recurrent_layers(onednn: bool) -> None:
 def test_onednns_recurrent_layer_makes_its_workspace_in_a_graph() -> None:
     graph = capture(nn.LSTM(4, 3), (X.view(2, 1, 4),), {}).graph.graph
     targets = {str(node.target) for node in graph.nodes}
-    assert "memgraph_kernels.rnn_layer.default" in targets and "aten.mkldnn_rnn_layer.default" not in targets
+    assert "memgraph_surrogates.rnn_layer.default" in targets and "aten.mkldnn_rnn_layer.default" not in targets
 
 
 def test_a_view_that_leads_back_is_no_op() -> None:

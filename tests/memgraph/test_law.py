@@ -82,7 +82,7 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     found = slots(graph, its.captured)
     tier = far_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
-    homes = Homes(Residence(its.model, None), found, its.captured, FarStates(FarUpdate(None, None)))
+    homes = Homes(Residence(its.model), found, its.captured, FarStates(FarUpdate(None)))
     yield Step(its.captured, split(graph, its.captured.graph), tier, report, homes)
     if tier is not None:
         tier.close()

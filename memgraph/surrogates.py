@@ -29,7 +29,7 @@ COPY_STORAGES = (
     aten.as_strided_scatter.default,
 )
 
-_library = torch.library.Library("memgraph_kernels", "DEF")
+_library = torch.library.Library("memgraph_surrogates", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
 _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
 
@@ -43,7 +43,7 @@ def keep_workspaces(graph: fx.Graph) -> None:
     """Let the recurrent layers that ran in grad mode do so in the graph as well."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         if node.meta["val"][3].numel():
-            node.target = torch.ops.memgraph_kernels.rnn_layer.default
+            node.target = torch.ops.memgraph_surrogates.rnn_layer.default
 
 
 def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
@@ -71,4 +71,4 @@ def _fake_rnn_layer(*args: Any) -> Any:
 
 for _name, _run, _fake in (("laid", laid, laid), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memgraph_kernels::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)

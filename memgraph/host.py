@@ -1,0 +1,115 @@
+"""Let tensors of the state lie in the host's pinned memory behind a GPU, which sees them there.  Not yet run on a GPU.
+
+Before:                              After:
+    p.data    100 MB of the GPU          p.data    a tensor of the GPU over 100 MB of pinned host memory
+    opt.state[p]["exp_avg"]  too         opt.state[p]["exp_avg"]  too
+
+The owner's tensor is one of the GPU as before: whatever reads or writes it does so over the link, slowly and rightly. A
+step has the bytes copied by streams of their own instead, and everything that comes behind on the compute stream waits
+for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .homes import Ground, Mapping, Place, Room, taken
+from .pinned import copied, streams
+from .slab import SLABS, PinnedError, Slabs
+
+
+@dataclass(frozen=True, eq=False)
+class Host(Ground):
+    """Pinned memory behind a device; `cuda` is torch.cuda, or what has its streams and events."""
+
+    device: torch.device
+    cuda: Any = torch.cuda
+    slabs: Slabs = SLABS
+
+    def mapped(self, slots: Iterable[Room]) -> PinnedMapping:
+        """
+        Raises:
+            PinnedError: there would be more pinned memory than is allowed, or the host does not pin it.
+        """
+        laid, nbytes = taken(slots)
+        self.slabs.claim(nbytes)
+        try:
+            mapping = PinnedMapping(-1, nbytes)
+            why = self.slabs.pins.register(mapping.seen(0, nbytes), self.device)
+            if why:
+                raise PinnedError(
+                    f"{nbytes} bytes of host memory for the state can't be pinned ({why}); allow the process more "
+                    "locked memory (ulimit -l), or plan with offload=None"
+                )
+        except BaseException:
+            self.slabs.claim(-nbytes)
+            raise
+        mapping.host, mapping.device = self, self.device
+        mapping.known(laid)
+        return mapping
+
+
+class After(Protocol):
+    """A copy that another one has to come behind."""
+
+    event: Any
+
+
+class PinnedMapping(Mapping):
+    """Pinned memory, which is given back when nobody refers to it any more."""
+
+    host: Host
+
+    def seen(self, offset: int, nbytes: int) -> Tensor:
+        flat = super().seen(offset, nbytes)
+        return flat if self.device.type == "cpu" else torch.as_tensor(_Seen(flat), device=self.device)
+
+    def fetched(self, place: Place, tensor: Tensor, after: Sequence[After]) -> StreamCopy:
+        """Begin to fill `tensor`."""
+        return StreamCopy(self.host, streams(self.host.cuda, self.device)[1], tensor, place.like(tensor), after)
+
+    def stored(self, place: Place, tensor: Tensor) -> StreamCopy:
+        """Begin to copy `tensor` here."""
+        return StreamCopy(self.host, streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "host"):
+            self.host.slabs.pins.unregister(super().seen(0, len(self)))
+            self.host.slabs.claim(-len(self))
+
+
+class StreamCopy:
+    """A copy on a stream, in one part. Who waits for it is the compute stream, and not the caller."""
+
+    error: Exception | None = None
+
+    def __init__(self, host: Host, stream: Any, into: Tensor, of: Tensor, after: Sequence[After] = ()) -> None:
+        for part in after:
+            stream.wait_event(part.event)
+        self.host, self.nbytes = host, into.nbytes
+        self.tensors: tuple[Tensor, ...] = into, of
+        self.event = copied(host.cuda, host.device, stream, into, of)
+        self.parts = (self,)
+
+    def wait(self) -> None:
+        self.host.cuda.current_stream(self.host.device).wait_event(self.event)
+
+    def end(self) -> None:
+        """Have what comes behind wait, then let the tensors go."""
+        self.wait()
+        self.tensors = ()
+
+
+class _Seen:
+    """Pinned bytes as a GPU sees them: at the same address."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.__cuda_array_interface__ = {
+            "shape": (flat.nbytes,), "typestr": "|u1", "data": (flat.data_ptr(), False), "version": 3,
+        }  # fmt: skip

@@ -1,0 +1,205 @@
+"""Pinned host memory: slabs that are taken when a step is planned, lent to its flights, and bounded in all.
+
+    SLABS.reserve(1 << 30, cuda)    a slab of at least so many bytes is there from now on
+    slab = SLABS.lend(1 << 30, cuda)    that one; another is made only if it is out
+    SLABS.take_back(slab)
+    SLABS.forget(1 << 30, cuda)     what no plan needs any more goes back to the host
+
+A slab is whole pages of the process's own, registered with CUDA: exactly as many bytes as are wanted, where torch's
+allocator of pinned memory rounds up to a power of two.  Steps that run one after the other share one slab.  Where the
+host does not pin, copies go to pageable memory, slower and waited for, after one warning.  Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .budget import budget_nbytes
+from .device import memory_nbytes
+from .errors import MemgraphError
+from .spill import pages
+
+CPU = torch.device("cpu")
+VARIABLE = "MEMGRAPH_PINNED"
+SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
+
+
+class PinnedError(MemgraphError):
+    """More pinned memory is wanted than may be taken."""
+
+
+class Pins(Protocol):
+    """Who pins pages."""
+
+    def register(self, flat: Tensor, device: torch.device) -> str:
+        """Pin the pages of a tensor; why not, if that is refused."""
+        ...
+
+    def unregister(self, flat: Tensor) -> None: ...
+
+
+@dataclass(eq=False)
+class Slab:
+    """`nbytes` bytes of whole pages; `pinned` says whether the host has pinned them."""
+
+    nbytes: int
+    device: torch.device
+    pins: Pins
+    bytes: Tensor = field(init=False)
+    pinned: bool = False
+    after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
+
+    def __post_init__(self) -> None:
+        self.bytes = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+        why = self.pins.register(self.bytes, self.device)
+        self.pinned = not why
+        if why:
+            warnings.warn(
+                f"{self.nbytes} bytes of host memory can't be pinned ({why}), so that copies are slow and wait for "
+                f"each other; allow the process more locked memory (ulimit -l), or raise the budget",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Let running copies end, and give the pages back."""
+        for event in self.after:
+            event.synchronize()
+        if self.pinned:
+            self.pinned = False
+            self.pins.unregister(self.bytes)
+        self.bytes = self.bytes[:0].clone()
+
+
+class Slabs:
+    """The slabs of the process."""
+
+    def __init__(self, cap: Callable[[], int], pins: Pins) -> None:
+        self.cap, self.pins = cap, pins
+        self.free: list[Slab] = []
+        self.lent: list[Slab] = []
+        self.needs: list[tuple[int, torch.device]] = []
+        self.claimed = 0  # bytes that are pinned for homes
+        self.lock = threading.RLock()  # the collector may have a lease given back anywhere
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all slabs, and of what else is pinned."""
+        return self.claimed + sum(slab.nbytes for slab in (*self.free, *self.lent))
+
+    def claim(self, nbytes: int) -> None:
+        """So many bytes more are pinned by somebody else, or fewer.
+
+        Raises:
+            PinnedError: they would be more than `cap`.
+        """
+        with self.lock:
+            if nbytes > 0:
+                self._check(nbytes)
+            self.claimed += nbytes
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Have a slab of `nbytes` for a plan.
+
+        Raises:
+            PinnedError: there would be more of them than `cap`.
+        """
+        with self.lock:
+            slab = self.lend(nbytes, device)
+            self.needs.append((pages(nbytes), device))
+            self.take_back(slab)
+
+    def forget(self, nbytes: int, device: torch.device) -> None:
+        """One plan less needs so many; what is larger than all others need is given up."""
+        with self.lock:
+            self.needs.remove((pages(nbytes), device))
+            self._trim()
+
+    def lend(self, nbytes: int, device: torch.device) -> Slab:
+        """A slab of at least `nbytes`, for one flight.
+
+        Raises:
+            PinnedError: there would be more of them than `cap`.
+        """
+        with self.lock:
+            wanted = pages(nbytes)
+            fitting = [slab for slab in self.free if slab.nbytes >= wanted and slab.device == device]
+            if fitting:
+                slab = min(fitting, key=lambda slab: slab.nbytes)
+                self.free.remove(slab)
+            else:
+                self._give_up(lambda slab: slab.device == device)  # each is too small
+                slab = self._made(wanted, device)
+            self.lent.append(slab)
+            return slab
+
+    def take_back(self, slab: Slab) -> None:
+        with self.lock:
+            self.lent.remove(slab)
+            self.free.append(slab)
+            self._trim()
+
+    def _trim(self) -> None:
+        self._give_up(lambda slab: slab.nbytes > max((n for n, d in self.needs if d == slab.device), default=0))
+
+    def _give_up(self, unwanted: Callable[[Slab], bool]) -> None:
+        for slab in [slab for slab in self.free if unwanted(slab)]:
+            self.free.remove(slab)
+            slab.close()
+
+    def _made(self, nbytes: int, device: torch.device) -> Slab:
+        self._check(nbytes)
+        return Slab(nbytes, device, self.pins)
+
+    def _check(self, nbytes: int) -> None:
+        cap = self.cap()
+        if self.nbytes + nbytes > cap:
+            state = f", {self.claimed} of it by state" if self.claimed else ""
+            raise PinnedError(
+                f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.lent)} "
+                f"steps in flight{state}) and {cap} allowed; allow more with {VARIABLE}, e.g. {VARIABLE}=16GB, have "
+                "fewer steps in flight, or plan with offload=None"
+            )
+
+
+def cap_nbytes() -> int:
+    """The most bytes that may be pinned: what MEMGRAPH_PINNED says, or half of the host's memory.
+
+    Raises:
+        ValueError: it says something that can't be read.
+    """
+    named = os.environ.get(VARIABLE)
+    try:
+        return budget_nbytes(named, CPU) if named else memory_nbytes(CPU) // 2
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={named}: {error}") from None
+
+
+class CudaPins:
+    """CUDA's way to pin."""
+
+    def register(self, flat: Tensor, device: torch.device) -> str:
+        try:
+            code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
+            why = f"cudaHostRegister says {code}" if code else ""
+        except RuntimeError as error:
+            why = str(error)
+        if why:
+            with contextlib.suppress(RuntimeError):  # the next launch would report the error once more, as its own
+                torch.zeros(1, device=device)
+        return why
+
+    def unregister(self, flat: Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+
+
+SLABS = Slabs(cap_nbytes, CudaPins())

@@ -1,0 +1,59 @@
+"""State that lives in pinned memory behind a GPU: the owner's tensors are the GPU's, and training is eager's to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.homes import Form, Home, is_far
+from memgraph.host import Host
+from passes import Stream
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
+GPU = torch.device("cuda", 0)
+WIDTH = 1024
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU()))).to(GPU)
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
+    before = torch.cuda.memory_allocated()
+    home = Home([Form((300, 50), (50, 1), torch.bfloat16)], Host(GPU))
+    tensor = home.tensor(0)
+    assert tensor.device == GPU and is_far(tensor)
+    assert torch.cuda.memory_allocated() == before
+    tensor.copy_(torch.arange(15000, device=GPU).view(300, 50))
+    torch.cuda.synchronize()
+    assert torch.equal(home.place(0).like(tensor).float(), tensor.float().cpu())
+
+
+def test_training_equals_eager_and_keeps_to_the_budget() -> None:
+    plain, model = net(), net()
+    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model))
+    with pytest.raises(memgraph.BudgetError) as error:
+        memgraph.plan(model, torch.randn(64, WIDTH, device=GPU), budget=1, optimizer=ours, loss=loss, lower=None)
+    budget = int(error.value.smallest * 1.1)
+    assert budget < 3 * sum(parameter.nbytes for parameter in plain.parameters())
+    step = memgraph.compile(model, budget, optimizer=ours, loss=loss, lower=None)
+    for seed in range(5):
+        x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(seed)).to(GPU)
+        expected, found = loss(plain(x)), step(x)
+        for made, optimizer in ((expected, theirs), (found, ours)):
+            made.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    report = step.plan
+    assert any(isinstance(decision, Stream) for decision in report.plan)
+    assert report.measured is not None
+    assert report.measured <= report.peak <= budget

@@ -1,0 +1,146 @@
+"""The kernels are right under the interpreter, compile for a GPU, and leave a CPU alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memgraph.kernels import adamw, cast, move, scaled, ways
+from memgraph.kernels.ways import TRY, WAYS, Way, measured, way_of
+
+ROOT = Path(__file__).parents[2]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_every_kernel_is_its_twin_under_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "tests/kernels"],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+
+
+def test_importing_memgraph_brings_in_no_kernel() -> None:
+    code = "import memgraph, sys; print([name for name in sys.modules if name.startswith('memgraph.kernels')])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "[]\n", run.stderr
+
+
+# --- as a GPU would run them
+
+
+def compiled(kernel: Any, signature: dict[str, str], **constants: Any) -> str:
+    """The PTX of a kernel for an H100 or H200; its addresses begin at multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = dict.fromkeys(kernel.arg_names, "constexpr") | signature
+    even = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind[0] == "*" or kind == "i32"}
+    source = ASTSource(kernel, signature=kinds, constexprs=constants, attrs=even)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert found.asm["cubin"]
+    ptx: str = found.asm["ptx"]
+    return ptx
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(ways, "_known", {})
+
+
+def test_a_cast_reads_and_writes_vectors() -> None:
+    ptx = compiled(
+        cast._kernel, {"of": "*u32", "into": "*u16", "count": "i32", "seed": "i32"},
+        FROM="f32", INTO="bf16", STOCHASTIC=False, BLOCK=1024,
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_move_reads_and_writes_vectors(stochastic: bool) -> None:
+    tl = __import__("triton.language", fromlist=["language"])
+    ptx = compiled(
+        move._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
+        FROM="f32", INTO="bf16", OF=tl.uint32, TO=tl.uint16, STOCHASTIC=stochastic, ALIGNED=True, BLOCK=1024,
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_scaling_compiles(narrow: bool) -> None:
+    tl = __import__("triton.language", fromlist=["language"])
+    compiled(
+        scaled._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
+        FORMAT="bf16", OF=tl.uint16, NARROW=narrow, STOCHASTIC=narrow, GROUP=128, BLOCK=1024,
+    )  # fmt: skip
+
+
+def test_an_update_fuses_no_product_with_a_sum() -> None:
+    floats = ("sign", "decay", "to_new", "to_old", "keep", "add", "correction", "eps", "size")
+    held = {"parameter": "*u16", "gradient": "*u16", "exp_avg": "*u32", "exp_avg_sq": "*u32"}
+    ptx = compiled(
+        adamw._kernel, {**held, "count": "i32", **dict.fromkeys(floats, "fp32"), "seed": "i32"},
+        PARAMETER="bf16", GRADIENT="bf16", FIRST="f32", SECOND="f32", STOCHASTIC=True, BLOCK=1024,
+    )  # fmt: skip
+    assert "ld.global.v4.b32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+    assert "fma" not in ptx and ".ftz" not in ptx and "approx" not in ptx
+
+
+# --- which way they run
+
+
+def test_on_a_cpu_the_twin_runs_and_nothing_is_measured() -> None:
+    assert measured("cast", CPU, pytest.fail) == {}  # type: ignore[arg-type]
+    assert way_of("cast", CPU, 1 << 20) is None
+
+
+def test_what_was_not_measured_runs_as_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "place", str)
+    assert way_of("cast", GPU, 1 << 20) is None
+
+
+def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    monkeypatch.setattr(ways, "place", str)
+    now: list[tuple[int, Way | None]] = []
+    runs = 0
+
+    def trial(nbytes: int, way: Way | None) -> Any:
+        def run() -> None:
+            nonlocal runs
+            runs += 1
+            now[:] = [(nbytes, way)]
+
+        return run
+
+    def us(run: Any, device: torch.device) -> float:
+        ((nbytes, way),) = now
+        return 10.0 if way is None else 20.0 - WAYS.index(way) * 8 if nbytes > 1 << 20 else 30.0
+
+    monkeypatch.setattr(ways, "shortest", us)
+    found = measured("cast", GPU, trial)
+    assert list(found.values()) == [None, None, WAYS[-1], WAYS[-1]]
+    assert runs == 4 * (1 + len(WAYS))
+    assert [way_of("cast", GPU, nbytes) for nbytes in (5, 2 << 20, 17 << 20, 1 << 40)] == [
+        None,
+        None,
+        WAYS[-1],
+        WAYS[-1],
+    ]
+    monkeypatch.setattr(ways, "_known", {})
+    assert way_of("cast", GPU, 17 << 20) is None
+    assert measured("cast", GPU, pytest.fail) == found  # type: ignore[arg-type]
+    assert way_of("cast", GPU, 17 << 20) == WAYS[-1]
+
+
+def test_a_way_says_how_many_programs_there_are() -> None:
+    assert (TRY.grid(7), Way(1024, programs=32).grid(7), Way(1024, programs=32).grid(700)) == (7, 7, 32)

@@ -1,0 +1,236 @@
+"""A device that is late: streams whose work is done at some time, in any order that their events allow.
+
+    cuda = Late(seed=3)          has the streams and events of torch.cuda
+    with cuda.noting():          ops are only noted down, and done by and by; at the end all of them are
+        step()
+
+Memory is one arena, given out and taken back as ops are noted down and not as they are done, as CUDA's allocator does.
+So whatever reads or writes without having waited meets other bytes, for some seed.  Nothing sleeps: what is done next
+is drawn, and each seed has its own slow and fast streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from memgraph.ops import _OPS as OPS
+
+META = torch.device("meta")
+ALIGNED = 64
+HOST = ("_local_scalar_dense", "item", "equal", "is_nonzero")  # whose result the host looks at
+VIEWS = ("_unsafe_view", "detach", "alias", "lift_fresh", "set_")
+Task = Callable[[], bool]  # whether it could be done
+
+
+class Pinned:
+    """Host memory that is as good as pinned."""
+
+    def register(self, flat: Tensor, device: torch.device) -> str:
+        return ""
+
+    def unregister(self, flat: Tensor) -> None:
+        pass
+
+
+class Marker:
+    """A place in a queue."""
+
+    def __init__(self, queue: Queue | None = None) -> None:
+        self.queue, self.passed = queue, queue is None
+
+    def reach(self) -> bool:
+        self.passed = True
+        return True
+
+
+class Queue:
+    """A stream: its work is done in order."""
+
+    def __init__(self, late: Late, name: str) -> None:
+        self.late, self.name = late, name
+        self.tasks: deque[Task] = deque()
+
+    def wait_event(self, event: Event) -> None:
+        marker = event.marker
+        if marker.queue is None or (self.name, marker.queue.name) not in self.late.deaf:
+            self.tasks.append(lambda: marker.passed)
+
+    def wait_stream(self, other: Queue) -> None:
+        event = Event(self.late)
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    def __init__(self, late: Late) -> None:
+        self.late, self.marker = late, Marker()
+
+    def record(self, queue: Queue) -> None:
+        self.marker = Marker(queue)
+        queue.tasks.append(self.marker.reach)
+
+    def synchronize(self) -> None:
+        self.late.run(lambda: self.marker.passed)
+
+
+class Late(TorchDispatchMode):
+    """The device; `deaf` names what is not waited for: (who should wait, for whom)."""
+
+    def __init__(self, seed: int, deaf: frozenset[tuple[str, str]] = frozenset(), nbytes: int = 1 << 24) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.deaf = deaf
+        self.seed(seed)
+        self.arena = torch.full((nbytes,), 0x5A, dtype=torch.uint8)
+        self.used: dict[int, int] = {}
+        self.most = 0
+        self.queues = [Queue(self, "compute")]
+        self.current = [self.queues[0]]
+
+    def seed(self, seed: int) -> None:
+        """Be late in another way from now on."""
+        self.draw = random.Random(seed)
+
+    # --- what torch.cuda has
+
+    def Stream(self, device: torch.device) -> Queue:
+        self.queues.append(Queue(self, ("out", "back")[len(self.queues) - 1] if len(self.queues) < 3 else "other"))
+        return self.queues[-1]
+
+    def Event(self) -> Event:
+        return Event(self)
+
+    def current_stream(self, device: torch.device) -> Queue:
+        return self.current[-1]
+
+    @contextmanager
+    def stream(self, queue: Queue) -> Iterator[None]:
+        self.current.append(queue)
+        yield
+        self.current.pop()
+
+    # --- doing what was noted down
+
+    def finish(self) -> None:
+        self.run(lambda: not any(queue.tasks for queue in self.queues))
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Do what is noted down, in any order, until that is so."""
+        speeds = [self.draw.choice((1, 10, 100)) for _ in self.queues]
+        with _disable_current_modes(), torch.no_grad():
+            while not done():
+                ready = list(zip(self.queues, speeds, strict=True))
+                while ready:
+                    queue = self.draw.choices([q for q, _ in ready], [speed for _, speed in ready])[0]
+                    if queue.tasks and queue.tasks[0]():
+                        queue.tasks.popleft()
+                        break
+                    ready = [pair for pair in ready if pair[0] is not queue]
+                else:
+                    raise AssertionError("streams wait for each other for ever")
+
+    def _run_some(self) -> None:
+        left = self.draw.choice((0, 0, 0, 1, 4, 40))
+
+        def enough() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0 or not any(queue.tasks for queue in self.queues)
+
+        if left:
+            self.run(enough)
+
+    # --- noting down
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note down what runs here, and have done it all at the end."""
+        with self:
+            yield
+        self.finish()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "memgraph":
+            with self:
+                return OPS[name][0](*args, **kwargs)
+        if name in HOST:
+            self.finish()
+            return func(*args, **kwargs)
+        written = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+        aliased = [value.alias_info for value in func._schema.returns if value.alias_info]
+        if (aliased and not written) or name in VIEWS or kwargs.get("device") == META:
+            return func(*args, **kwargs)
+        if written:
+            result = kwargs[written[0]] if written[0] in kwargs else args[0]
+        else:
+            result = self._made(func, args, kwargs)
+        self._note(func, args, kwargs, None if written else result)
+        self._run_some()
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        args, kwargs, result = tree_map_only(Tensor, self._unowned, (args, kwargs, result))
+
+        def work() -> bool:
+            found = func(*args, **kwargs)
+            if result is not None:
+                for into, of in zip(_tensors(result), _tensors(found), strict=True):
+                    into.copy_(of)
+            return True
+
+        self.current[-1].tasks.append(work)
+
+    def _unowned(self, x: Tensor) -> Tensor:
+        """The same bytes, which may be given to somebody else meanwhile."""
+        at = x.data_ptr() - self.arena.data_ptr()
+        if not x.numel() or not 0 <= at < self.arena.nbytes:
+            return x.detach()
+        unowned = torch.empty(0, dtype=x.dtype)
+        return unowned.set_(self.arena.untyped_storage(), at // x.itemsize, x.shape, x.stride())
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Results without content, as the op would lay them out."""
+
+        def meta(x: Tensor) -> Tensor:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+        args, kwargs = tree_map_only(Tensor, meta, (args, kwargs))
+        args, kwargs = tree_map_only(torch.device, lambda device: META, (args, kwargs))
+        if "device" in {arg.name for arg in func._schema.arguments} and not _tensors(args):
+            kwargs["device"] = META
+        return tree_map_only(Tensor, self._allocated, func(*args, **kwargs))
+
+    def _allocated(self, like: Tensor) -> Tensor:
+        """A tensor at the first gap of the arena that is large enough."""
+        nbytes = like.untyped_storage().nbytes()
+        if not nbytes:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        at, room = 0, -(-nbytes // ALIGNED) * ALIGNED
+        for begin, size in sorted(self.used.items()):
+            if begin - at >= room:
+                break
+            at = begin + size
+        assert at + room <= self.arena.nbytes, "the arena is full"
+        self.used[at] = room
+        self.most = max(self.most, at + room)
+        block = (ctypes.c_ubyte * nbytes).from_address(self.arena.data_ptr() + at)
+        weakref.finalize(block, self.used.pop, at)
+        return torch.frombuffer(block, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map_only(Tensor, found.append, tree)
+    return found
