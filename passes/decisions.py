@@ -97,6 +97,7 @@ class Stream:
 
 Decision = Recompute | Offload | Reload | Stream
 KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload, "stream": Stream}
+PLACES = {kind: tuple(field.name for field in fields(kind) if field.name != "wire") for kind in KINDS.values()}
 Plan = tuple[Decision, ...]
 Line = Callable[[Op, str], object]
 
@@ -138,8 +139,8 @@ def apply(trace: Trace, plan: Plan) -> Trace:
         ValueError: a decision names an op that the trace does not have, or a cast of what may not be cast.
     """
     for decision in plan:
-        for name, place in asdict(decision).items():
-            if name != "wire" and place not in trace.op:
+        for name in PLACES[type(decision)]:
+            if (place := getattr(decision, name)) not in trace.op:
                 raise ValueError(f"{decision}: the trace has no op {place!r}")
     return _Writer(trace, plan).write()
 
@@ -267,6 +268,8 @@ class _Writer:
     def _renamed(self, op: Op) -> Op:
         """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
         update = op.phase == "update"
+        if not update and all(self.newest[name] is self.trace.op[name] for name in op.reads):
+            return op  # most are not touched
         newest = [self.far[name] if update and self._left(name) else self.newest[name] for name in op.reads]
         moved = {
             old: new

@@ -114,7 +114,7 @@ def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
 
 
 def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
-    return machine.window if far_reads(trace, op) else op.workspace
+    return machine.window if op.phase == "update" and far_reads(trace, op) else op.workspace
 
 
 def _update_us(trace: Trace, op: Op, machine: Machine) -> float:

@@ -34,14 +34,14 @@ def check(trace: Trace) -> None:
     for index, op in enumerate(trace.ops):
         backward = _phases(op, backward)
         _names(op, holds, made)
-        if left := gone.intersection(held for read in op.reads for held in holds[read]):
+        if gone and (left := gone.intersection(held for read in op.reads for held in holds[read])):
             raise BrokenTrace(f"{op.name} reads {left.pop()}, whose bytes have left the device")
         if op.fn == "memgraph.free.default":
             sent = trace.op[op.reads[1]]
             gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
         if op.phase == "update":
             updated.update(held for read in op.reads for held in holds[read])
-        elif late := updated.intersection(held for read in op.reads for held in holds[read]):
+        elif updated and (late := updated.intersection(held for read in op.reads for held in holds[read])):
             raise BrokenTrace(f"{op.name} reads {late.pop()}, which an update has changed")
         _far(op, trace)
         _again(trace, index)
@@ -61,7 +61,7 @@ def _phases(op: Op, backward: bool) -> bool:
 def _names(op: Op, holds: dict[str, tuple[str, ...]], made: set[str]) -> None:
     if op.name in holds:
         raise BrokenTrace(f"{op.name} is defined twice")
-    if twice := made.intersection(storage.name for storage in op.makes):
+    if op.makes and (twice := made.intersection(storage.name for storage in op.makes)):
         raise BrokenTrace(f"{op.name} makes {twice.pop()}, which is there already")
     for read in op.reads:
         if read not in holds:

@@ -24,10 +24,11 @@ Terms = dict[int, float]
 def forward(model: Model, position: int) -> None:
     """What lies there at a forward position: items that forward has done with stay, or have not left yet."""
     row = _Row(model)
-    for i in np.flatnonzero(model.program.left < position):
-        lies = {model.kept[i]: model.program.items[i].nbytes / MIB, **model.sent(int(i))}
-        for column, nbytes in lies.items():
-            row.add(column, nbytes)
+    for i in map(int, np.flatnonzero(model.program.left < position)):
+        row.add(model.kept[i], model.program.items[i].nbytes / MIB)
+        if i in model.away:
+            for column, nbytes in model.sent(i).items():
+                row.add(column, nbytes)
     if model.links and (left := model.links.leaving(position)) is not None:
         row.add(left, -1.0)
     _add_states(model, position, row, {})
@@ -41,7 +42,7 @@ def backward(model: Model, position: int) -> None:
     again, came = ran_again(model, position), Terms()
     for i in map(int, np.flatnonzero((model.program.left < position) & (model.program.use > position))):
         item = model.program.items[i]
-        there = direct(model, i, again, came) if item.use < model.program.size else indirect(model, i, again)
+        there = direct(model, i, again, came) if item.use < model.program.size else indirect(model, i, again, position)
         for column, share in there.items():
             row.add(column, share * item.nbytes / MIB)
     _add_states(model, position, row, again)
@@ -107,24 +108,22 @@ def back_by(model: Model, i: int) -> int:
 def ran_again(model: Model, position: int) -> dict[int, int]:
     """Q_ot of the makers that can have run again by a position; R_o, where that says the same."""
     program, linear = model.program, model.linear
-    again: dict[int, int] = {}
-    for o in reversed(range(len(program.makers))):
+    wanted = program.wanted[1]
+    again = {o: model.again[o] for o, maker in enumerate(program.makers) if wanted[o] <= position and not maker.once}
+    for o in reversed([o for o in again if model.settled[o] > position]):
         made = program.makers[o].items
-        if program.makers[o].once:
-            continue
         used = [i for i in made if program.items[i].use <= position]
         if used and len(made) == 1:
-            again[o] = model.again[o]
             continue
-        read = [(i, w) for i in made for w in program.items[i].readers if w in again]
-        if used or read:
-            again[o] = column = linear.column()
-            linear.row(0.0, INFINITY, {model.again[o]: 1.0, column: -1.0})
-            # R_o does not say that o has run by now: of its items the one that is used so far may be saved.
-            for i in used:
-                linear.row(1.0, INFINITY, {column: 1.0, **model.saved(i)})
-            for i, w in read:
-                linear.row(0.0, INFINITY, {column: 1.0, **model.saved(i), again[w]: -1.0})
+        again[o] = column = linear.column()
+        linear.row(0.0, INFINITY, {model.again[o]: 1.0, column: -1.0})
+        # R_o does not say that o has run by now: of its items the one that is used so far may be saved.
+        for i in used:
+            linear.row(1.0, INFINITY, {column: 1.0, **model.saved(i)})
+        for i in made:
+            for w in program.items[i].readers:
+                if w in again:
+                    linear.row(0.0, INFINITY, {column: 1.0, **model.saved(i), again[w]: -1.0})
     return again
 
 
@@ -156,11 +155,13 @@ def direct(model: Model, i: int, again: dict[int, int], came: Terms) -> Terms:
     return {column: 1.0}
 
 
-def indirect(model: Model, i: int, again: dict[int, int]) -> Terms:
+def indirect(model: Model, i: int, again: dict[int, int], position: int) -> Terms:
     """V_st of an item that only re-runs read: it is there until the last of them."""
     item, kept = model.program.items[i], model.kept[i]
     if all(w not in again for w in item.readers):
         return {kept: 1.0} if item.readers else {}
+    if all(model.settled[w] <= position for w in item.readers):
+        return {}  # whoever wants it has run again
     alone = model.program.makers[item.maker].alone
     made = again.get(item.maker) if alone else None
     column, row = model.linear.column(), model.linear.row

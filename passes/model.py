@@ -49,6 +49,7 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     left        y_t <= G_j(t);  y_t <= sum of n_d X_d over l_d < t                         memory
     early       E_t >= P_j(t)-1 - sum of L_s over g_s <= t - sum of M_rk over v_rk <= t - sum of m_s G_st        memory
     again by t  Q_ot <= R_o;  Q_ot >= 1 - A_s, s of o, b_s <= t;  Q_ot >= Q_wt - A_s       memory.ran_again
+                Q_ot >= R_o, t behind all that may want o                                  memory.ran_again
     there at t  V_st >= Q_wt;  G_st <= V_st, O_s + C_s       s that backward reads         memory.direct
                 V_st >= K_s + Q_p(s)t                        the same, all p(s) makes      memory.direct
                 V_st >= K_s, Q_p(s)t - O_s - C_s             the same, one of several      memory.direct
@@ -72,6 +73,11 @@ from .linear import INFINITY, Linear
 from .links import Links
 from .program import Program
 from .rows import MIB, TIE, available, fits_there
+
+# Ops.  In longer steps the rows of a position leave out what has run again by then, if at all.  The least objective is
+# no lower without them, and it saves up to two thirds of the time there.  Below it saves little, and the points of the
+# program that has them happen to be rounded better (ViT decomposed at 30 %: a gap of 0.2 in place of 1.3 %).
+LONG = 5_500
 
 
 class Model:
@@ -101,6 +107,7 @@ class Model:
         fits_there(self)
         living(self)
         updating(self)
+        self.settled = program.settled if program.size > LONG else (program.size,) * len(program.makers)
         self.written: set[int] = set()  # positions that have rows
         self.anyhow: set[int] = set()  # backward positions that have rows of what no plan does without
 

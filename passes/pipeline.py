@@ -61,27 +61,30 @@ def make_plan(
         BudgetError: no pass finds a plan that fits.
     """
     until = time.monotonic() + seconds
-    check(trace)
-    captured = predict(trace, machine)
-    log(f"{'captured':<16} {captured}")
-    best = Choice((), captured, captured)
-    if captured.peak <= machine.budget:
-        return best
+    captured = lowest = _captured(trace, machine)
+    log(f"{'captured':<16} {captured.forecast}")
+    if captured.forecast.peak <= machine.budget:
+        return captured
     in_slices = sliced(trace, machine)
     # In slices first: what is streamed comes least often then.
     for order in (trace,) if in_slices is trace else (in_slices, trace):
-        found = _search(order, machine, passes, log, until)
+        found = _search(captured if order is trace else _captured(order, machine), machine, passes, log, until)
         if found.forecast.peak <= machine.budget:
             return found
-        best = min(best, found, key=lambda choice: choice.forecast.peak)
-    raise BudgetError(obstacle(best.forecast, machine, best.captured.trace), machine.budget, best.forecast.peak)
+        lowest = min(lowest, found, key=lambda choice: choice.forecast.peak)
+    raise BudgetError(obstacle(lowest.forecast, machine, lowest.captured.trace), machine.budget, lowest.forecast.peak)
 
 
-def _search(trace: Trace, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
-    """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
+def _captured(trace: Trace, machine: Machine) -> Choice:
+    """The step as it is."""
     check(trace)
     captured = predict(trace, machine)
-    best = Choice((), captured, captured)
+    return Choice((), captured, captured)
+
+
+def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
+    """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
+    trace = best.captured.trace
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or _is_good(best, machine)):

@@ -202,6 +202,17 @@ class Program:
         return tuple(items)
 
     @cached_property
+    def settled(self) -> tuple[int, ...]:
+        """From which backward position on each maker has run again, if it does: that before which what it makes is read
+        or wanted for a re-run at the latest.  The number of ops if nobody wants it."""
+        makers = [self.size] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            items = (self.items[i] for i in self.makers[o].items)
+            wants = (want for item in items for want in (item.use, *(makers[w] for w in item.readers)))
+            makers[o] = max((want for want in wants if want < self.size), default=self.size)
+        return tuple(makers)
+
+    @cached_property
     def nbytes(self) -> Floats:
         return np.array([item.nbytes for item in self.items], dtype=np.float64)
 

@@ -1,0 +1,90 @@
+"""In long steps the program leaves out what has run again by then, if at all: its bound stays one, and is no lower."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from passes import Machine, Trace, model, parse, program
+from passes.gaps import Gaps
+from passes.optimize import optimize
+from passes.relax import write
+from tests.oracle.exhaustive import all_fates, best_of, cheapest
+from tests.passes.test_optimize import SINGLE, SMALL, between
+from tests.strategies import machines, traces
+
+# m is wanted by nobody; n may not run again.
+STEP = parse("""
+    forward:
+    x = input()  # makes x:8
+    d = tangent()  # makes d:8
+    a = f(x)  # makes a:8 | 1.0 us
+    b = f(a)  # makes b:8 | 1.0 us
+    c = f(b)  # makes c:8 | 1.0 us
+    n = once(c)  # makes n:8 | 1.0 us | once
+    m = f(n)  # makes m:8 | 1.0 us
+    backward:
+    g = f(d, a)  # makes g:8
+    h = f(g, c)  # makes h:8
+    i = f(h, n)  # makes i:8
+    return gradient i
+""")
+
+
+@pytest.fixture(autouse=True)
+def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "LONG", 0)
+    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+
+
+def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
+    """Backward reads a at g already, but b may want it at h, when c is made again."""
+    found = program.Program(Gaps(STEP), Machine(0))
+    place = found.gaps.index | {"never": found.size}
+    settled = dict(zip((maker.value for maker in found.makers), found.settled, strict=True))
+    assert settled == {name: place[at] for name, at in {"a": "h", "b": "h", "c": "h", "n": "i", "m": "never"}.items()}
+
+
+@settings(max_examples=60)
+@given(traces(max_forward=14), st.floats(0.0, 1.0))
+def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
+    assume(0 < len(Gaps(trace).maker) <= 9)
+    machine = between(trace, Machine(0), share)
+    best = cheapest(trace, machine.budget)
+    assume(best is not None)
+    found = optimize(trace, machine)
+    assert best is not None and found.any_us <= best + SMALL and found.bound_us <= best + SMALL
+
+
+@settings(max_examples=40)
+@given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
+def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
+    gaps = Gaps(trace)
+    assume(0 < len(gaps.maker) <= 5)
+    machine = between(trace, machine, share)
+    single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
+    best = best_of(gaps, single, machine)
+    assume(best is not None)
+    assert best is not None and optimize(trace, machine).bound_us <= best[0] + SMALL
+
+
+@settings(max_examples=40)
+@given(traces(max_forward=14), machines((0.5, 100.0)), st.floats(0.0, 1.0))
+def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) -> None:
+    """With the rows of all positions, and without those that are left out."""
+    assume(len(Gaps(trace).maker) > 0)
+    machine = between(trace, machine, share)
+    bound, full = _least(trace, machine, 0), _least(trace, machine, len(trace.ops))
+    assert (bound is None) >= (full is None)
+    assert bound is None or full is None or bound >= full - SMALL
+
+
+def _least(trace: Trace, machine: Machine, long: int) -> float | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "LONG", long)
+        written = model.Model(program.Program(Gaps(trace), machine), machine.budget)
+        for position in range(len(trace.ops)):
+            write(written, position)
+        solved = written.linear.solve()
+    return solved.us if solved else None
