@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
 from memgraph import joint
 from memgraph.capture import capture, losses
@@ -137,6 +138,7 @@ GRAPHS = {
     "vit": Graph(partial(nets.vit, num_labels=1000), lambda: (_images(64, 224),), {"labels": partial(_zeros, 64)}),
     "t5": Graph(_t5, kwargs={"input_ids": partial(_zeros, 8, 512), "labels": partial(_zeros, 8, 512)}),
     "gpt96": _language(Size(96, 1024, 16), 4),
+    **{f"deep{depth}": _language(Size(depth, 1024, 16), 4) for depth in DEPTHS},
 }
 
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.planner simulated [GRAPH ...] [--folder DIR]   # large traces, priced by a roofline
     python -m benchmarks.planner real [PART ...] [--rounds 9]           # parts: rivals, blocks, forecast
+    python -m benchmarks.planner depth [--rounds 3] [--folder DIR]      # plan time against depth
     python -m benchmarks.planner all
 
 `rivals` is torch's activation_memory_budget, `blocks` torch.utils.checkpoint of each block, both at equal measured
 peak; `forecast` is predicted over measured step time.  What is missed is said to be; the exit status is 0 all the same.
-Figures go to benchmarks/results/planner.json as well.
+Figures go to benchmarks/results/ as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import results, simulated
+from benchmarks import depth, results, simulated
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(width=150)
@@ -38,6 +39,16 @@ def simulate(names: Annotated[list[str] | None, typer.Argument()] = None, folder
     console.print("\n".join(simulated.verdict(rows)))
     kept = [asdict(row) | {"missed": row.missed} for row in rows]
     console.print(f"in {results.write('planner', 'simulated', kept)}")
+
+
+@app.command("depth")
+def against_depth(rounds: Annotated[int, typer.Option(min=1)] = 3, folder: Folder = None) -> None:
+    """Plan time of steps of 6 to 96 equal layers, and where it goes."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    rows = depth.depths(rounds, folder)
+    console.print(depth.table(rows))
+    console.print(f"in {results.write('depth', 'gpt', [asdict(row) for row in rows])}")
 
 
 @app.command()
@@ -67,8 +78,9 @@ def real(
 
 @app.command("all")
 def everything(rounds: Rounds = 9, folder: Folder = None, threads: Threads = None) -> None:
-    """Both, one after the other."""
+    """All, one after the other."""
     simulate(None, folder)
+    against_depth(folder=folder)
     real(None, rounds, threads)
 
 

@@ -73,19 +73,25 @@ def simulated(names: list[str] | None, folder: Path | None) -> list[Row]:
 
 
 def _graph(name: str, folder: Path) -> list[Row]:
-    file = folder / f"{name}.txt"
-    if not file.is_file():
-        _python("benchmarks.graphs", name, str(file))
+    file = trace_file(name, folder)
     rows = []
     for link in (0.0, LINK) if name in LINKED else (0.0,):
         for share in SHARES:
-            found = json.loads(_python("benchmarks.one_plan", str(file), str(share), str(link)))
+            found = json.loads(run("benchmarks.one_plan", str(file), str(share), str(link)))
             rows.append(Row(name, share, link, found))
             print(name, share, rows[-1].said or "fits", f"{found['seconds']:.1f} s", file=sys.stderr, flush=True)
     return rows
 
 
-def _python(module: str, *arguments: str) -> str:
+def trace_file(name: str, folder: Path) -> Path:
+    """The file of a graph's trace, which is made if it is not there."""
+    file = folder / f"{name}.txt"
+    if not file.is_file():
+        run("benchmarks.graphs", name, str(file))
+    return file
+
+
+def run(module: str, *arguments: str) -> str:
     """The last line that a module prints; what it warns of is of no interest."""
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
