@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .decisions import Decision, Plan, Recompute, apply
+from .decisions import Plan, apply
 from .forecast import predict
 from .gaps import Gaps
 from .machine import Machine
+from .reruns import Reruns
 from .rotor import Needs, Rotor, Undo
 from .slices import Slices
 from .trace import Trace
@@ -94,58 +95,32 @@ def _try(machine: Machine, rotor: Rotor, slots: int) -> Try:
 
 
 class _Writer:
-    """Walks backward; `there` are the forward values that can be read without making anything again."""
+    """Walks backward, slice by slice."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
         self.gaps = slices.gaps
-        self.there = set(self.gaps.held)
+        self.reruns = Reruns(slices.gaps, frozenset(slices.made))
         self.begun = False
-        self.decisions: list[Decision] = []
 
     def plan(self, undone: Iterable[Undo]) -> Plan:
         for undo in undone:
             self._undo(undo)
-        return tuple(self.decisions)
+        return tuple(self.reruns.decisions)
 
     def _undo(self, undo: Undo) -> None:
         """What stands before backward of a slice: what is held; and before each of its ops what that reads besides."""
         held = self._held(undo)
         ops = self.slices.backward[undo.slice]
         wanted = held.union(*(self.slices.reads[i] for i in ops))
-        self._drop(held if self.begun else wanted)  # the step itself has run the last slice
+        self.reruns.drop(held if self.begun else wanted)  # the step itself has run the last slice
         self.begun = True
-        self._make([self._root(storage) for storage in wanted - self.slices.needed[undo.slice]], ops[0], wanted)
-        self._drop(wanted)
+        roots = [self.reruns.root(storage) for storage in wanted - self.slices.needed[undo.slice]]
+        self.reruns.make(roots, ops[0], wanted)
+        self.reruns.drop(wanted)
         for i in ops:
-            self._make(self.gaps.reads.get(i, ()), i, wanted)
+            self.reruns.make(self.gaps.reads.get(i, ()), i, wanted)
 
-    def _held(self, undo: Undo) -> set[str]:
+    def _held(self, undo: Undo) -> frozenset[str]:
         named = {"crossing": self.slices.crossing, "kept": self.slices.kept}
-        return {storage for kind, j in undo.held for storage in named[kind][j]}
-
-    def _drop(self, held: set[str]) -> None:
-        """Forget the values whose bytes are not held; what may not be made again stays."""
-        made, storages = self.slices.made, self.gaps.held
-        self.there = {value for value in self.there if all(s in held or s not in made for s in storages[value])}
-
-    def _root(self, storage: str) -> str:
-        """The value that is there if `storage` is: what its op makes, or the part of that which is `storage` alone."""
-        maker = self.gaps.maker[storage]
-        if self.gaps.held[maker] == (storage,):
-            return maker
-        return next((part for part in self.gaps.parts.get(maker, ()) if self.gaps.held[part] == (storage,)), maker)
-
-    def _make(self, values: Iterable[str], index: int, wanted: set[str]) -> None:
-        """Make the values be there for the op at `index`, and before them what they are made from."""
-        todo, missing = list(values), set[str]()
-        while todo:
-            value = todo.pop()
-            if value not in self.there and value not in missing:
-                missing.add(value)
-                todo += [read for read in self.gaps.trace.op[value].reads if read in self.gaps.held]
-                # A part that is wanted is taken out at once: all the parts lie there until the last is.
-                todo += [part for part in self.gaps.parts.get(value, ()) if wanted.issuperset(self.gaps.held[part])]
-        place = self.gaps.trace.ops[index].name
-        self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.index.__getitem__)]
-        self.there |= missing
+        return frozenset(storage for kind, j in undo.held for storage in named[kind][j])

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from .chain import rerun_slices
 from .choice import Choice, Proposal
+from .cuts import cut_backward
 from .decisions import Plan, apply
 from .errors import BudgetError
 from .forecast import predict
@@ -29,13 +30,23 @@ Pass = Callable[[Trace, Machine], Plan | Proposal]
 Timed = Callable[[Trace, Machine, float], Plan | Proposal]
 Log = Callable[[str], None]
 
-# Without casts plans are easier to find; without the far tier even more so, and its staging is spared.
-PASSES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home, rerun_slices, descend, descend_at_home)
+# Without casts plans are easier to find; without the far tier even more so, and its staging is spared.  Where once does
+# not do, values run again more often: value by value, and slice by slice, if that finds nothing near.
+PASSES: tuple[Pass, ...] = (
+    optimize,
+    optimize_uncast,
+    optimize_at_home,
+    cut_backward,
+    rerun_slices,
+    descend,
+    descend_at_home,
+)
 # The passes that are told when to end.
 TIMED: dict[Pass, Timed] = {
     optimize: optimize,
     optimize_uncast: optimize_uncast,
     optimize_at_home: optimize_at_home,
+    cut_backward: cut_backward,
     rerun_slices: rerun_slices,
     descend: descend,
     descend_at_home: descend_at_home,
@@ -89,7 +100,7 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or _is_good(best, machine)):
             break
-        if (late and (fits or find not in QUICK)) or (find in SEARCHES and fits and best.gap <= FAIR):
+        if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best)):
             continue
         found = _asked(find, trace, machine, math.inf if find in QUICK and not fits else until)
         best = _better(best, found, machine)
@@ -100,6 +111,13 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
 def _is_good(best: Choice, machine: Machine) -> bool:
     """Whether no other pass is asked."""
     return best.gap <= NEAR
+
+
+def _is_spared(find: Pass, best: Choice) -> bool:
+    """Whether a pass is not worth its time beside a plan that fits."""
+    if find is cut_backward:
+        return best.is_single  # where once does, twice is hardly faster
+    return find in SEARCHES and best.gap <= FAIR
 
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Plan | Proposal:

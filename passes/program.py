@@ -153,13 +153,17 @@ class Program:
             if life.storage in self.place and life.last >= self.boundary:
                 waiting[self.items[self.place[life.storage]].use] += life.nbytes
                 waiting[life.last + 1] -= life.nbytes
-        ops = self.gaps.trace.op
         read = np.zeros(self.size)
         for position in range(self.boundary, self.size):
-            held = {s for value in self.gaps.trace.ops[position].reads for s in ops[value].holds}
-            read[position] = sum(self.items[self.place[s]].nbytes for s in held if s in self.place)
+            read[position] = sum(self.items[i].nbytes for i in self.read_at(position))
         used: Floats = self.base - np.cumsum(waiting)[:-1] + read
         return used
+
+    def read_at(self, position: int) -> frozenset[int]:
+        """The items that the op at a position reads, through views that backward makes as well."""
+        trace = self.gaps.trace
+        held = {s for value in trace.ops[position].reads for s in trace.op[value].holds}
+        return frozenset(self.place[s] for s in held if s in self.place)
 
     @cached_property
     def floor(self) -> Floats:
