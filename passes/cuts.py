@@ -30,7 +30,7 @@ from .trace import Trace
 ROUNDS = 20
 ENOUGH = 0.004  # of the step: a gap at which the search ends
 COARSE = 0.012  # of the step: what a search leaves as long as no plan fits
-WORK_PER_OP = 10_000  # of all searches together; see `Linear.work`
+WORK_PER_OP = 4_000  # of all searches together; see `Linear.work`
 NODES = 2_000
 APART = 6  # positions nearer to a cut than this say much the same
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from .chain import rerun_slices
 from .choice import Choice, Proposal
 from .cuts import cut_backward
-from .decisions import Plan, apply
+from .decisions import Plan, Reload, Stream, apply
 from .errors import BudgetError
 from .forecast import predict
 from .greedy import descend, descend_at_home
@@ -115,8 +115,8 @@ def _is_good(best: Choice, machine: Machine) -> bool:
 
 def _is_spared(find: Pass, best: Choice) -> bool:
     """Whether a pass is not worth its time beside a plan that fits."""
-    if find is cut_backward:
-        return best.is_single  # where once does, twice is hardly faster
+    if find is cut_backward:  # where once does without the far tier, twice is hardly faster
+        return best.is_single and not any(isinstance(decision, Reload | Stream) for decision in best.plan)
     return find in SEARCHES and best.gap <= FAIR
 
 

@@ -122,6 +122,15 @@ def test_a_plan_fits_and_computes_the_same(trace: Trace, machine: Machine, share
         assert added_us(trace, found.plan) >= found.any_us - SMALL
 
 
+@settings(max_examples=20)
+@given(traces(), st.floats(0.0, 1.0))
+def test_what_may_run_once_runs_once(trace: Trace, share: float) -> None:
+    whole = [op.makes and not op.is_input and op.fn != "aten.slice.default" for op in trace.ops]
+    once = replace(trace, ops=tuple(replace(op, once=bool(alone)) for op, alone in zip(trace.ops, whole, strict=True)))
+    found = cut_backward(once, replace(ALONE, budget=between(once, share)))
+    assert not any(isinstance(said, Recompute) and once.op[said.value].once for said in found.plan)
+
+
 def test_it_ends_when_it_is_told_to() -> None:
     assert cut_backward(STEP, Machine(4607), until=-math.inf).plan == ()
 
