@@ -27,7 +27,7 @@ from .program import Program
 from .reruns import Reruns
 from .trace import Trace
 
-ROUNDS = 20
+ROUNDS = 8
 ENOUGH = 0.004  # of the step: a gap at which the search ends
 COARSE = 0.012  # of the step: what a search leaves as long as no plan fits
 WORK_PER_OP = 4_000  # of all searches together; see `Linear.work`
