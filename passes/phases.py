@@ -23,7 +23,7 @@ read s and may run again.
 
 Every plan that recomputes in backward only, however often, satisfies all rows: what is made again while it is there, or
 a second time in a phase, is left out, and so is what lies there within a phase.  So the least objective is a lower
-bound on the time that any such plan adds, and each cut says more of where values wait.  Without the spans a value could
+bound on the time that any such plan adds, wherever backward is cut.  Without the spans a value could
 be made again by halves, half of it in each of two phases, from half of what it is made of.
 
 Crumbs, small items that make up 0.1 % of the budget together, weigh nothing and are there throughout.
