@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import depth, results, simulated
+from benchmarks import depth, records, simulated
 
 app = typer.Typer(add_completion=False, help=__doc__)
 console = Console(width=150)
@@ -38,7 +38,7 @@ def simulate(names: Annotated[list[str] | None, typer.Argument()] = None, folder
     console.print(simulated.table(rows))
     console.print("\n".join(simulated.verdict(rows)))
     kept = [asdict(row) | {"missed": row.missed} for row in rows]
-    console.print(f"in {results.write('planner', 'simulated', kept)}")
+    console.print(f"in {records.write('planner', 'simulated', kept)}")
 
 
 @app.command("depth")
@@ -48,7 +48,7 @@ def against_depth(rounds: Annotated[int, typer.Option(min=1)] = 3, folder: Folde
         folder.mkdir(parents=True, exist_ok=True)
     rows = depth.depths(rounds, folder)
     console.print(depth.table(rows))
-    console.print(f"in {results.write('depth', 'gpt', [asdict(row) for row in rows])}")
+    console.print(f"in {records.write('depth', 'gpt', [asdict(row) for row in rows])}")
 
 
 @app.command()
@@ -61,19 +61,19 @@ def real(
     from benchmarks import forecast, rivals
 
     torch.set_num_threads(threads or torch.get_num_threads())
-    console.print(f"{torch.get_num_threads()} threads, load {results.surroundings()['load']}")
+    console.print(f"{torch.get_num_threads()} threads, load {records.surroundings()['load']}")
     for part in parts or PARTS:
         if part not in PARTS:
             raise typer.BadParameter(f"{part} is none of {', '.join(PARTS)}")
         if part == "forecast":
             ratios = forecast.forecast(rounds)
             console.print(forecast.table(ratios), width=200)
-            results.write("planner", part, [asdict(ratio) for ratio in ratios])
+            records.write("planner", part, [asdict(ratio) for ratio in ratios])
             continue
         rows = rivals.rivals(rounds) if part == "rivals" else rivals.blocks(rounds)
         console.print(rivals.table(part, rows))
         console.print("\n".join(rivals.verdict(rows)))
-        results.write("planner", part, [asdict(row) for row in rows])
+        records.write("planner", part, [asdict(row) for row in rows])
 
 
 @app.command("all")

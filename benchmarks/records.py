@@ -1,6 +1,7 @@
 """What a benchmark found, with what it was found on: a file of JSON that later runs add to.
 
 write("planner", "simulated", rows)   ->   results/planner.json: {"simulated": {"date": ..., "rows": [...]}}
+write_run(cuda, {"rows": rows})       ->   results/nvidia-h200/2026-01-31T120000Z.json
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import passes
 
@@ -31,17 +35,48 @@ def write(name: str, part: str, rows: list[Any]) -> Path:
     return path
 
 
-def surroundings() -> dict[str, Any]:
+def write_run(device: torch.device, found: dict[str, Any]) -> Path:
+    """A file of its own for what one run found on a device."""
+    folder = FOLDER / slug(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = surroundings("gpu")
+    path = folder / f"{about['date'].replace(':', '').replace('+0000', 'Z')}.json"
+    path.write_text(json.dumps({**about, **_of(device), **found}, indent=1) + "\n")
+    return path
+
+
+def slug(device: torch.device) -> str:
+    """The device as the name of a folder."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _of(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    facts = torch.cuda.get_device_properties(device)
+    return {"device": facts.name, "bytes": facts.total_memory, "driver": driver, "cuda": torch.version.cuda}
+
+
+def surroundings(benchmark: str = "planner") -> dict[str, Any]:
     """The machine, the versions, and what was asked."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", "benchmarks.planner", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {_processor()}",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "planner": _digest(),
-        **{package: version(package) for package in ("torch", "highspy", "transformers")},
+        **{package: _version(package) for package in ("torch", "triton", "highspy", "transformers")},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def _digest() -> str:

@@ -1,0 +1,99 @@
+"""Blocks of the size of GPT2-XL's and of Llama-3-8B's, a few of each, with a loss that reads all that comes out.
+
+    loss = stack("llama-8b")(x)       # x: bf16[1, 4096, 4096]
+
+What a step of the whole model takes is what its blocks take; few are compiled in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.nets import Block, Size, Through, plainly
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a stack is, and its batch."""
+
+    blocks: int
+    width: int
+    heads: int
+    length: int
+    batch: int
+    inner: int = 0  # of the gated MLP of a Llama; 0: a GPT
+    shared: int = 1  # query heads that read the same keys
+
+    def toy(self) -> Shape:
+        """The same, small enough for a CPU and a second."""
+        inner = 96 if self.inner else 0
+        return replace(self, blocks=3, width=64, heads=4, length=64, batch=2, inner=inner, shared=min(2, self.shared))
+
+
+SHAPES = {
+    "gpt2-xl": Shape(blocks=8, width=1600, heads=25, length=2048, batch=4),
+    "llama-8b": Shape(blocks=4, width=4096, heads=32, length=4096, batch=2, inner=14336, shared=4),
+}
+
+
+class Stack(nn.Module):
+    """Blocks one behind the other, and the mean square of what comes out."""
+
+    def __init__(self, shape: Shape, through: Through = plainly) -> None:
+        super().__init__()
+        size = Size(shape.blocks, shape.width, shape.heads)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) if shape.inner else Block(size) for _ in range(shape.blocks))
+        self.through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.through(block, x)
+        return x.float().square().mean()
+
+
+class LlamaBlock(nn.Module):
+    """Attention with shared keys and turned positions, then a gated MLP, each beside a shortcut."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = shape.heads, shape.shared, shape.width // shape.heads
+        keys = self.size * (shape.heads // shape.shared)
+        self.before_attention, self.before_mlp = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.q = nn.Linear(shape.width, shape.width, bias=False)
+        self.k, self.v = (nn.Linear(shape.width, keys, bias=False) for _ in range(2))
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+        angle = torch.outer(torch.arange(shape.length), 10_000.0 ** -torch.linspace(0, 1, self.size // 2)).repeat(1, 2)
+        self.cosine: Tensor
+        self.sine: Tensor
+        self.register_buffer("cosine", angle.cos())
+        self.register_buffer("sine", angle.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x))
+        y = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = self._turned(q), self._turned(k)
+        k, v = (part.repeat_interleave(self.shared, dim=1) for part in (k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * self.cosine + torch.cat([-high, low], dim=-1) * self.sine
+
+
+def stack(shape: Shape, device: torch.device, through: Through = plainly) -> tuple[Stack, Tensor]:
+    """A model in bfloat16 and its input, always the same."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Stack(shape, through).to(torch.bfloat16)
+        return model, torch.randn(shape.batch, shape.length, shape.width, dtype=torch.bfloat16)

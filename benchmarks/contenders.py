@@ -1,0 +1,145 @@
+"""The ways to train blocks in less memory, each a step: torch's own, and memgraph at the peak of each.
+
+    rows("gpt2-xl", shape, laps, 10, more)   ->   Row("eager", 31.0 ms, 9.1 GB), ..., Row("memgraph", ...)
+
+A way that fails is a row with the error, and one for which there is no time any more a row that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import memgraph
+from benchmarks.blocks import Shape, stack
+from benchmarks.clock import step_of
+from benchmarks.laps import Laps, Taken
+from benchmarks.nets import Through, checkpointed, plainly
+
+SHARES = (0.8, 0.5, 0.2)  # for torch's activation_memory_budget
+OURS = (0.5, 0.25)  # of the compiled step's activations
+SEARCH = 15.0  # seconds for a plan
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a stack is run: how its blocks are called, whether it is compiled, and in what context."""
+
+    name: str
+    through: Through = plainly
+    compiled: bool = False
+    share: float = 1.0
+    saved: Context = nullcontext
+
+    def ready(self, model: nn.Module) -> Callable[..., Any]:
+        if not self.compiled:
+            return model
+        options = torch._functorch.config.patch(activation_memory_budget=self.share)
+        return options(torch.compile(model, dynamic=False))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way, or memgraph `beside` one at its peak; `taken` is None where it did not run, for the reason in `why`."""
+
+    model: str
+    name: str
+    taken: Taken | None = None
+    why: str = ""
+    beside: str = ""
+    budget: int = 0
+
+
+def ways(device: torch.device) -> list[Way]:
+    """What runs on this device, in the order of what is most wanted; compiling for a CPU takes too long here."""
+    on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
+    compiled = [
+        Way("compile", compiled=True),
+        *(Way(f"autoac {share}", compiled=True, share=share) for share in SHARES),
+    ]
+    compiled.append(Way("compile, checkpoint", checkpointed, compiled=True))
+    return [
+        Way("eager"), *(compiled if device.type == "cuda" else []),
+        Way("checkpoint", checkpointed), Way("save_on_cpu", saved=on_cpu),
+    ]  # fmt: skip
+
+
+def rows(name: str, shape: Shape, laps: Laps, count: int, more: Callable[[], bool]) -> Iterator[Row]:
+    """A row as soon as it is measured, as long as there is `more` time."""
+    found: dict[str, Taken] = {}
+    for way in ways(laps.device):
+        row = tried(partial(_run, name, way, shape, laps, count), Row(name, way.name), more)
+        if row.taken is not None:
+            found[way.name] = row.taken
+        yield row
+    for beside, budget in budgets(found, stack_nbytes(shape)):
+        plain = Row(name, "memgraph", beside=beside, budget=budget)
+        yield tried(partial(_ours, plain, shape, laps, count), plain, more)
+
+
+def tried(run: Callable[[], Row], row: Row, more: Callable[[], bool]) -> Row:
+    """What `run` finds, or why it finds nothing."""
+    if not more():
+        return Row(row.model, row.name, None, "no time left", row.beside, row.budget)
+    try:
+        return run()
+    except Exception as error:  # one way that fails shall not take the others with it
+        why = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:200]
+        return Row(row.model, row.name, None, why, row.beside, row.budget)
+
+
+def budgets(found: dict[str, Taken], parameters: int) -> list[tuple[str, int]]:
+    """The peak of each way that saves anything, and shares of what the unhindered one takes above its parameters."""
+    plain = found.get("compile") or found.get("eager")
+    if plain is None:
+        return []
+    shares = [(f"{share:.0%}", parameters + int(share * (plain.peak - parameters))) for share in OURS]
+    return shares + [(name, taken.peak) for name, taken in found.items() if taken.peak < plain.peak]
+
+
+def stack_nbytes(shape: Shape) -> int:
+    """Bytes of parameters, of as many gradients, and of the input."""
+    model, x = stack(shape, torch.device("meta"))
+    return 2 * sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers()) + x.nbytes
+
+
+def _run(name: str, way: Way, shape: Shape, laps: Laps, count: int) -> Row:
+    laps.clear()
+    model, x = stack(shape, laps.device, way.through)
+    called = way.ready(model)
+
+    def loss() -> torch.Tensor:
+        with way.saved():
+            return called(x)
+
+    return Row(name, way.name, _taken(model, x, loss, laps, count))
+
+
+def _ours(row: Row, shape: Shape, laps: Laps, count: int) -> Row:
+    laps.clear()
+    model, x = stack(shape, laps.device)
+    ours = memgraph.compile(model, row.budget, time_limit=SEARCH)
+    taken = _taken(model, x, lambda: ours(x), laps, count)
+    return Row(row.model, row.name, taken, _plan(ours.plan), row.beside, row.budget)
+
+
+def _plan(report: memgraph.Report) -> str:
+    """How much of what a plan does."""
+    fns = [op.fn for op in report.forecast.trace.ops]
+    again = sum(bool(op.again) for op in report.forecast.trace.ops)
+    return f"{again} again, {fns.count('memgraph.offload.default')} away, forecast {report.forecast.us / 1e3:.1f} ms"
+
+
+def _taken(model: nn.Module, x: torch.Tensor, loss: Callable[[], torch.Tensor], laps: Laps, count: int) -> Taken:
+    step = step_of(model, loss)
+    for _ in range(4):  # compiled, planned, measured, and planned again with the times of its ops
+        step()
+    model.zero_grad(set_to_none=True)
+    return laps.of(step, count, [*model.parameters(), *model.buffers(), x])

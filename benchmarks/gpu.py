@@ -1,0 +1,89 @@
+"""What memgraph pays on a GPU, all in one run; `make gpu` runs it behind the tests.
+
+    python -m benchmarks.gpu [--seconds 420] [--laps 10] [--toy]
+
+Kernels and copies come first, then blocks of GPT2-XL and Llama-8B, in bfloat16: eager, compiled, compiled under
+`activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at the peak of each.  What there
+is no time for is said.  One table comes last, and benchmarks/results/<device>/<date>.json holds it all.  With --toy it
+is small enough for a CPU, to see that it works.  Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import bandwidth, beside
+from benchmarks.beside import Figure
+from benchmarks.blocks import SHAPES
+from benchmarks.contenders import Row, rows
+from benchmarks.laps import Laps
+from benchmarks.records import write_run
+
+COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "")
+
+
+def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
+    """Measure, write the file, print the table."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not toy:
+        raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
+    end = time.perf_counter() + seconds
+    figures = list(_figures(device, toy))
+    found = []
+    for name, shape in SHAPES.items():
+        for row in rows(name, shape.toy() if toy else shape, Laps(device), laps, lambda: time.perf_counter() < end):
+            found.append(row)
+            print(_line(row), file=sys.stderr, flush=True)
+    path = write_run(device, {"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
+    console = Console(width=180)
+    console.print(table(figures, found))
+    console.print(str(path))
+
+
+def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
+    parts: dict[str, Callable[[], list[Figure]]] = {
+        "kernels": lambda: bandwidth.rows(device, 1 << 20, 10) if toy else bandwidth.rows(device),
+        "copies": lambda: beside.rows(device),
+    }
+    for name, part in parts.items():
+        try:
+            yield from part()
+        except Exception as error:  # the rest is worth its time without it
+            yield Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")
+
+
+def table(figures: list[Figure], found: list[Row]) -> Table:
+    shown = Table(*COLUMNS, title=f"torch {torch.__version__}", title_justify="left", box=None)
+    for figure in figures:
+        share = "" if figure.share is None else f"{figure.share:.1%}"
+        shown.add_row("", figure.name, "", f"{figure.value:.1f} {figure.unit}", share)
+    for row in found:
+        shown.add_row(row.model, row.name, row.beside, *_cells(row), row.why)
+    return shown
+
+
+def _cells(row: Row) -> list[str]:
+    budget = f"{row.budget / 1e6:.1f}" if row.budget else ""
+    if row.taken is None:
+        return ["", "", "", "", budget]
+    low, median, high = row.taken.spread
+    sizes = (f"{row.taken.peak / 1e6:.1f}", f"{row.taken.reserved / 1e6:.1f}")
+    return [f"{median:.2f}", f"{low:.2f}-{high:.2f}", *sizes, budget]
+
+
+def _line(row: Row) -> str:
+    cells: list[Any] = [row.model, row.name, row.beside, *_cells(row), row.why]
+    return "  ".join(cell for cell in cells if cell)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,91 @@
+"""The benchmark of the GPU works from end to end, at toy size on a CPU, and no failure of a part takes the rest with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import bandwidth, contenders, gpu, records
+from benchmarks.beside import Figure
+from benchmarks.blocks import SHAPES
+from benchmarks.contenders import Row, budgets, rows, stack_nbytes, tried, ways
+from benchmarks.laps import Laps, Taken
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it takes minutes")
+def test_it_measures_prints_and_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(contenders, "SEARCH", 0.3)
+    monkeypatch.setattr(contenders, "OURS", (0.6,))
+    monkeypatch.setattr(gpu, "SHAPES", {"llama-8b": SHAPES["llama-8b"]})
+    gpu.main(seconds=300.0, laps=2, toy=True)
+    shown = capsys.readouterr().out
+    written = json.loads(next(tmp_path.glob("cpu/*.json")).read_text())
+    names = [(row["name"], row["beside"]) for row in written["rows"]]
+    assert names[:3] == [("eager", ""), ("checkpoint", ""), ("save_on_cpu", "")]
+    assert ("memgraph", "60%") in names and ("memgraph", "checkpoint") in names
+    ran = [row for row in written["rows"] if row["taken"]]
+    assert len(ran) == 5 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
+    assert any(figure["name"] == "AdamW" and figure["value"] > 0 for figure in written["figures"])
+    assert {"torch", "triton", "highspy", "date", "command"} <= written.keys()
+    assert "memgraph" in shown and "cast to bf16" in shown and str(tmp_path) in shown.replace("\n", "")
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if not torch.cuda.is_available():
+        app = typer.Typer()
+        app.command()(gpu.main)
+        result = CliRunner().invoke(app, [])
+        assert result.exit_code != 0 and "no CUDA device" in result.output
+
+
+def test_a_way_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Row:
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(contenders, "_run", fails)
+    found = list(rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: True))
+    assert [row.why for row in found] == ["RuntimeError: CUDA out of memory"] * len(ways(CPU))
+
+
+def test_what_there_is_no_time_for_is_said() -> None:
+    row = Row("m", "memgraph", beside="50%", budget=7)
+    assert tried(pytest.fail, row, lambda: False) == Row("m", "memgraph", None, "no time left", "50%", 7)
+
+
+def test_a_part_that_fails_is_a_figure_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> list[Figure]:
+        raise ValueError("no")
+
+    monkeypatch.setattr(bandwidth, "rows", fails)
+    assert [(figure.name, figure.unit) for figure in gpu._figures(CPU, True)] == [("kernels: ValueError: no", "failed")]
+
+
+def test_memgraph_gets_the_peak_of_each_way_that_saves_and_shares_of_the_compiled_one() -> None:
+    found = {
+        "eager": Taken((1.0,), 1300, 0), "compile": Taken((1.0,), 1000, 0),
+        "autoac 0.2": Taken((1.0,), 600, 0), "save_on_cpu": Taken((1.0,), 1100, 0),
+    }  # fmt: skip
+    assert budgets(found, 200) == [("50%", 600), ("25%", 400), ("autoac 0.2", 600)]
+    assert budgets({}, 200) == []
+
+
+def test_what_a_stack_holds_is_known_without_making_it() -> None:
+    for shape in SHAPES.values():
+        assert 10**8 < stack_nbytes(shape) < 10**10
+
+
+def test_on_a_gpu_torchs_own_ways_are_measured_first() -> None:
+    assert [way.name for way in ways(torch.device("cuda"))] == [
+        "eager", "compile", "autoac 0.8", "autoac 0.5", "autoac 0.2", "compile, checkpoint", "checkpoint", "save_on_cpu",
+    ]  # fmt: skip
+    assert [way.name for way in ways(CPU)] == ["eager", "checkpoint", "save_on_cpu"]

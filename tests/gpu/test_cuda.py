@@ -1,0 +1,108 @@
+"""On a GPU: gradients are eager's to the bit, bytes stay under the budget, and copies may be late.  Not yet run on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from benchmarks.blocks import SHAPES, Stack
+from memgraph import links, pinned, planner
+from memgraph.slab import SLABS
+from memgraph.wire import narrow, widen
+from passes.schedule import Fate
+from tests.fates import all_given_up, given_up
+from tests.kernels.numbers import hard, same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+CUDA = torch.device("cuda", 0)
+LATE = 20_000_000  # cycles: about 10 ms
+
+
+def subject(name: str) -> tuple[Stack, Tensor]:
+    torch.manual_seed(0)
+    with CUDA:
+        return Stack(SHAPES[name].toy()), torch.randn(16, 64, 64)
+
+
+def trained(model: nn.Module, called: Any, x: Tensor, steps: int = 3) -> list[Tensor]:
+    """Losses and gradients of some steps."""
+    facts = []
+    for step in range(steps):
+        model.zero_grad(set_to_none=True)
+        loss = called(x * (step + 1))
+        loss.backward()
+        facts += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return facts
+
+
+def equal(name: str, budget: int | str, **wishes: Any) -> tuple[bool, memgraph.Report]:
+    plain, x = subject(name)
+    model, _ = subject(name)
+    ours = memgraph.compile(model, budget, **wishes)
+    found, expected = trained(model, ours, x), trained(plain, plain, x)
+    return len(found) == len(expected) and all(map(torch.equal, found, expected)), ours.plan
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("share", [1.2, 0.7, 0.45])
+def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> None:
+    model, x = subject(name)
+    free = memgraph.plan(model, x, budget="8GB")
+    there = sum(op.nbytes for op in free.forecast.trace.ops if op.is_input)
+    same_as_eager, report = equal(name, there + int(share * (free.peak - there)))
+    assert same_as_eager
+    assert report.measured is not None and report.measured <= report.peak <= report.machine.budget
+
+
+@pytest.mark.parametrize("plan", [given_up(Fate.STALL), all_given_up], ids=["offload", "mixed"])
+@pytest.mark.parametrize("late", ["out", "back", "compute", "none"])
+def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream sleeps before each of its copies, or before each of the others'."""
+    monkeypatch.setattr(planner, "make_plan", plan)
+    copy = pinned.PinnedLease._copy
+    out, back = pinned.streams(torch.cuda, CUDA)
+
+    def slow(lease: pinned.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
+        sleeper = torch.cuda.current_stream(CUDA) if late == "compute" else {"out": out, "back": back}.get(late)
+        if sleeper is not None and (late == "compute" or sleeper is stream):
+            with torch.cuda.stream(sleeper):
+                torch.cuda._sleep(LATE)
+        return copy(lease, stream, into, of)
+
+    monkeypatch.setattr(pinned.PinnedLease, "_copy", slow)
+    same_as_eager, report = equal("gpt2-xl", "8GB")
+    assert same_as_eager
+    assert any(op.fn == "memgraph.offload.default" for op in report.forecast.trace.ops)
+
+
+def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+    model, x = subject("gpt2-xl")
+    ours = memgraph.compile(model, "8GB")
+    trained(model, ours, x)
+    before = [id(slab) for slab in SLABS.free]
+    assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in SLABS.free) and not SLABS.lent
+    trained(model, ours, x)
+    assert [id(slab) for slab in SLABS.free] == before
+
+
+def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
+    links.casts(CUDA)
+    for count in (1, 1000, 1 << 22):
+        x = hard(count).cpu()
+        there = x.to(CUDA)
+        thin = narrow(there)
+        assert same(thin.cpu(), narrow(x)) and same(widen(thin).cpu(), widen(narrow(x)))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        from memgraph.kernels.ways import way_of
+
+        if way_of("cast", CUDA, there.nbytes) is not None:
+            narrow(there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
