@@ -17,16 +17,15 @@ from benchmarks.laps import Laps
 from memgraph.kernels import adamw, cast, direct, pack, scaled
 from memgraph.kernels.ways import Way, way_of
 
-LAPS = 20
 Case = tuple[Callable[[], object], int]  # what runs, and the bytes that it reads and writes
 
 
-def rows(device: torch.device, nbytes: int = 512 << 20, tensors: int = 1000) -> list[Figure]:
+def rows(device: torch.device, nbytes: int = 512 << 20, tensors: int = 1000, laps: int = 20) -> list[Figure]:
     """Every kernel on `nbytes` of float32, once its ways have been compared."""
     for room in (cast, pack, adamw, *([direct] if device.type == "cuda" else [])):
         room.compared(device)
     wide = torch.randn(nbytes // 4, device=device)
-    found = {name: _rate(device, *case) for name, case in _cases(wide, tensors).items()}
+    found = {name: _rate(device, *case, laps) for name, case in _cases(wide, tensors).items()}
     named = [Figure(name, rate, "GB/s", rate / found["copy"]) for name, rate in found.items()]
     return named + [_chosen(kernel, device, nbytes) for kernel in ("cast", "move", "adamw")]
 
@@ -51,11 +50,10 @@ def _cases(wide: torch.Tensor, tensors: int) -> dict[str, Case]:
     }
 
 
-def _rate(device: torch.device, run: Callable[[], object], nbytes: int) -> float:
-    laps = Laps(device)
+def _rate(device: torch.device, run: Callable[[], object], nbytes: int, laps: int) -> float:
     for _ in range(2):
         run()
-    return nbytes / 1e6 / median(laps.ms(run) for _ in range(LAPS))
+    return nbytes / 1e6 / median(Laps(device).ms(run) for _ in range(laps))
 
 
 def _chosen(kernel: str, device: torch.device, nbytes: int) -> Figure:

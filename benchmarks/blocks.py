@@ -31,7 +31,7 @@ class Shape:
     def toy(self) -> Shape:
         """The same, small enough for a CPU and a second."""
         inner = 96 if self.inner else 0
-        return replace(self, blocks=3, width=64, heads=4, length=64, batch=2, inner=inner, shared=min(2, self.shared))
+        return replace(self, blocks=2, width=64, heads=4, length=64, batch=2, inner=inner, shared=min(2, self.shared))
 
 
 SHAPES = {

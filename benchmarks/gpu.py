@@ -51,7 +51,7 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
 
 def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
     parts: dict[str, Callable[[], list[Figure]]] = {
-        "kernels": lambda: bandwidth.rows(device, 1 << 20, 10) if toy else bandwidth.rows(device),
+        "kernels": lambda: bandwidth.rows(device, 1 << 18, 10, 3) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
     }
     for name, part in parts.items():
