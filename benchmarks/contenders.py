@@ -24,6 +24,7 @@ from benchmarks.nets import Through, checkpointed, plainly
 
 SHARES = (0.8, 0.5, 0.2)  # for torch's activation_memory_budget
 OURS = (0.5, 0.25)  # of the compiled step's activations
+PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -80,8 +81,10 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, more: Callable[[], boo
             found[way.name] = row.taken
         yield row
     for beside, budget in budgets(found, stack_nbytes(shape)):
-        plain = Row(name, "memgraph", beside=beside, budget=budget)
-        yield tried(partial(_ours, plain, shape, laps, count), plain, more)
+        # Beside what is not compiled, no op of ours is either.
+        lower = None if beside in PLAIN else "auto"
+        plain = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
+        yield tried(partial(_ours, plain, shape, laps, count, lower), plain, more)
 
 
 def tried(run: Callable[[], Row], row: Row, more: Callable[[], bool]) -> Row:
@@ -122,10 +125,10 @@ def _run(name: str, way: Way, shape: Shape, laps: Laps, count: int) -> Row:
     return Row(name, way.name, _taken(model, x, loss, laps, count))
 
 
-def _ours(row: Row, shape: Shape, laps: Laps, count: int) -> Row:
+def _ours(row: Row, shape: Shape, laps: Laps, count: int, lower: str | None) -> Row:
     laps.clear()
     model, x = stack(shape, laps.device)
-    ours = memgraph.compile(model, row.budget, time_limit=SEARCH)
+    ours = memgraph.compile(model, row.budget, time_limit=SEARCH, lower=lower)
     taken = _taken(model, x, lambda: ours(x), laps, count)
     return Row(row.model, row.name, taken, _plan(ours.plan), row.beside, row.budget)
 

@@ -32,7 +32,7 @@ def test_it_measures_prints_and_writes(
     written = json.loads(next(tmp_path.glob("cpu/*.json")).read_text())
     names = [(row["name"], row["beside"]) for row in written["rows"]]
     assert names[:3] == [("eager", ""), ("checkpoint", ""), ("save_on_cpu", "")]
-    assert ("memgraph", "60%") in names and ("memgraph", "checkpoint") in names
+    assert ("memgraph", "60%") in names and ("memgraph, lower=None", "checkpoint") in names
     ran = [row for row in written["rows"] if row["taken"]]
     assert len(ran) == 5 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
     assert any(figure["name"] == "AdamW" and figure["value"] > 0 for figure in written["figures"])

