@@ -1,6 +1,6 @@
 """The ways to train blocks in less memory, each a step: torch's own, and memgraph at the peak of each.
 
-    rows("gpt2-xl", shape, laps, 10, more)   ->   Row("eager", 31.0 ms, 9.1 GB), ..., Row("memgraph", ...)
+    rows("gpt2-xl", shape, laps, 10, left)   ->   Row("eager", 31.0 ms, 9.1 GB), ..., Row("memgraph", ...)
 
 A way that fails is a row with the error, and one for which there is no time any more a row that says so.
 """
@@ -19,7 +19,7 @@ from torch import nn
 import memgraph
 from benchmarks.blocks import Shape, stack
 from benchmarks.clock import step_of
-from benchmarks.laps import Laps, Taken
+from benchmarks.laps import Laps, Taken, within
 from benchmarks.nets import Through, checkpointed, plainly
 
 SHARES = (0.8, 0.5, 0.2)  # for torch's activation_memory_budget
@@ -72,11 +72,11 @@ def ways(device: torch.device) -> list[Way]:
     ]  # fmt: skip
 
 
-def rows(name: str, shape: Shape, laps: Laps, count: int, more: Callable[[], bool]) -> Iterator[Row]:
-    """A row as soon as it is measured, as long as there is `more` time."""
+def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], float]) -> Iterator[Row]:
+    """A row as soon as it is measured, as long as there are seconds `left`."""
     found: dict[str, Taken] = {}
     for way in ways(laps.device):
-        row = tried(partial(_run, name, way, shape, laps, count), Row(name, way.name), more)
+        row = tried(partial(_run, name, way, shape, laps, count), Row(name, way.name), left)
         if row.taken is not None:
             found[way.name] = row.taken
         yield row
@@ -84,15 +84,17 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, more: Callable[[], boo
         # Beside what is not compiled, no op of ours is either.
         lower = None if beside in PLAIN else "auto"
         plain = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
-        yield tried(partial(_ours, plain, shape, laps, count, lower), plain, more)
+        yield tried(partial(_ours, plain, shape, laps, count, lower), plain, left)
 
 
-def tried(run: Callable[[], Row], row: Row, more: Callable[[], bool]) -> Row:
+def tried(run: Callable[[], Row], row: Row, left: Callable[[], float]) -> Row:
     """What `run` finds, or why it finds nothing."""
-    if not more():
+    seconds = left()
+    if seconds <= 0:
         return Row(row.model, row.name, None, "no time left", row.beside, row.budget)
     try:
-        return run()
+        with within(seconds):
+            return run()
     except Exception as error:  # one way that fails shall not take the others with it
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:200]
         return Row(row.model, row.name, None, why, row.beside, row.budget)

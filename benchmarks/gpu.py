@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,17 +37,22 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
-    end = time.perf_counter() + seconds
+    begin = time.perf_counter()
     figures = list(_figures(device, toy))
     found = []
-    for name, shape in SHAPES.items():
-        for row in rows(name, shape.toy() if toy else shape, Laps(device), laps, lambda: time.perf_counter() < end):
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        end = begin + seconds * (i + 1) / len(SHAPES)  # what one model leaves is the next one's
+        for row in rows(name, shape.toy() if toy else shape, Laps(device), laps, partial(_left, end)):
             found.append(row)
             print(_line(row), file=sys.stderr, flush=True)
     path = write_run(device, {"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
     console = Console(width=180)
     console.print(table(figures, found))
     console.print(str(path))
+
+
+def _left(end: float) -> float:
+    return end - time.perf_counter()
 
 
 def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:

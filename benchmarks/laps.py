@@ -9,8 +9,10 @@ and the profiler do; `reserved` is 0 there.
 from __future__ import annotations
 
 import gc
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,26 @@ from benchmarks.clock import middle
 from memgraph.peak import measured, resident_bytes
 
 Step = Callable[[], object]
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Let what runs here take no longer.  It is stopped between two lines of Python.
+
+    Raises:
+        TimeoutError: it would have.
+    """
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,10 @@ class Slab:
     after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
 
     def __post_init__(self) -> None:
-        self.bytes = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # After a fork, the first write to a page would leave the device with the old one.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         why = self.pins.register(self.bytes, self.device)
         self.pinned = not why
         if why:
@@ -115,13 +118,13 @@ class Slabs:
         """
         with self.lock:
             slab = self.lend(nbytes, device)
-            self.needs.append((pages(nbytes), device))
+            self.needs.append((_whole(nbytes), device))
             self.take_back(slab)
 
     def forget(self, nbytes: int, device: torch.device) -> None:
         """One plan less needs so many; what is larger than all others need is given up."""
         with self.lock:
-            self.needs.remove((pages(nbytes), device))
+            self.needs.remove((_whole(nbytes), device))
             self._trim()
 
     def lend(self, nbytes: int, device: torch.device) -> Slab:
@@ -131,7 +134,7 @@ class Slabs:
             PinnedError: there would be more of them than `cap`.
         """
         with self.lock:
-            wanted = pages(nbytes)
+            wanted = _whole(nbytes)
             fitting = [slab for slab in self.free if slab.nbytes >= wanted and slab.device == device]
             if fitting:
                 slab = min(fitting, key=lambda slab: slab.nbytes)
@@ -169,6 +172,11 @@ class Slabs:
                 f"steps in flight{state}) and {cap} allowed; allow more with {VARIABLE}, e.g. {VARIABLE}=16GB, have "
                 "fewer steps in flight, or plan with offload=None"
             )
+
+
+def _whole(nbytes: int) -> int:
+    """Whole pages, one at least."""
+    return pages(max(nbytes, 1))
 
 
 def cap_nbytes() -> int:

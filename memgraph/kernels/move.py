@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .formats import FORMATS, narrowed, rounded, widened
 from .noise import SEEDS, noise, noise_of
-from .ways import Way, way_of
+from .ways import Way, on, way_of
 
 UNIT = 128  # numbers by which is said how the columns of the table go on within a run
 CHUNK = 64 * UNIT  # numbers in a line of the table: a multiple of every block
@@ -85,13 +85,14 @@ def _launch(way: Way, pairs: Sequence[Pair], seed: int | None) -> None:
         if not len(table):
             continue
         cast = source is not target
-        _kernel[way.grid(len(table)),](
-            table, len(table), seed or 0,
-            FROM=FORMATS[source].name if cast else "", INTO=FORMATS[target].name if cast else "",
-            OF=FORMATS[source].carrier if cast else RAW[source.itemsize],
-            TO=FORMATS[target].carrier if cast else RAW[target.itemsize],
-            STOCHASTIC=cast and seed is not None, ALIGNED=aligned, **way.options,
-        )  # fmt: skip
+        with on(device):
+            _kernel[way.grid(len(table)),](
+                table, len(table), seed or 0,
+                FROM=FORMATS[source].name if cast else "", INTO=FORMATS[target].name if cast else "",
+                OF=FORMATS[source].carrier if cast else RAW[source.itemsize],
+                TO=FORMATS[target].carrier if cast else RAW[target.itemsize],
+                STOCHASTIC=cast and seed is not None, ALIGNED=aligned, **way.options,
+            )  # fmt: skip
 
 
 def lines(runs: Sequence[tuple[int, ...]], growth: tuple[int, ...], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from ..wire import flat
 from .formats import FORMATS, narrowed, rounded, widened
 from .move import UNIT, lines
 from .noise import noise, noise_of
-from .ways import Way, way_of
+from .ways import Way, on, way_of
 
 GROUP = 128  # numbers that share a scale: a part of UNIT, so that a line of the table begins with a whole group
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,10 +114,11 @@ def _launch(way: Way, tensors: Sequence[Tensor], codes: Tensor, scales: Tensor, 
         ]
         table = lines(runs, (UNIT * dtype.itemsize, UNIT, UNIT, UNIT // GROUP), codes.device)
         if len(table):
-            _kernel[way.grid(len(table)),](
-                table, len(table), seed or 0, FORMAT=FORMATS[dtype].name, OF=FORMATS[dtype].carrier,
-                NARROW=narrow, STOCHASTIC=seed is not None, GROUP=GROUP, **way.options,
-            )  # fmt: skip
+            with on(codes.device):
+                _kernel[way.grid(len(table)),](
+                    table, len(table), seed or 0, FORMAT=FORMATS[dtype].name, OF=FORMATS[dtype].carrier,
+                    NARROW=narrow, STOCHASTIC=seed is not None, GROUP=GROUP, **way.options,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "seed"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,6 +52,11 @@ _known: dict[str, Found] = {}
 def interpreted() -> bool:
     """Whether Triton's kernels run in Python, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Let Triton launch on `device`; it takes the current one, whatever it is given."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def way_of(kernel: str, device: torch.device, nbytes: int) -> Way | None:

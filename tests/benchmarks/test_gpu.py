@@ -53,13 +53,22 @@ def test_a_way_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("CUDA out of memory\nand more")
 
     monkeypatch.setattr(contenders, "_run", fails)
-    found = list(rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: True))
+    found = list(rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: 60.0))
     assert [row.why for row in found] == ["RuntimeError: CUDA out of memory"] * len(ways(CPU))
 
 
 def test_what_there_is_no_time_for_is_said() -> None:
     row = Row("m", "memgraph", beside="50%", budget=7)
-    assert tried(pytest.fail, row, lambda: False) == Row("m", "memgraph", None, "no time left", "50%", 7)
+    assert tried(pytest.fail, row, lambda: 0.0) == Row("m", "memgraph", None, "no time left", "50%", 7)
+
+
+def test_what_takes_too_long_is_stopped_and_the_next_is_not() -> None:
+    def endless() -> Row:
+        while True:
+            pass
+
+    assert tried(endless, Row("m", "way"), lambda: 0.05).why == "TimeoutError: not done in 0 s"
+    assert tried(lambda: Row("m", "next"), Row("m", "next"), lambda: 60.0) == Row("m", "next")
 
 
 def test_a_part_that_fails_is_a_figure_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,16 @@ def test_a_move_reads_and_writes_vectors(stochastic: bool) -> None:
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
+def test_what_is_not_cast_or_not_aligned_compiles_too() -> None:
+    tl = __import__("triton.language", fromlist=["language"])
+    for name, kind in (("", tl.uint64), ("f16", tl.uint16)):
+        compiled(
+            move._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
+            FROM=name, INTO=name and "e4m3", OF=kind, TO=tl.uint8 if name else kind, STOCHASTIC=False, ALIGNED=False,
+            BLOCK=8192,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 def test_scaling_compiles(narrow: bool) -> None:
     tl = __import__("triton.language", fromlist=["language"])

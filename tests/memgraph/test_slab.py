@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def test_a_slab_is_whole_pages_and_no_more() -> None:
     slabs.reserve(5 * PAGE + 1, CPU)
     assert list(pins.there.values()) == [6 * PAGE] and slabs.nbytes == 6 * PAGE
     assert slabs.lend(PAGE, CPU).bytes.data_ptr() % PAGE == 0
+
+
+def test_a_plan_that_sends_nothing_but_what_is_empty_has_a_slab_too() -> None:
+    slabs, pins = some()
+    lease = PinnedTier([0, 0], CPU, Late(0), slabs).lease()
+    lease.offload(1, torch.empty(0))
+    lease.free(1)
+    assert list(pins.there.values()) == [PAGE]
+
+
+def test_a_child_process_has_no_part_in_a_slab() -> None:
+    slabs, _ = some()
+    slab = slabs.lend(PAGE, CPU)
+    address = slab.bytes.data_ptr()
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    begin = next(low for low, high in spans if int(low, 16) <= address < int(high, 16))
+    flags = Path("/proc/self/smaps").read_text().partition(f"{begin}-")[2].partition("VmFlags:")[2].splitlines()[0]
+    assert "dc" in flags.split()  # do not copy area on fork
 
 
 def test_plans_share_a_slab_that_is_large_enough_for_each() -> None:
