@@ -30,6 +30,11 @@ def hard(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype).to(DEVICE)
 
 
+def picked(x: Tensor, which: Tensor) -> Tensor:
+    """Some of `x`, which may be of a type that no device can index."""
+    return x.view(CODES[x.itemsize])[which].view(x.dtype)
+
+
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Whether all bits are equal, but for those of what is no number."""
     if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
