@@ -197,7 +197,8 @@ class CudaPins:
 
     def register(self, flat: Tensor, device: torch.device) -> str:
         try:
-            code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
+            cudart: Any = torch.cuda.cudart()
+            code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
             why = f"cudaHostRegister says {code}" if code else ""
         except RuntimeError as error:
             why = str(error)
@@ -207,7 +208,8 @@ class CudaPins:
         return why
 
     def unregister(self, flat: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+        cudart: Any = torch.cuda.cudart()
+        cudart.cudaHostUnregister(flat.data_ptr())
 
 
 SLABS = Slabs(cap_nbytes, CudaPins())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .formats import FORMATS, narrowed, rounded, widened
 from .noise import SEEDS, noise, noise_of
-from .ways import Found, Trial, Way, measured, on, way_of
+from .ways import Found, Trial, Way, launch, measured, way_of
 
 HELD = (torch.float32, torch.bfloat16)
 TENSORS = ("parameter", "gradient", "exp_avg", "exp_avg_sq")
@@ -71,11 +71,11 @@ def adamw_by(way: Way | None, tensors: tuple[Tensor, ...], numbers: tuple[float,
         _twin(tensors, numbers, seed)
     elif count := tensors[0].numel():
         codes = [x.view({2: torch.uint16, 4: torch.uint32}[x.itemsize]) for x in tensors]
-        with on(tensors[0].device):
-            _kernel[way.grid(triton.cdiv(count, way.block)),](
-                *codes, count, *numbers, seed or 0,
-                *(FORMATS[x.dtype].name for x in tensors), STOCHASTIC=seed is not None, **way.options,
-            )  # fmt: skip
+        names = (FORMATS[x.dtype].name for x in tensors)
+        launch(
+            _kernel, way, -(-count // way.block), tensors[0].device, *codes, count, *numbers, seed or 0, *names,
+            STOCHASTIC=seed is not None,
+        )  # fmt: skip
 
 
 def compared(device: torch.device) -> Found:

@@ -20,7 +20,7 @@ from ..wire import flat
 from .formats import FORMATS, narrowed, widened
 from .move import check, move_twin
 from .noise import noise
-from .ways import Found, Trial, Way, measured, on, way_of
+from .ways import Found, Trial, Way, launch, measured, way_of
 
 
 def cast(of: Tensor, into: Tensor, seed: int | None = None) -> None:
@@ -39,11 +39,10 @@ def cast_by(way: Way | None, of: Tensor, into: Tensor, seed: int | None = None) 
         move_twin([(of, into)], seed)
     elif of.numel():
         source, target = FORMATS[of.dtype], FORMATS[into.dtype]
-        with on(of.device):
-            _kernel[way.grid(triton.cdiv(of.numel(), way.block)),](
-                _codes(of), _codes(into), of.numel(), seed or 0,
-                FROM=source.name, INTO=target.name, STOCHASTIC=seed is not None, **way.options,
-            )  # fmt: skip
+        launch(
+            _kernel, way, -(-of.numel() // way.block), of.device, _codes(of), _codes(into), of.numel(), seed or 0,
+            FROM=source.name, INTO=target.name, STOCHASTIC=seed is not None,
+        )  # fmt: skip
 
 
 def copied(x: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .formats import FORMATS, narrowed, rounded, widened
 from .noise import SEEDS, noise, noise_of
-from .ways import Way, on, way_of
+from .ways import Way, launch, way_of
 
 UNIT = 128  # numbers by which is said how the columns of the table go on within a run
 CHUNK = 64 * UNIT  # numbers in a line of the table: a multiple of every block
@@ -85,14 +85,13 @@ def _launch(way: Way, pairs: Sequence[Pair], seed: int | None) -> None:
         if not len(table):
             continue
         cast = source is not target
-        with on(device):
-            _kernel[way.grid(len(table)),](
-                table, len(table), seed or 0,
-                FROM=FORMATS[source].name if cast else "", INTO=FORMATS[target].name if cast else "",
-                OF=FORMATS[source].carrier if cast else RAW[source.itemsize],
-                TO=FORMATS[target].carrier if cast else RAW[target.itemsize],
-                STOCHASTIC=cast and seed is not None, ALIGNED=aligned, **way.options,
-            )  # fmt: skip
+        launch(
+            _kernel, way, len(table), device, table, len(table), seed or 0,
+            FROM=FORMATS[source].name if cast else "", INTO=FORMATS[target].name if cast else "",
+            OF=FORMATS[source].carrier if cast else RAW[source.itemsize],
+            TO=FORMATS[target].carrier if cast else RAW[target.itemsize],
+            STOCHASTIC=cast and seed is not None, ALIGNED=aligned,
+        )  # fmt: skip
 
 
 def lines(runs: Sequence[tuple[int, ...]], growth: tuple[int, ...], device: torch.device) -> Tensor:
@@ -118,8 +117,8 @@ def _kernel(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = table + row * 4
         count = tl.load(line).to(tl.int32)
-        of = tl.load(line + 1).to(tl.pointer_type(OF))
-        into = tl.load(line + 2).to(tl.pointer_type(TO))
+        of = tl.load(line + 1).to(tl.pointer_type(OF))  # pyright: ignore[reportArgumentType]
+        into = tl.load(line + 2).to(tl.pointer_type(TO))  # pyright: ignore[reportArgumentType]
         place = tl.load(line + 3)
         if ALIGNED:
             of, into = tl.multiple_of(of, 16), tl.multiple_of(into, 16)

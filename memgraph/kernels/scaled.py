@@ -21,7 +21,7 @@ from ..wire import flat
 from .formats import FORMATS, narrowed, rounded, widened
 from .move import UNIT, lines
 from .noise import noise, noise_of
-from .ways import Way, on, way_of
+from .ways import Way, launch, way_of
 
 GROUP = 128  # numbers that share a scale: a part of UNIT, so that a line of the table begins with a whole group
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,11 +114,10 @@ def _launch(way: Way, tensors: Sequence[Tensor], codes: Tensor, scales: Tensor, 
         ]
         table = lines(runs, (UNIT * dtype.itemsize, UNIT, UNIT, UNIT // GROUP), codes.device)
         if len(table):
-            with on(codes.device):
-                _kernel[way.grid(len(table)),](
-                    table, len(table), seed or 0, FORMAT=FORMATS[dtype].name, OF=FORMATS[dtype].carrier,
-                    NARROW=narrow, STOCHASTIC=seed is not None, GROUP=GROUP, **way.options,
-                )  # fmt: skip
+            launch(
+                _kernel, way, len(table), codes.device, table, len(table), seed or 0, FORMAT=FORMATS[dtype].name,
+                OF=FORMATS[dtype].carrier, NARROW=narrow, STOCHASTIC=seed is not None, GROUP=GROUP,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "seed"])
@@ -131,7 +130,7 @@ def _kernel(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         line = table + row * 5
         count = tl.load(line).to(tl.int32)
-        wide = tl.load(line + 1).to(tl.pointer_type(OF))
+        wide = tl.load(line + 1).to(tl.pointer_type(OF))  # pyright: ignore[reportArgumentType]
         codes = tl.load(line + 2).to(tl.pointer_type(tl.uint8))
         place = tl.load(line + 3)
         scales = tl.load(line + 4).to(tl.pointer_type(tl.uint8))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,9 +54,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Let Triton launch on `device`; it takes the current one, whatever it is given."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def launch(kernel: Any, way: Way, work: int, device: torch.device, *args: object, **constants: object) -> None:
+    """Run a kernel on `device`; Triton takes the current one, whatever it is given."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[way.grid(work),](*args, **constants, **way.options)
 
 
 def way_of(kernel: str, device: torch.device, nbytes: int) -> Way | None:

@@ -64,7 +64,8 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
     """One stream sleeps before each of its copies, or before each of the others'."""
     monkeypatch.setattr(planner, "make_plan", plan)
     copy = pinned.PinnedLease._copy
-    out, back = pinned.streams(torch.cuda, CUDA)
+    cuda: Any = torch.cuda
+    out, back = pinned.streams(cuda, CUDA)
 
     def slow(lease: pinned.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
         sleeper = torch.cuda.current_stream(CUDA) if late == "compute" else {"out": out, "back": back}.get(late)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,10 +14,9 @@ from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, same
 
 
 @pytest.mark.parametrize("seed", [None, 8])
-@pytest.mark.parametrize("into", FLOATS, ids=str)
-@pytest.mark.parametrize("of", FLOATS, ids=str)
+@pytest.mark.parametrize(("of", "into"), [*product(FLOATS[:1], FLOATS[1:]), *product(FLOATS[1:], FLOATS[:1])], ids=str)
 def test_a_kernel_casts_as_its_twin(of: torch.dtype, into: torch.dtype, seed: int | None) -> None:
-    for count in (0, 1, 1024, 2500):
+    for count in (0, 1, 1024, 1500):
         x = hard(count, of)
         ours, theirs = (torch.full((count,), 7, device=DEVICE).to(into) for _ in range(2))
         cast_by(WAY, x, ours, seed)
