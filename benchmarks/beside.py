@@ -15,7 +15,6 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.laps import Laps
 from memgraph.pinned import streams
 from memgraph.slab import CudaPins, Slab
 
@@ -42,8 +41,11 @@ class Load:
     products: int = 40
 
 
-def rows(device: torch.device, load: Load = Load()) -> list[Figure]:
-    """Both directions; there is none on a CPU, where nothing runs beside anything."""
+USUAL = Load()
+
+
+def rows(device: torch.device, load: Load = USUAL) -> list[Figure]:
+    """Both directions, not yet run on a GPU; there is none on a CPU, where nothing runs beside anything."""
     if device.type != "cuda":
         return []
     slab = Slab(load.nbytes, device, CudaPins())
@@ -60,43 +62,38 @@ def rows(device: torch.device, load: Load = Load()) -> list[Figure]:
 def _direction(
     way: str, stream: torch.cuda.Stream, host: Tensor, there: Tensor, compute: Callable[[], None], load: Load
 ) -> list[Figure]:
-    into, of = (host, there) if way == "out" else (there, host)
-    laps = Laps(there.device)
-    alone = median(_copying(stream, into, of, load.copies) for _ in range(LAPS))
-    computing = median(laps.ms(compute) for _ in range(LAPS))
-    both = []
-    for _ in range(LAPS):
-        # As many copies as compute has time for, and some more: it is never without one beside it.
-        copies = max(load.copies, int(1.5 * load.copies * computing / alone))
-        with torch.cuda.stream(stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(copies):
-                into.copy_(of, non_blocking=True)
-            end.record()
-        beside = laps.ms(compute)
-        end.synchronize()
-        both.append((begin.elapsed_time(end) / copies * load.copies, beside))
-    copied, slowed = (median(values) for values in zip(*both, strict=True))
-    rate = load.nbytes * load.copies / 1e6
+    copy = partial((host if way == "out" else there).copy_, there if way == "out" else host, non_blocking=True)
+    compute()
+    alone = median(_both(stream, copy, load.copies, None)[0] for _ in range(LAPS))
+    computing = median(_both(stream, copy, 0, compute)[1] for _ in range(LAPS))
+    # The rate of as many copies as end before compute does, and compute beside so many that it ends before they do.
+    fewer, more = int(0.9 * computing / alone) or 1, int(1.5 * computing / alone) + 1
+    copied = median(_both(stream, copy, fewer, compute)[0] for _ in range(LAPS))
+    slowed = median(_both(stream, copy, more, compute)[1] for _ in range(LAPS))
     return [
-        Figure(f"copy {way}", rate / alone, "GB/s"),
-        Figure(f"copy {way} beside compute", rate / copied, "GB/s", alone / copied),
+        Figure(f"copy {way}", load.nbytes / 1e6 / alone, "GB/s"),
+        Figure(f"copy {way} beside compute", load.nbytes / 1e6 / copied, "GB/s", alone / copied),
         Figure(f"compute beside copies {way}", slowed, "ms", slowed / computing),
     ]
 
 
-def _copying(stream: torch.cuda.Stream, into: Tensor, of: Tensor, copies: int) -> float:
-    """Milliseconds of copies, alone."""
+def _both(
+    stream: torch.cuda.Stream, copy: Callable[[], object], copies: int, compute: Callable[[], None] | None
+) -> tuple[float, float]:
+    """Milliseconds of one of `copies` on the stream, and of compute beside them."""
+    copying, computing = ([torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        copying[0].record()
         for _ in range(copies):
-            into.copy_(of, non_blocking=True)
-        end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+            copy()
+        copying[1].record()
+    computing[0].record()
+    if compute is not None:
+        compute()
+    computing[1].record()
+    torch.cuda.synchronize()
+    return copying[0].elapsed_time(copying[1]) / max(copies, 1), computing[0].elapsed_time(computing[1])
 
 
 def _products(a: Tensor, b: Tensor, into: Tensor, count: int) -> None:

@@ -42,8 +42,13 @@ class Way:
     def ready(self, model: nn.Module) -> Callable[..., Any]:
         if not self.compiled:
             return model
-        options = torch._functorch.config.patch(activation_memory_budget=self.share)
-        return options(torch.compile(model, dynamic=False))
+        compiled = torch.compile(model, dynamic=False)
+
+        def called(*args: Any) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=self.share):
+                return compiled(*args)
+
+        return called
 
 
 @dataclass(frozen=True)

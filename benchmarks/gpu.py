@@ -57,7 +57,7 @@ def _left(end: float) -> float:
 
 def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
     parts: dict[str, Callable[[], list[Figure]]] = {
-        "kernels": lambda: bandwidth.rows(device, 1 << 18, 10, 3) if toy else bandwidth.rows(device),
+        "kernels": lambda: bandwidth.rows(device, 1 << 16, 10, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
     }
     for name, part in parts.items():

@@ -9,7 +9,8 @@ Not yet run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -40,10 +41,20 @@ def move(pairs: Sequence[Pair], seed: int | None = None) -> None:
 
 def move_by(way: Way | None, pairs: Sequence[Pair], seed: int | None = None) -> None:
     """The same in a way of the caller's choice."""
+    ready(way, pairs, seed)()
+
+
+def ready(way: Way | None, pairs: Sequence[Pair], seed: int | None = None) -> Callable[[], None]:
+    """The same, to be done as often as it is called: what a launch needs to know of the addresses is found out once."""
     if way is None:
-        move_twin(pairs, seed)
-    else:
-        _launch(way, pairs, seed)
+        return partial(move_twin, pairs, seed)
+    found = list(_launches(pairs, seed))
+
+    def run() -> None:
+        for table, constants in found:
+            launch(_kernel, way, len(table), table.device, table, len(table), seed or 0, **constants)
+
+    return run
 
 
 def move_twin(pairs: Sequence[Pair], seed: int | None = None) -> None:
@@ -63,6 +74,8 @@ def check(of: Tensor, into: Tensor, seed: int | None) -> None:
         raise ValueError(f"moves go between flat tensors of one length, not {_form(of)} and {_form(into)}")
     if of.dtype is not into.dtype and not (of.dtype in FORMATS and into.dtype in FORMATS):
         raise ValueError(f"{of.dtype} can't be cast to {into.dtype} on its way; these can be: {[*map(str, FORMATS)]}")
+    if of.itemsize not in RAW:
+        raise ValueError(f"{of.dtype} takes {of.itemsize} bytes; what is moved takes {', '.join(map(str, RAW))}")
     if seed is not None and not 0 <= seed < SEEDS:
         raise ValueError(f"seed={seed}: give a number from 0 to {SEEDS - 1}")
 
@@ -71,27 +84,28 @@ def _form(x: Tensor) -> str:
     return f"{tuple(x.shape)} with strides {x.stride()}"
 
 
-def _launch(way: Way, pairs: Sequence[Pair], seed: int | None) -> None:
-    """One launch for all pairs of the same two formats whose addresses vectors of 16 bytes may begin at."""
+def _launches(pairs: Sequence[Pair], seed: int | None) -> Iterator[tuple[Tensor, dict[str, object]]]:
+    """One for all pairs of the same two formats whose addresses vectors of 16 bytes may begin at."""
+    device = next((x.device for pair in pairs for x in pair if x.is_cuda), torch.device("cpu"))
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = {}
     first = 0
     for of, into in pairs:
+        if device.type == "cuda" and any(x.device != device and not x.is_pinned() for x in (of, into)):
+            raise ValueError(f"a kernel on {device} reaches what lies there and pinned memory, no tensor elsewhere")
         key = of.dtype, into.dtype, (of.data_ptr() | into.data_ptr()) % 16 == 0
         groups.setdefault(key, []).append((of.numel(), of.data_ptr(), into.data_ptr(), first))
         first += of.numel()
-    device = next((x.device for pair in pairs for x in pair if x.is_cuda), torch.device("cpu"))
     for (source, target, aligned), runs in groups.items():
         table = lines(runs, (UNIT * source.itemsize, UNIT * target.itemsize, UNIT), device)
-        if not len(table):
-            continue
         cast = source is not target
-        launch(
-            _kernel, way, len(table), device, table, len(table), seed or 0,
-            FROM=FORMATS[source].name if cast else "", INTO=FORMATS[target].name if cast else "",
-            OF=FORMATS[source].carrier if cast else RAW[source.itemsize],
-            TO=FORMATS[target].carrier if cast else RAW[target.itemsize],
-            STOCHASTIC=cast and seed is not None, ALIGNED=aligned,
-        )  # fmt: skip
+        constants: dict[str, object] = {
+            "FROM": FORMATS[source].name if cast else "",
+            "INTO": FORMATS[target].name if cast else "",
+            "OF": FORMATS[source].carrier if cast else RAW[source.itemsize],
+            "TO": FORMATS[target].carrier if cast else RAW[target.itemsize],
+        }
+        if len(table):
+            yield table, {**constants, "STOCHASTIC": cast and seed is not None, "ALIGNED": aligned}
 
 
 def lines(runs: Sequence[tuple[int, ...]], growth: tuple[int, ...], device: torch.device) -> Tensor:

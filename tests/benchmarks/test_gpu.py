@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,20 @@ def test_a_way_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(contenders, "_run", fails)
     found = list(rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: 60.0))
     assert [row.why for row in found] == ["RuntimeError: CUDA out of memory"] * len(ways(CPU))
+
+
+def test_what_is_compiled_on_a_gpu_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler that generates no code, but divides the step as Inductor does."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(contenders, "budgets", lambda *_: [])
+    chosen = [
+        way for way in ways(torch.device("cuda")) if way.compiled and way.name not in ("autoac 0.8", "autoac 0.5")
+    ]
+    monkeypatch.setattr(contenders, "ways", lambda device: chosen)
+    found = {row.name: row for row in rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: 100.0)}
+    assert [row.why for row in found.values()] == ["", "", ""]
+    peaks = {name: row.taken.peak for name, row in found.items() if row.taken}
+    assert peaks["autoac 0.2"] < peaks["compile"], peaks
 
 
 def test_what_there_is_no_time_for_is_said() -> None:

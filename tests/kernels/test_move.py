@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memgraph.kernels.formats import FORMATS, rounded
-from memgraph.kernels.move import CHUNK, UNIT, lines, move, move_by, move_twin
+from memgraph.kernels.move import CHUNK, UNIT, lines, move, move_by, move_twin, ready
 from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, picked, same
 
 LENGTHS = (0, 1, 7, 1024, 2060)
@@ -81,6 +81,16 @@ def test_a_long_run_takes_several_lines() -> None:
     assert same(ours, theirs)
 
 
+def test_what_is_ready_is_moved_as_often_as_wanted() -> None:
+    x, into = hard(3000), torch.zeros(3000, dtype=torch.bfloat16, device=DEVICE)
+    for way in (WAY, None):
+        run = ready(way, [(x[:1100], into[:1100]), (x[1100:], into[1100:])])
+        for turn in range(2):
+            x.copy_(hard(3000).roll(turn))
+            run()
+            assert same(into, rounded(x, torch.bfloat16))
+
+
 def test_few_programs_do_the_work_of_many() -> None:
     x, into = hard(3 * CHUNK + 1), torch.zeros(3 * CHUNK + 1, dtype=torch.float16, device=DEVICE)
     move_by(type(WAY)(1024, programs=2), [(x, into)])
@@ -118,6 +128,7 @@ def test_what_cannot_be_moved_is_refused() -> None:
         (x, x[:4], "one length"),
         (x[::2], x[:4], r"flat tensors of one length, not \(4,\) with strides \(2,\)"),
         (x, x.long(), "can't be cast"),
+        (x.to(torch.complex128), x.to(torch.complex128), "takes 16 bytes"),
         (x.double(), x, "torch.float64 can't be cast to torch.float32"),
     ):
         with pytest.raises(ValueError, match=why):
