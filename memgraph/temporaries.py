@@ -36,7 +36,7 @@ def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
     with node.graph.inserting_before(node):
         view = node.graph.call_function(aten.permute.default, (node.args[0], order))
     with node.graph.inserting_after(node):
-        back = node.graph.call_function(aten.permute.default, (node, sorted(order, key=order.index)))
+        back = node.graph.call_function(aten.permute.default, (node, [order.index(i) for i in range(len(order))]))
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (view, *node.args[1:])
     for fresh in (view, node, back):

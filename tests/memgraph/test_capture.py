@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -139,6 +140,12 @@ def test_a_users_checkpoint_draws_no_second_mask(kind: str) -> None:
 
 def test_dropout_on_a_transposed_tensor_draws_in_the_order_of_memory() -> None:
     agrees(Plain(lambda m, h: F.dropout(h.t(), 0.5) * 2), X)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))) + [(0, 3, 1, 2), (0, 2, 3, 1)])
+def test_dropout_draws_in_the_order_of_memory_whatever_that_is(order: tuple[int, ...]) -> None:
+    h = torch.randn((4,) * len(order))  # a mask with two dimensions swapped would fit as well
+    agrees(Plain(lambda m, h: F.dropout(h.permute(order), 0.5).sin()), h)
     agrees(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), X.view(1, 2, 4))
 
 
