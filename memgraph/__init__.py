@@ -2,14 +2,14 @@
 
 from .compiler import compile, plan
 from .curve import Point, Sweep
-from .errors import BudgetError, CaptureError, FusedError, LoweringError, MemgraphError, PlanError
+from .errors import BudgetError, CaptureError, FusedError, LoweringError, MemgraphError, PlanError, StateError
 from .module import CompiledModule
 from .report import Report
 from .saved import SavedPlan
 from .slab import PinnedError
 from .spill import SpillError
 from .sweep import sweep
-from .training_state import StateError, load_state, save_state
+from .training_state import load_state, save_state
 
 __all__ = [
     "BudgetError",

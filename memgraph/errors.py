@@ -25,6 +25,10 @@ class LoweringError(MemgraphError):
     """What Inductor can't compile of a step, although `lower="inductor"` wants it; says what it is, and why."""
 
 
+class StateError(MemgraphError, ValueError):
+    """A file that is no training state, or one of another model or optimizer; or one that can't be written."""
+
+
 class NoPlanError(MemgraphError, AttributeError):
     """A compiled module that has not been called yet is asked for its plan."""
 

@@ -4,6 +4,9 @@
     memgraph.load_state("run.pt", model, optimizer)     # goes on bit for bit
     torch.load("run.pt", weights_only=True)["model"]    # the plain model's state_dict()
 
+    memgraph.save_state("run.safetensors", model, optimizer)            # the same in the other format
+    safetensors.torch.load_file("run.safetensors")["fc.weight"]         # the plain model's, and the rest beside it
+
 What lives on disk passes through the page cache, and no full copy of it is ever in memory.
 """
 
@@ -15,45 +18,41 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .errors import MemgraphError
+from . import tensor_file
+from .errors import StateError
 from .module import CompiledModule
+from .spill import SpillError
 
-FORMAT = 1
+FORMAT, SAFETENSORS = 1, ".safetensors"
 Target = str | os.PathLike[str]
 
 
-class StateError(MemgraphError, ValueError):
-    """A file that is no training state, or one of another model or optimizer; nothing was loaded."""
-
-
 def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write parameters, buffers, the optimizer's state and the random generators' to `path`.
+    """Write parameters, buffers, the optimizer's state, the random generators' and a compiled model's plans to `path`.
 
-    The file is written beside it, brought to disk, and then takes its name: whatever happens meanwhile, `path` is the
-    old file or the new one.
+    A name that ends in .safetensors asks for that format, in which what is the model's has its own name, and all else
+    one that begins with "memgraph."; every other name for that of `torch.save`.  The file is written beside it, brought
+    to disk, and then takes its name: whatever happens meanwhile, `path` is the old file or the new one.
 
     Raises:
-        StateError: the folder does not take it: full, not there, not writable; or the name is that of another format.
+        StateError: the folder does not take it: full, not there, not writable; or the format does not.
         FusedError: only some parameters are updated, since a backward with `fuse_update` has failed.
     """
     if isinstance(model, CompiledModule):
         model.refuse_torn()
-    if Path(path).suffix == ".safetensors":
-        raise StateError(
-            f"{path} would not be what its name says, because a training state is written in torch's own format: "
-            "name it .pt; for the parameters alone there is safetensors.torch.save_model"
-        )
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "plans": _plans(model),
     }
     whole = Path(path).absolute()
     try:
@@ -73,14 +72,15 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         FileNotFoundError: there is no such file.
     """
     state = _read(path)
-    _compare(path, model.state_dict(), state["model"])
+    _refuse_unsound(path, state)
+    _refuse_others(path, model.state_dict(), state["model"])
     if (optimizer is None) != (state["optimizer"] is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
     if optimizer is not None:
         try:
             optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
     model.load_state_dict(state["model"])
     torch.set_rng_state(state["random"])
@@ -88,13 +88,21 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
+def _plans(model: nn.Module) -> list[str]:
+    """What `memgraph.compile(plan=...)` takes, so that with a `wire_dtype` the same values are rounded again."""
+    return [step.report.to_json() for step in model._steps.values()] if isinstance(model, CompiledModule) else []
+
+
 def _write(state: Mapping[str, Any], whole: Path) -> None:
     """Write a file beside it, and let that take its name."""
     handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            _put(state, file)
-            file.flush()
+        if whole.suffix == SAFETENSORS:
+            _put_tensors(state, name, whole)
+        else:
+            _put(state, name)
+        with open(name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(name, whole)
         _sync(whole.parent)
@@ -104,14 +112,22 @@ def _write(state: Mapping[str, Any], whole: Path) -> None:
         raise
 
 
-def _put(state: Mapping[str, Any], file: BinaryIO) -> None:
-    sink = _Sink(file)
+def _put_tensors(state: Mapping[str, Any], name: str, whole: Path) -> None:
     try:
-        torch.save(state, cast(BinaryIO, sink))  # which writes, and no more
-    except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
-        if sink.error is None:
-            raise
-        raise sink.error from error
+        tensor_file.write(state, name, whole.parent)
+    except (SpillError, TypeError, LookupError, ValueError) as error:
+        raise StateError(f"{whole} can't be written: {error}; name it .pt, which takes all that torch does") from error
+
+
+def _put(state: Mapping[str, Any], name: str) -> None:
+    with open(name, "wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(state, cast(BinaryIO, sink))  # which writes, and no more
+        except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
+            if sink.error is None:
+                raise
+            raise sink.error from error
 
 
 class _Sink:
@@ -132,27 +148,46 @@ class _Sink:
         self.file.flush()
 
 
-def _read(path: Target) -> dict[str, Any]:
+def _read(path: Target) -> Any:
+    """What a file says it is."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if Path(path).suffix == SAFETENSORS:
+            return tensor_file.read(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # pickle, zipfile and torch each have their own
+    except LookupError as error:
+        raise StateError(f"{path} is no training state; give a file of save_state") from error
+    except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
         raise StateError(f"{path} can't be read as a training state: {error}; give a file of save_state") from error
-    if not isinstance(state, dict) or state.get("memgraph") != FORMAT:
+
+
+def _refuse_unsound(path: Target, state: Any) -> None:
+    """Refuse what this version of memgraph has not written, and random numbers of another torch."""
+    kinds = {"model": Mapping, "optimizer": Mapping | NoneType, "random": Tensor, "random_cuda": list}
+    known = isinstance(state, Mapping) and state.get("memgraph") == FORMAT
+    if not known or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise StateError(f"{path} is no training state of this version of memgraph; give a file of save_state")
-    return state
+    here = torch.get_rng_state()
+    if (state["random"].dtype, state["random"].shape) != (here.dtype, here.shape):
+        raise StateError(f"{path} has random generators of another torch; load its model and optimizer by themselves")
 
 
-def _compare(path: Target, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _refuse_others(path: Target, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse another model before anything is changed."""
     if strange := sorted(set(there) ^ set(saved)):
         raise StateError(f"{path} is of another model: {strange[0]!r} is only in one of them; make the same model")
     for name, tensor in there.items():
-        found = saved[name]
-        if isinstance(tensor, torch.Tensor) and tensor.shape != found.shape:
-            shapes = f"{tuple(found.shape)} in the file and {tuple(tensor.shape)} in the model"
-            raise StateError(f"{path} is of another model: {name!r} is {shapes}; make the same model")
+        found, wanted = _look(saved[name]), _look(tensor)
+        if found != wanted:
+            raise StateError(
+                f"{path} is of another model: {name!r} is {found} in the file and {wanted} in the model; make the same "
+                "model"
+            )
+
+
+def _look(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"
 
 
 def _sync(folder: Path) -> None:
