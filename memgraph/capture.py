@@ -8,8 +8,8 @@ that is not a tensor is written into the graph as it was in this call: a caller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Captured:
     `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
     outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
     those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
-    backward updates by itself.
+    backward updates by itself, `sources` the outputs that each gradient comes from.
     """
 
     graph: fx.GraphModule
@@ -49,6 +49,7 @@ class Captured:
     tangents: tuple[int, ...]
     hoped: tuple[int, ...] = ()
     updates: tuple[str, ...] = ()
+    sources: Mapping[Output, frozenset[int]] = field(default_factory=dict)
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
@@ -84,7 +85,8 @@ def capture(
         sum_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
-    return Captured(graph, *found, _hoped(graph, tangents) if wanted is losses else ())
+    hoped = _hoped(graph, tangents) if wanted is losses else ()
+    return Captured(graph, *found, hoped, sources=joint.sources)
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

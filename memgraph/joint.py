@@ -41,7 +41,8 @@ from .where import Notes, nodes_behind
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`."""
+    """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`;
+    `sources` says of each gradient to which outputs eager has it lead back."""
 
     graph: fx.GraphModule
     mode: KnowingMode
@@ -51,6 +52,7 @@ class Joint:
     leaves: tuple[Any, ...]
     spec: Spec
     differentiable: tuple[int, ...]
+    sources: Mapping[Output, frozenset[int]]
 
 
 def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
@@ -98,6 +100,7 @@ class _Step:
         self.leaves: tuple[Any, ...] = ()
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
+        self.sources: dict[Output, frozenset[int]] = {}
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
         self.left: Contents  # in the module's attributes, when forward has ended
 
@@ -105,7 +108,7 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        return Joint(graph, self.mode, *roles, self.leaves, self.spec, self.differentiable)
+        return Joint(graph, self.mode, *roles, self.leaves, self.spec, self.differentiable, self.sources)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -190,6 +193,7 @@ class _Step:
             roots, leaves = [outputs[i] for i in asked], [values[i] for i in needed]
             gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
         made = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
+        self.sources = _sources(outputs, asked, {_gradient_of(self.inputs[i]): values[i] for i in needed})
         for role, gradient in made.items():
             if gradient.layout != torch.strided:
                 raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
@@ -202,6 +206,19 @@ class _Step:
         self.notes.turn(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
+
+
+def _sources(
+    outputs: Sequence[Tensor], asked: Sequence[int], leaves: Mapping[Output, Tensor]
+) -> dict[Output, frozenset[int]]:
+    """From which outputs backward leads to each of these leaves."""
+    reached = {}
+    for i in asked:
+        ends = [getattr(node, "variable", None) for node in nodes_behind([outputs[i].grad_fn])]
+        reached[i] = set(map(id, (outputs[i], *ends)))
+    return {
+        role: frozenset(i for i in asked if id(leaf) in reached[i]) or frozenset(asked) for role, leaf in leaves.items()
+    }
 
 
 def _assignable(role: Input, before: Tensor, held: object) -> Tensor:

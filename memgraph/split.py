@@ -32,6 +32,7 @@ class Halves:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     tangents: tuple[Tensor, ...] = ()  # fake: the shapes and strides that backward was captured with
+    names: tuple[str, ...] = ()  # of the tangents
     read: tuple[int, ...] = ()  # the places, among inputs and then outputs, of what backward reads of the caller's
 
 
@@ -50,12 +51,13 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
     if not gradients and not late:
         return Halves(forward, None)
-    tangents = tuple(node.meta["val"] for node in given if node.meta["kind"] == "tangent")
+    tangents = [node for node in given if node.meta["kind"] == "tangent"]
+    fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
     written = {storage for node in graph.nodes if changes_inputs(node) for storage in storages(node)}
     kept = {storage for node in saved for storage in storages(node)} - written
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
-    return Halves(forward, backward, tangents, theirs)
+    return Halves(forward, backward, fakes, names, theirs)
 
 
 def _module(
@@ -71,6 +73,7 @@ def _module(
     env = {}
     for node in inputs:
         env[node] = part.placeholder(node.name)
+        env[node].meta = dict(node.meta)
     for node in graph.nodes:
         if node not in env and (node.op == "get_attr" or (node.op == "call_function" and mine(node))):
             env[node] = part.node_copy(node, env.__getitem__)

@@ -22,10 +22,11 @@ from .flight import Flight, Tier
 from .fused import FusedUpdate
 from .lower import Lowering
 from .report import Report
-from .signature import has_hooks, in_process_group
+from .signature import has_hooks, in_process_group, is_watched
 from .slots import Homes
 from .split import Halves
 from .times import Times
+from .unused import without
 
 # The gradients of all inputs, if gradients arrive for other outputs than was planned.
 Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -50,6 +51,7 @@ class Step:
         self.lowering: Lowering | None = None  # what of it is compiled
         self.captured = captured
         self.halves = halves
+        self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used
         self.tier = tier
         self.report = report
         self.outputs = sum(role.kind == "output" for role in captured.outputs)
@@ -97,6 +99,17 @@ class Step:
             )
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
+
+    def halves_without(self, unused: frozenset[int]) -> Halves:
+        """The halves for a backward to which no gradients of these outputs come."""
+        found = self.partial.get(unused)
+        if found is None:
+            backward = self.halves.backward
+            assert backward is not None
+            places = [place for place, output in enumerate(self.tangents) if output in unused]
+            found = replace(self.halves, backward=without(backward, self.halves.names, places))
+            self.partial[unused] = found
+        return found
 
     @property
     def is_due(self) -> bool:
@@ -184,13 +197,17 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     )
     if keep:
         _warn_of_retained(step.report)
+    unused = frozenset(i for i in step.tangents if tangents[i] is None)
+    gone = [bool(unused) and step.captured.sources[role] <= unused for role in step.gradients]
     updated = {name: None if seen else _taker(behind[place][0]) for name, place in step.updates.items()}
     try:
         if step.fused is not None and updated:
             flight.update = step.fused.begin(updated, [tangents[i] for i in step.tangents], keep)
+        flight.halves = step.halves_without(unused)
         gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
         if step.homes is not None:
-            gradients = step.homes.after(gradients, takers, apart, flight.sent)
+            kept = [None if none else taker for taker, none in zip(takers, gone, strict=True)]
+            gradients = step.homes.after(gradients, kept, apart, flight.sent)
     except BaseException as error:
         if step.fused is not None and updated:
             step.fused.failed(error)
@@ -198,7 +215,10 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     finally:
         if not keep or step.updates:
             step.land(flight)
-    return [_give(taker, gradient) for taker, gradient in zip(takers, gradients, strict=True)]
+    return [
+        _nothing(behind[step.target(role)][0], gradient) if none else _give(taker, gradient)
+        for role, taker, gradient, none in zip(step.gradients, takers, gradients, gone, strict=True)
+    ]
 
 
 def _warn_of_retained(report: Report) -> None:
@@ -220,6 +240,13 @@ def _taker(node: Any) -> Tensor | None:
         return parameter if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # torch.autograd.grad asks for this gradient
         return None
+
+
+def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
+    """What autograd hands on of a gradient that eager would not have made: nothing, but zeros to whom it would call all
+    the same, hooks and what comes before the module, that can do with less no worse than with nothing."""
+    leaf = getattr(node, "variable", None)
+    return gradient.zero_() if leaf is None or is_watched(leaf) else None
 
 
 def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
