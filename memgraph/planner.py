@@ -141,34 +141,38 @@ class Planner:
 
         Raises:
             CaptureError: the module can't be captured.
+            FusedError: its loss is not in the step, and updates are to run in backward.
         """
         with ALONE:
-            self._look()
-            self._refuse_hooks()
-            captured = self._capture(args, kwargs, wanted)
-            adds = has_gradients(self.module.parameters())
-            graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
-            return self._price(graph, self._trained(captured))
+            _, graph, trained = self._begun(args, kwargs, wanted)
+            return self._price(graph, trained)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         begin = time.perf_counter()
-        self._look()
-        self._refuse_hooks()
-        captured = self._capture(args, kwargs, scalars if self.fused else wanted)
-        watched = self._watched()
-        trained = self._trained(captured)
-        captured, trained = self._fused(captured, trained)
-        adds = has_gradients(self.module.parameters())
-        graph = accumulating(captured, watched) if adds else captured.graph.graph
+        captured, graph, trained = self._begun(args, kwargs, wanted)
         try:
             machine, choice = self._plan(graph, trained)
         except passes.BudgetError as error:
-            later = None if adds or not trained.parameters or trained.updates else accumulating(captured, watched)
+            alone = graph is captured.graph.graph and trained.parameters and not trained.updates
+            later = accumulating(captured, self._watched()) if alone else None
             raise self._over(error, later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
         step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
         step.again = partial(self._again, graph, trained)
         return step
+
+    def _begun(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted
+    ) -> tuple[Captured, fx.Graph, Trained]:
+        """The call, captured, and the graph of the step that is to be planned: it adds to gradients if there are some,
+        and updates if that is asked for."""
+        self._look()
+        self._refuse_hooks()
+        captured = self._capture(args, kwargs, scalars if self.fused else wanted)
+        captured, trained = self._fused(captured, self._trained(captured))
+        adds = has_gradients(self.module.parameters())
+        graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
+        return captured, graph, trained
 
     def _made(
         self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Trained,

@@ -36,7 +36,8 @@ def sweep(
     model: nn.Module, *args: Any, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
-    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None, **kwargs: Any,
+    wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
+    fuse_update: bool = False, lower: str | None = "auto", **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
@@ -49,10 +50,11 @@ def sweep(
         time_limit: seconds for each plan.
 
     Raises:
-        TypeError, ValueError, SpillError, CaptureError: as `compile` and its first call.
+        TypeError, ValueError, SpillError, CaptureError, FusedError: as `compile` and its first call.
     """
     # A budget of a byte, so that the links are measured.
-    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds_of(time_limit), wire=wire_name(wire_dtype))
+    seconds, wire = seconds_of(time_limit), wire_name(wire_dtype)
+    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds, fuse=fuse_update, wire=wire, lower=lower)
     planner = planner_of(in_parts(model, loss, microbatches, reduction), wishes)
     wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
     trace, machine = planner.priced(args, kwargs, losses)
