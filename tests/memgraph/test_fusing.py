@@ -16,7 +16,7 @@ from memgraph.shared import WithLoss
 from memgraph.state_parts import state_parts
 from memgraph.summarize import summarize
 from memgraph.update import with_update
-from passes import Machine, apply, check
+from passes import Machine, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import CAST, Fate, schedule
 from passes.updates import early
@@ -70,3 +70,15 @@ def test_each_update_reads_the_states_of_its_own_parameter() -> None:
         (reader,) = (op for op in trace.ops if state.name in op.reads)
         assert 2 * inside[reader.name].nbytes == state.nbytes
         assert reader.workspace >= inside[reader.name].nbytes
+
+
+def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
+    module, captured = fused(chain)
+    named = dict(module.named_parameters())
+    optimizer = torch.optim.Adam(module.parameters())
+    inside = {op: named[name] for op, name in update_nodes(captured).items()}
+    bare = summarize(captured.graph.graph)
+    trace = with_update(bare, optimizer, list(named.values()), state_parts(optimizer, each=True), inside)
+    updates = [trace.op[name].us for name in inside]
+    assert all(us > 0 for us in updates)
+    assert predict(trace, MACHINE).us == pytest.approx(predict(bare, MACHINE).us + sum(updates))
