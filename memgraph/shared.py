@@ -17,7 +17,7 @@ from torch import nn
 
 SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
-    "_load_state_dict_post_hooks",  # of which a module around this one runs its own
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",  # of which a module around this one runs its own
 )  # fmt: skip
 # What Python looks for in the class and not in the object: a sequence of modules stays one.
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
@@ -88,6 +88,13 @@ def _with_special(kind: Any, names: tuple[str, ...]) -> type[Any]:
 
 def _call(shared: Shared, name: str, *args: Any) -> Any:
     return getattr(shared._module, name)(*args)
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module that it stands for in the end."""
+    while isinstance(module, Shared):
+        module = module._module
+    return module
 
 
 def every_part(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -258,9 +258,15 @@ def test_nothing_goes_on_after_half_an_update_until_a_state_is_loaded(
             twins.module.load_state_dict({})
         with pytest.raises(memgraph.FusedError, match=words):
             forward()
+        narrow = {name: value[:1] if name == "10.bias" else value for name, value in model.items()}
         holder = nn.ModuleDict({"inside": twins.model})
+        for whole, prefix in ((twins.module, ""), (twins.model, ""), (holder, "inside.")):
+            with pytest.raises(RuntimeError, match="size mismatch"):
+                whole.load_state_dict({f"{prefix}{name}": value for name, value in narrow.items()})
+            with pytest.raises(memgraph.FusedError, match=words):
+                forward()
         holder.load_state_dict({f"inside.{name}": value for name, value in model.items()})
-    assert not twins.module._load_state_dict_post_hooks
+    assert not twins.module._load_state_dict_post_hooks and not twins.module._load_state_dict_pre_hooks
     steps(twins, 2)
 
 
