@@ -25,6 +25,7 @@ from .nodes import returned
 from .refusal import explained
 from .settle import settle
 from .sums import sum_early
+from .surrogates import copy_only_inputs
 from .trees import Spec, unflatten
 
 __all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands", "scalars"]
@@ -80,6 +81,7 @@ def capture(
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
         joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
+        copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
         graph = settle(functional, joint)
         sum_early(graph.graph)

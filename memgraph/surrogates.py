@@ -2,9 +2,11 @@
 
     x.add_(y), x with gaps in its memory      ->  laid(add(x, y), x's strides)
     mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
+    select_scatter(x, y), x an input          ->  select_scatter(laid(x, x's strides), y)
 
 Kernels look at strides: the last bits of a sigmoid depend on how many numbers stand in a row.  And oneDNN's recurrent
-layer makes the workspace that its backward reads only where grad mode is on.
+layer makes the workspace that its backward reads only where grad mode is on.  And a scatter copies the whole storage of
+what it is given, which may be the caller's data set, of which the input is a slice.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from .nodes import aten
+from .nodes import aten, derived, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
 # A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
@@ -46,6 +48,30 @@ def keep_workspaces(graph: fx.Graph) -> None:
             node.target = torch.ops.memgraph_surrogates.rnn_layer.default
 
 
+def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Let what copies a storage copy of an input's no more than the input: nobody knows how large that storage is."""
+    given = {storage for node in graph.find_nodes(op="placeholder") for storage in storages(node)}
+    views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
+    changed = set[fx.Node]()
+    for node in graph.nodes:
+        if node.target in COPY_STORAGES and not given.isdisjoint(storages(node.args[0])):
+            value: Tensor = node.args[0].meta["val"]
+            if node.meta["val"].stride() != value.stride():  # its elements overlap, and they alone are copied
+                continue
+            with graph.inserting_before(node):
+                copy = graph.call_function(LAID, (node.args[0], list(value.stride())))
+            copy.meta = {**node.meta, "val": derived(copy, mode)}
+            node.args = (copy, *node.args[1:])
+        elif node not in views or changed.isdisjoint(node.all_input_nodes):
+            continue
+        node.meta["val"] = derived(node, mode)
+        changed.add(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return storages(node) <= {storage for read in node.all_input_nodes for storage in storages(read)}
+
+
 def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
     """The fake result of an op, where torch's own has not the storages that the kernel makes."""
     if func is LAYER and torch.is_grad_enabled():
@@ -72,3 +98,6 @@ def _fake_rnn_layer(*args: Any) -> Any:
 for _name, _run, _fake in (("laid", laid, laid), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
+
+
+LAID = torch.ops.memgraph_surrogates.laid.default

@@ -18,8 +18,7 @@ from torch import Tensor, fx
 
 from .nodes import aten
 from .ops import accumulate
-
-LAID = torch.ops.memgraph_surrogates.laid.default
+from .surrogates import LAID
 
 
 def without(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[int]) -> fx.GraphModule:
