@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 import passes
 from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
+from passes.obstacle import PARTS, SMALLER
 
 from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
@@ -31,6 +32,7 @@ from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import fusing, update_nodes
+from .lever import parts_help
 from .links import sizes_of
 from .lower import Lowering
 from .nodes import returned
@@ -155,7 +157,7 @@ class Planner:
         except passes.BudgetError as error:
             alone = graph is captured.graph.graph and trained.parameters and not trained.updates
             later = accumulating(captured, self._watched()) if alone else None
-            raise self._over(error, later, trained) from None
+            raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
         step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
         step.again = partial(self._again, graph, trained)
@@ -271,6 +273,19 @@ class Planner:
                     f"{name or 'the model'} has backward hooks, which a captured step can't call: "
                     "register them on the compiled module, or hooks on parameters and outputs instead"
                 )
+
+    def _advised(
+        self, error: passes.BudgetError, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
+        wanted: Wanted,
+    ) -> passes.BudgetError:  # fmt: skip
+        """The error, which names micro-batches where a smaller batch would help and they are as good."""
+        text, machine = str(error), Machine(self.budget, str(self.device))
+        if SMALLER not in text or self.fused is not None:
+            return error
+        with capturing(self.module):
+            if not parts_help(self.module, args, kwargs, wanted, captured.graph.graph, machine):
+                return error
+        return passes.BudgetError(text.replace(SMALLER, f"{PARTS} or {SMALLER}"), error.budget, error.smallest)
 
     def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: Trained) -> BudgetError:
         """The error, with what the same call needs `later`, when there are gradients to add to."""

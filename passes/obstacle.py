@@ -31,6 +31,7 @@ HELP = {
     "gradient": "fewer parameters that require a gradient",
 }
 SMALLER = "a smaller batch (the same batch in several parts, whose gradients add up)"
+PARTS = "microbatches=2 or more (the same batch in several parts, within the step)"
 CHUNKS = "a loss that is computed in chunks"
 TIER = "a far tier (offload='auto')"
 STREAM = "state that lives on disk (offload='auto', and an optimizer that updates each element for itself, e.g. AdamW)"

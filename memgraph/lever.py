@@ -1,0 +1,54 @@
+"""Whether micro-batches would help a call that no plan fits: tried, before an error recommends them.
+
+parts_help(module, args, kwargs, graph, machine)     the rows go through on their own, and at any op less of them
+                                                     has to lie there   ->   True
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import Machine
+from passes.gaps import Gaps
+from passes.program import Program
+
+from .capture import Wanted, capture
+from .device import unused_nbytes
+from .errors import CaptureError
+from .microbatches import MicroBatches
+from .rows import refuse_mixing
+from .shared import WithLoss
+from .summarize import summarize
+
+
+def parts_help(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, graph: fx.Graph, machine: Machine
+) -> bool:
+    """Whether the batch may be cut in two, and what no plan can do without is less then; `graph` is the call's as it
+    is."""
+    cut = _cut(module)
+    if cut is None:
+        return False
+    try:
+        refuse_mixing(cut, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
+        parts = capture(cut, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+    except CaptureError:
+        return False
+    return _floor(parts.graph.graph, machine) < _floor(graph, machine)
+
+
+def _cut(module: nn.Module) -> nn.Module | None:
+    """The module as `microbatches=2` would have it; None if it takes its batch in parts already."""
+    if isinstance(module, MicroBatches):
+        return None
+    if isinstance(module, WithLoss):
+        inside, loss = _cut(module._module), module._loss
+        return None if inside is None else WithLoss(inside, loss)
+    return MicroBatches(module, 2)
+
+
+def _floor(graph: fx.Graph, machine: Machine) -> int:
+    return int(Program(Gaps(summarize(graph)), machine).floor.max(initial=0))
