@@ -1,6 +1,7 @@
 """A model whose parameters, gradients and Adam states do not fit: bytes of device a parameter, and what they cost.
 
     python -m benchmarks.state [--per 8 --per 1 ...] [--steps 10] [--layers 10] [--width 2048]
+    python -m benchmarks.state overlap    # `overlap.py`: what of a step that waits for its disk goes on beside compute
 
 The golden configuration of FairScale's OffloadModel, which takes 4.03 bytes of device a parameter with it: a
 TransformerLM of 292.9 million parameters, batch 8, 32 tokens, Adam.  Plain Adam trains first, in memory; then memgraph
@@ -64,27 +65,34 @@ class Run:
     report: Any = None
 
     @property
+    def settled(self) -> list[float]:
+        """The seconds of the steps in which nothing is planned any more."""
+        return self.seconds[min(3, len(self.seconds) - 1) :]
+
+    @property
     def step(self) -> float:
-        """The median over the steps after which nothing is planned any more."""
-        return statistics.median(self.seconds[min(3, len(self.seconds) - 1) :])
+        return statistics.median(self.settled)
 
 
 def main(
+    context: typer.Context,
     per: Annotated[list[float] | None, typer.Option()] = None,
     steps: int = 10,
     layers: int = 10,
     width: int = 2048,
 ) -> None:
     """Print one table; exit with 1 if a loss differs or a budget is broken."""
-    count = sum(parameter.numel() for parameter in _model(layers, width).parameters())
-    plain = _train(lambda model, adam: model, layers, width, steps)
+    if context.invoked_subcommand:
+        return
+    count = parameters(layers, width)
+    plain = train(lambda model, adam: model, layers, width, steps)
     title = f"{count / 1e6:.1f}M parameters, Adam, {BATCH} x {TOKENS} tokens, {steps} steps, torch {torch.__version__}"
     table = Table(
         *COLUMNS, title=f"{title}, {torch.get_num_threads()} threads; plain step {plain.step:.2f} s", box=None
     )
     broken = False
     for share in per or PER:
-        run = _train(_compiled(int(share * count)), layers, width, steps)
+        run = train(compiled(int(share * count)), layers, width, steps)
         kept = run.report.measured <= run.report.peak <= run.report.budget
         broken |= not kept or run.losses != plain.losses
         table.add_row(f"{share:g}", *_cells(run, plain, count, kept))
@@ -104,11 +112,16 @@ def _cells(run: Run, plain: Run, count: int, kept: bool) -> list[str]:
     ]
 
 
-def _compiled(budget: int) -> Callable[[nn.Module, torch.optim.Optimizer], nn.Module]:
-    return lambda model, adam: memgraph.compile(model, budget, optimizer=adam)
+def parameters(layers: int, width: int) -> int:
+    """How many the model has."""
+    return sum(parameter.numel() for parameter in _model(layers, width).parameters())
 
 
-def _train(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], layers: int, width: int, steps: int) -> Run:
+def compiled(budget: int, fuse: bool = False) -> Callable[[nn.Module, torch.optim.Optimizer], nn.Module]:
+    return lambda model, adam: memgraph.compile(model, budget, optimizer=adam, fuse_update=fuse)
+
+
+def train(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], layers: int, width: int, steps: int) -> Run:
     gc.collect()
     model = _model(layers, width)
     adam = torch.optim.Adam(model.parameters(), lr=1e-4)
@@ -132,5 +145,15 @@ def _model(layers: int, width: int) -> TransformerLM:
     return TransformerLM(layers, width)
 
 
+def commands() -> typer.Typer:
+    """This table alone, or a section with a name."""
+    from benchmarks.overlap import overlap  # which trains as this module does
+
+    app = typer.Typer()
+    app.callback(invoke_without_command=True)(main)
+    app.command()(overlap)
+    return app
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    commands()()

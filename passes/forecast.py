@@ -117,11 +117,16 @@ def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
     return machine.window if op.phase == "update" and far_reads(trace, op) else op.workspace
 
 
-def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
-    """What is far comes while the update computes, and goes back, but for gradients."""
+def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
+    """What comes for an update, all that is far, and what goes back, but for gradients."""
     far = far_reads(trace, op)
     come = sum(type_nbytes((read if read.far else trace.op[read.reads[0]]).type) for read in far)
-    go = sum(type_nbytes(read.type) for read in far if read.fn in ("parameter", "state"))
+    return come, sum(type_nbytes(read.type) for read in far if read.fn in ("parameter", "state"))
+
+
+def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
+    """Copies go on while the update computes."""
+    come, go = update_nbytes(trace, op)
     return max(op.us, come / (machine.back or 1.0) + go / (machine.out or 1.0))
 
 

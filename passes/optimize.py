@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cached_property
 
 from . import linear
 from .choice import Choice, Proposal
@@ -25,9 +26,10 @@ from .program import Program
 from .relax import apart, relax, write
 from .timing import in_time
 from .trace import Trace
-from .whole import fates, whole
+from .whole import fates, leaning, whole
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
+FAR = 0.02  # of the step: a gap at which a plan is sought from the one without the far tier as well
 NOTHING_US = 20.0  # microseconds a step that nobody searches for
 AIM = 0.8  # of this gap, so that a repair may cost something
 POSITIONS = 12  # that get their rows at once
@@ -40,7 +42,7 @@ SEARCHES_OF_LARGE = (-INFINITY, 1e-4, 5e-4, 1e-3)
 REPAIRS = 8
 GRAIN = 0.001  # of the step: what a search with columns fixed leaves
 MENDED = 1_500  # ops of plans that are mended beside the best
-POLISHED = 80_000  # ops that are simulated to make a plan better
+POLISHED = 200_000  # ops that are simulated to make a plan better
 FEW = 1_000  # ops: with fewer a search takes no less
 WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
 NARROW = 1 / 6  # of it, for one search, if a wider one follows
@@ -83,6 +85,8 @@ class _Search:
         self.work = WORK_PER_OP * max(FEW, program.size)
         self.best: Choice | None = None
         self.state: State  # of the best
+        self.polished: State | None = None  # the best that is no point's
+        self.begun: list[State] = []  # which were polished
         self.bound_us = self.any_us = 0.0
         self.relaxed: Solved
         self.point: Solved | None = None  # of the best plan, for the next search to begin with
@@ -100,21 +104,30 @@ class _Search:
         self._prove(relaxed.solved.us)
         shares = SEARCHES if len(self.model.linear.costs) <= LARGE else SEARCHES_OF_LARGE
         for share in shares:
-            self._round(share * self.step_us, last=share == shares[-1])
+            if share == shares[-1]:
+                self._polish()
+            if not self._is_near():
+                self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
                 break
-        self._polish()
-        return Proposal(self.best.plan if self.best else (), self.bound_us, self.any_us)
+        self._polish(ended=True)
+        return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us)
 
     def _prove(self, us: float) -> None:
         if not self.events:
             self.bound_us = max(self.bound_us, us - self.model.tie)
 
     def _is_near(self) -> bool:
-        if self.best is None:
+        if self._found is None:
             return False
-        best = replace(self.best, bound_us=self.bound_us, any_us=self.any_us)
+        best = Choice(self._found.plan, self.program.captured, self._found.forecast, self.bound_us, self.any_us)
         return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
+
+    @property
+    def _found(self) -> State | None:
+        """The best plan, a point's or not."""
+        found = ([self.state] if self.best else []) + ([self.polished] if self.polished else [])
+        return min(found, key=lambda state: state.forecast.us, default=None)
 
     @property
     def _most_us(self) -> float:
@@ -124,9 +137,9 @@ class _Search:
     @property
     def _near_us(self) -> float:
         """The bound with which the best plan would be near."""
-        if self.best is None:
+        if self._found is None:
             return INFINITY
-        us = self.best.forecast.us
+        us = self._found.forecast.us
         return min(us / (1 + ENOUGH), us - NOTHING_US) - self.step_us + self.model.tie
 
     def _effort(self, threshold: float, last: bool) -> Effort | None:
@@ -138,7 +151,8 @@ class _Search:
         grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
         if threshold == INFINITY:
             return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
-        if last:
+        coarse = self.polished is not None and len(self.model.linear.costs) > LARGE
+        if last and not coarse:  # a search for so many columns comes to what waits more than what was polished
             return Effort(target, INFINITY, grain, left)
         return Effort(target, self._most_us, grain, min(left, NARROW * self.work))
 
@@ -221,11 +235,30 @@ class _Search:
             self.best, self.state = Choice(state.plan, self.program.captured, state.forecast), state
         return True
 
-    def _polish(self) -> None:
-        """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing."""
-        if self.machine.out and self.best is not None and not self._is_near():
-            tries = POLISHED // max(1, self.program.size)
-            self._take(polish(self.program, self.state, tries, self.until))
+    def _polish(self, ended: bool = False) -> None:
+        """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing.  The
+        search goes on from its own points: what it mends is not what is polished."""
+        if not self.machine.out or self._is_near():
+            return
+        starts = [self.state] if self.best else self._at_home
+        if ended and self._found and self._found.forecast.us > (1 + FAR) * (self.step_us + self.bound_us):
+            starts = [*starts, *self._at_home]
+        tries, wanted = POLISHED // max(1, self.program.size), leaning(self.model, self.relaxed)
+        for start in starts:
+            if start not in self.begun and not self._is_near():
+                self.begun.append(start)
+                state = polish(self.program, start, tries, self.until, wanted)
+                self.polished = min(self.polished or state, state, key=lambda each: each.forecast.us)
+
+    @cached_property
+    def _at_home(self) -> list[State]:
+        """The best plan without the far tier that is soon found, if there is one: where no point fits, links are the
+        reason."""
+        machine = replace(self.machine, out=0.0, back=0.0)
+        search = _Search(Program(self.program.gaps, machine), machine, self.until)
+        search.work *= NARROW
+        search.run()
+        return [search.state] if search.best else []
 
     def _forget_events(self) -> None:
         for row in self.events:

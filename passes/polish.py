@@ -1,33 +1,65 @@
-"""Better a plan that fits, one storage at a time: what is given up is kept, or given up in another way.
+"""Better a plan that fits, one storage at a time: another fate for it is taken, if the step is faster then and fits.
 
     {a: RECOMPUTE, b: OFFLOAD, c: OFFLOAD}   ->   {a: RECOMPUTE, b: RECOMPUTE, c: KEEP}, where c fits
 
-Each try is simulated, so that what a search does not know is counted: copies that wait for each other.
+First come the fates that the linear program's point leans to, as long as that helps; then what is given up is kept, or
+given up in another way.  Each try is simulated, so that what a search does not know is counted: copies that wait for
+each other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .greedy import State, state_of
 from .program import Item, Program
 from .schedule import Fate
 
+Change = tuple[str, Fate]  # a storage, and what becomes of it
 
-def polish(program: Program, state: State, tries: int, until: float) -> State:
-    """The plan after so many tries, the largest storages first, or after those until `until`; see `time.monotonic`."""
+
+def polish(program: Program, state: State, tries: int, until: float, leaning: Sequence[Change] = ()) -> State:
+    """The plan after so many tries, or after those until `until`; see `time.monotonic`.  One that fits only because of
+    when its copies run stays as it is."""
+    if leaning and state_of(program.gaps, program.machine, state.fates).peak > program.machine.budget:
+        return state
+    polished = _Polished(program, state, tries, until)
+    while leaning and polished.take(leaning):
+        """What did not fit may fit now."""
+    polished.take(_others(program, state))
+    return polished.state
+
+
+class _Polished:
+    """The best plan so far."""
+
+    def __init__(self, program: Program, state: State, tries: int, until: float) -> None:
+        self.program, self.state, self.tries, self.until = program, state, tries, until
+
+    def take(self, changes: Iterable[Change]) -> bool:
+        """Try them in their order; whether one was good."""
+        before = self.state
+        for storage, fate in changes:
+            if self.tries <= 0 or time.monotonic() >= self.until:
+                return False
+            if self.state.fates.get(storage, Fate.KEEP) is not fate:
+                self.tries -= 1
+                self._try(storage, fate)
+        return self.state is not before
+
+    def _try(self, storage: str, fate: Fate) -> None:
+        new = state_of(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
+        if new.peak <= self.program.machine.budget and new.forecast.us < self.state.forecast.us:
+            self.state = new
+
+
+def _others(program: Program, state: State) -> Iterator[Change]:
+    """What else may become of the storages that are given up, the largest first."""
     given = [item for item in program.items if state.fates.get(item.storage, Fate.KEEP) is not Fate.KEEP]
     for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
         for fate in _ways(program, item):
-            if tries <= 0 or time.monotonic() >= until:
-                return state
-            if state.fates[item.storage] is not fate:
-                tries -= 1
-                new = state_of(program.gaps, program.machine, state.fates | {item.storage: fate})
-                if new.peak <= program.machine.budget and new.forecast.us < state.forecast.us:
-                    state = new
-    return state
+            yield item.storage, fate
 
 
 def _ways(program: Program, item: Item) -> Iterator[Fate]:

@@ -17,6 +17,7 @@ from .schedule import Fate
 
 EDGE = 1e-7  # a column this near to one of its ends lies on it
 HALF = 0.5
+LEAST = 0.01  # of a column: what is less is not what a point leans to
 
 
 def whole(
@@ -44,6 +45,21 @@ def fates(model: Model, solved: Solved) -> dict[str, Fate]:
         if solved.values[model.far.lives[h]] > HALF:
             found[resident.storage] = Fate.VISIT if _passes(model, solved, h) else Fate.OFFLOAD
     return found
+
+
+def leaning(model: Model, solved: Solved) -> list[tuple[str, Fate]]:
+    """What a point would have become of each storage that may leave, as far as it would: the most bytes first."""
+    found: list[tuple[float, str, Fate]] = []
+    for i in model.away:
+        item, columns = model.program.items[i], {Fate.KEEP: model.kept[i], Fate.OFFLOAD: model.away[i]}
+        if i in model.cast:
+            columns[Fate.CAST_OFFLOAD] = model.cast[i]
+        shares = {fate: solved.values[column] for fate, column in columns.items()}
+        found += [(-share * item.nbytes, item.storage, fate) for fate, share in shares.items() if share > LEAST]
+    for lives, resident in zip(model.far.lives, model.program.residents, strict=True):
+        shares = {Fate.KEEP: 1.0 - solved.values[lives], Fate.OFFLOAD: solved.values[lives]}
+        found += [(-share * resident.nbytes, resident.storage, fate) for fate, share in shares.items() if share > LEAST]
+    return [(storage, fate) for _, storage, fate in sorted(found, key=lambda each: (each[0], each[1]))]
 
 
 def _passes(model: Model, solved: Solved, h: int) -> bool:
