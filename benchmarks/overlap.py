@@ -3,8 +3,9 @@
     step 9.99 s, compute alone 3.82 s, out 4.40 s, back 4.05 s   ->   2.27 of the busiest queue, 1.18 of the disk
 
 Of the plan that is in force when it is measured: compute alone is what the ops, their re-runs and the begin of each
-copy take; a link alone carries all bytes of the step that go its way, the update's among them; what an update computes
-has no price.  The disk carries one way at a time: alone it takes what both links do.
+copy take; a link alone carries all bytes of the step that go its way, the update's among them.  What an update in
+windows computes is left out: it has no price, or one with its copies in it.  The disk carries one way at a time: alone
+it takes what both links do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from passes.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
 COLUMNS = ("update", "budget MB", "forecast s", "compute s", "out s", "back s", "of the busiest") + (
-    ("of compute or disk", "gap %", "step s", "forecast/step", "middle half")
+    ("of compute or disk", "gap %", "step s", "forecast/step", "middle half", "repriced/step")
 )  # fmt: skip
 
 
@@ -48,12 +49,12 @@ class Alone:
 def overlap(
     per: Annotated[list[float] | None, typer.Option(help="bytes of budget a parameter")] = None,
     steps: int = 9,
-    layers: int = 8,
+    layers: int = 6,
     width: int = 1024,
 ) -> None:
     """Print the step as forecast beside what each queue takes alone, and beside the step as measured."""
-    table = Table(*COLUMNS, title=f"{layers} layers of width {width}, Adam; link alone, queues and steps", box=None)
-    for share in per or (2.0, 1.0):
+    table = Table(*COLUMNS, title=f"{layers} layers of width {width}, Adam; a step and its queues", box=None)
+    for share in per or (2.0, 1.25):
         for fuse in (False, True):
             budget = int(share * parameters(layers, width))
             table.add_row(*_cells(train(compiled(budget, fuse), layers, width, steps), fuse))
@@ -64,8 +65,8 @@ def overlap(
 def _cells(run: Run, fuse: bool) -> list[str]:
     report = run.report
     forecast, alone = report.choice.forecast, queues(report.choice.forecast, report.machine)
-    predicted = report.repriced_us or report.predicted_us
-    low, median, high = middle(predicted / 1e6 / taken for taken in run.settled)
+    low, median, high = middle(forecast.us / 1e6 / taken for taken in run.settled)
+    repriced = f"{report.repriced_us / 1e6 / run.step:.2f}" if report.repriced_us else ""
     queued = (forecast.us, alone.compute, alone.out, alone.back)
     return [
         "in backward" if fuse else "at the end",
@@ -73,6 +74,7 @@ def _cells(run: Run, fuse: bool) -> list[str]:
         *(f"{us / 1e6:.2f}" for us in queued),
         *(f"{forecast.us / us:.2f}" for us in (alone.busiest, alone.one_disk)),
         *(f"{100 * report.choice.gap:.1f}", f"{run.step:.2f}", f"{median:.2f}", f"{low:.2f}-{high:.2f}"),
+        repriced,
     ]
 
 
@@ -85,7 +87,7 @@ def queues(forecast: Forecast, machine: Machine) -> Alone:
             come, go = update_nbytes(trace, op)
             took["back"] += come / (machine.back or 1.0)
             took["out"] += go / (machine.out or 1.0)
-            compute += op.us
+            compute += op.us if not come + go else 0.0
         elif op.fn not in ("memgraph.free.default", "memgraph.wait.default"):
             compute += end - begin
     for copy in forecast.copies:

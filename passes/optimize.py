@@ -21,7 +21,7 @@ from .greedy import State, descend_from, state_of
 from .linear import INFINITY, Effort, Solved
 from .machine import Machine
 from .model import Model
-from .polish import polish
+from .polish import Change, polish
 from .program import Program
 from .relax import apart, relax, write
 from .timing import in_time
@@ -240,15 +240,23 @@ class _Search:
         search goes on from its own points: what it mends is not what is polished."""
         if not self.machine.out or self._is_near():
             return
-        starts = [self.state] if self.best else self._at_home
+        starts = [self.state] if self.best and not self._is_timed(self.state) else self._at_home
         if ended and self._found and self._found.forecast.us > (1 + FAR) * (self.step_us + self.bound_us):
             starts = [*starts, *self._at_home]
-        tries, wanted = POLISHED // max(1, self.program.size), leaning(self.model, self.relaxed)
+        tries = POLISHED // max(1, self.program.size)
         for start in starts:
             if start not in self.begun and not self._is_near():
                 self.begun.append(start)
-                state = polish(self.program, start, tries, self.until, wanted)
+                state = polish(self.program, start, tries, self.until, self._wanted)
                 self.polished = min(self.polished or state, state, key=lambda each: each.forecast.us)
+
+    @cached_property
+    def _wanted(self) -> list[Change]:
+        return leaning(self.model, self.relaxed)
+
+    def _is_timed(self, state: State) -> bool:
+        """Whether it fits only because of when its copies run: with another fate it would not."""
+        return state_of(self.program.gaps, self.machine, state.fates).peak > self.machine.budget
 
     @cached_property
     def _at_home(self) -> list[State]:

@@ -20,10 +20,7 @@ Change = tuple[str, Fate]  # a storage, and what becomes of it
 
 
 def polish(program: Program, state: State, tries: int, until: float, leaning: Sequence[Change] = ()) -> State:
-    """The plan after so many tries, or after those until `until`; see `time.monotonic`.  One that fits only because of
-    when its copies run stays as it is."""
-    if leaning and state_of(program.gaps, program.machine, state.fates).peak > program.machine.budget:
-        return state
+    """The plan after so many tries, or after those until `until`; see `time.monotonic`."""
     polished = _Polished(program, state, tries, until)
     while leaning and polished.take(leaning):
         """What did not fit may fit now."""

@@ -91,9 +91,3 @@ def test_no_try_makes_a_plan_slower_or_too_large(
     check(apply(CHAIN, found.plan))
     assert found.peak <= machine.budget
     assert found.forecast.us <= start.forecast.us
-
-
-def test_what_fits_only_because_of_when_its_copies_run_is_left_alone() -> None:
-    start = state_of(GAPS, LINKED, {})
-    assert start.peak > LINKED.budget
-    assert polish(program(LINKED), start, 10, math.inf, [("a", Fate.OFFLOAD)]) is start
