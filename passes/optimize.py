@@ -85,7 +85,7 @@ class _Search:
         self.work = WORK_PER_OP * max(FEW, program.size)
         self.best: Choice | None = None
         self.state: State  # of the best
-        self.polished: State | None = None  # the best that is no point's
+        self.polished: list[State] = []  # what is no point's
         self.begun: list[State] = []  # which were polished
         self.bound_us = self.any_us = 0.0
         self.relaxed: Solved
@@ -126,7 +126,7 @@ class _Search:
     @property
     def _found(self) -> State | None:
         """The best plan, a point's or not.  Where values run again twice less is proven: it has to be worth that."""
-        found = ([self.state] if self.best else []) + ([self.polished] if self.polished else [])
+        found = [*([self.state] if self.best else []), *self.polished]
         lost = {True: 0.0, False: ENOUGH * self.step_us}
         return min(found, key=lambda each: each.forecast.us + lost[self._choice(each).is_single], default=None)
 
@@ -155,7 +155,7 @@ class _Search:
         grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
         if threshold == INFINITY:
             return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
-        coarse = self.polished is not None and len(self.model.linear.costs) > LARGE
+        coarse = bool(self.polished) and len(self.model.linear.costs) > LARGE
         if last and not coarse:  # a search for so many columns comes to what waits more than what was polished
             return Effort(target, INFINITY, grain, left)
         return Effort(target, self._most_us, grain, min(left, NARROW * self.work))
@@ -251,8 +251,7 @@ class _Search:
         for start in starts:
             if start not in self.begun and not self._is_near():
                 self.begun.append(start)
-                state = polish(self.program, start, tries, self.until, self._wanted)
-                self.polished = min(self.polished or state, state, key=lambda each: each.forecast.us)
+                self.polished.append(polish(self.program, start, tries, self.until, self._wanted))
 
     @cached_property
     def _wanted(self) -> list[Change]:
@@ -268,7 +267,7 @@ class _Search:
         reason."""
         machine = replace(self.machine, out=0.0, back=0.0)
         search = _Search(Program(self.program.gaps, machine), machine, self.until)
-        search.work *= NARROW
+        search.work = int(NARROW * search.work)
         search.run()
         return [search.state] if search.best else []
 
