@@ -106,6 +106,8 @@ class _Search:
         for share in shares:
             if share == shares[-1]:
                 self._polish()
+                if self.polished and shares is SEARCHES_OF_LARGE:
+                    break  # a search for so many columns takes most of the time, and its points wait as those before
             if not self._is_near():
                 self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
@@ -155,8 +157,7 @@ class _Search:
         grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
         if threshold == INFINITY:
             return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
-        coarse = bool(self.polished) and len(self.model.linear.costs) > LARGE
-        if last and not coarse:  # a search for so many columns comes to what waits more than what was polished
+        if last:
             return Effort(target, INFINITY, grain, left)
         return Effort(target, self._most_us, grain, min(left, NARROW * self.work))
 
