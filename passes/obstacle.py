@@ -40,6 +40,7 @@ STREAM = "state that lives on disk (offload='auto', and an optimizer that update
 def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     """What was wanted, what is, where, and what to do."""
     op, there = forecast.trace.ops[forecast.at], forecast.alive(forecast.at)
+    op = replace(op, workspace=int(forecast.by_kind["workspace"][forecast.at]))  # of an update, that of its window
     lines = [
         f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {forecast.peak}.",
         f"It needs most at {_named(op)}; on {machine.device} lie there:",

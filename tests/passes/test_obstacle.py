@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Trace, make_plan, parse, residents
+from passes import BudgetError, Machine, Trace, make_plan, parse, predict, residents
 from passes.gaps import Gaps
-from passes.obstacle import STREAM, TIER, _in_use
+from passes.obstacle import STREAM, TIER, _in_use, obstacle
 from passes.program import Program
 from tests.strategies import traces
 
@@ -139,3 +139,20 @@ def test_the_floor_is_said_whenever_it_is_in_the_way(trace: Trace) -> None:
     floor = int(Program(Gaps(trace), Machine(0)).floor.max(initial=0.0))
     if floor:
         assert f"No plan can do with less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
+
+
+def test_an_update_in_windows_takes_what_its_window_does() -> None:
+    captured = parse("""
+        forward:
+        w = parameter()  # u8[5000] | makes w:5000
+        x = input()  # u8[100] | makes x:100
+        o = mm(x, w)  # u8[100] | makes o:100 | 10.0 us
+        update:
+        step = SGD.step(w, o)  # workspace 9000 | 10.0 us
+        return output o
+    """)
+    far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | far").replace("mm(x, w)", "mm(x)"))
+    machine = Machine(100, out=1.0, back=1.0, homes=True, window=700)
+    text = obstacle(predict(far, machine), machine, captured)
+    assert "           700 bytes  workspace  of step itself" in text
+    assert "-" not in text.partition("No plan")[0]
