@@ -2,8 +2,18 @@
 
 from .compiler import compile, plan
 from .curve import Point, Sweep
-from .errors import BudgetError, CaptureError, FusedError, LoweringError, MemgraphError, PlanError, StateError
+from .errors import (
+    BudgetError,
+    CaptureError,
+    FusedError,
+    LoweringError,
+    MemgraphError,
+    PlanError,
+    ShardError,
+    StateError,
+)
 from .module import CompiledModule
+from .oss import OSS
 from .report import Report
 from .saved import SavedPlan
 from .slab import PinnedError
@@ -12,6 +22,7 @@ from .sweep import sweep
 from .training_state import load_state, save_state
 
 __all__ = [
+    "OSS",
     "BudgetError",
     "CaptureError",
     "CompiledModule",
@@ -23,6 +34,7 @@ __all__ = [
     "Point",
     "Report",
     "SavedPlan",
+    "ShardError",
     "SpillError",
     "StateError",
     "Sweep",

@@ -29,6 +29,10 @@ class StateError(MemgraphError, ValueError):
     """A file that is no training state, or one of another model or optimizer; or one that can't be written."""
 
 
+class ShardError(MemgraphError, ValueError):
+    """What an optimizer that is spread over ranks can't take; says what is, and what to do."""
+
+
 class NoPlanError(MemgraphError, AttributeError):
     """A compiled module that has not been called yet is asked for its plan."""
 

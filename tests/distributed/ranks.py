@@ -1,0 +1,80 @@
+"""Run a function on several ranks, each a process of its own with gloo.
+
+results = on_ranks(2, function, *args)   # function(rank, *args) in each process; what each returns, in order of ranks
+
+A fork server imports torch once for all tests, so that a start takes a fraction of a second. A rank that fails takes
+the others with it, and its traceback is the test's; ranks that hang are ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 60  # for all that one start does
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+    """What the function returns on each rank.
+
+    Raises:
+        AssertionError: it failed on some rank, or took too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [FORKS.Pipe(duplex=False) for _ in range(ranks)]
+        started = []
+        for rank, (_, end) in enumerate(pipes):
+            given = (rank, ranks, Path(folder), seconds, end, function, args)
+            started.append(FORKS.Process(target=_one, args=given, daemon=True))
+            started[-1].start()
+            end.close()
+        try:
+            return _answers([begin for begin, _ in pipes], seconds)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def _answers(pipes: list[multiprocessing.connection.Connection], seconds: float) -> list[Any]:
+    answers: dict[int, Any] = {}
+    while len(answers) < len(pipes):
+        left = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+        ready = multiprocessing.connection.wait(left, timeout=seconds)
+        assert ready, f"ranks {[pipes.index(pipe) for pipe in left]} did not end in {seconds} s"
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                failed, answer = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} is gone") from None
+            assert not failed, f"rank {rank}:\n{answer}"
+            answers[rank] = answer
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def _one(
+    rank: int, ranks: int, folder: Path, seconds: float, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+        answer = function(rank, *args)
+        dist.barrier()
+        pipe.send((False, answer))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))

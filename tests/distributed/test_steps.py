@@ -1,0 +1,62 @@
+"""Steps on several ranks are the plain optimizer's, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+import memgraph
+from tests.distributed.ranks import on_ranks
+
+KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "Adam": (optim.Adam, {}),
+    "AdamW": (optim.AdamW, {"weight_decay": 0.1}),
+    "SGD": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "RMSprop": (optim.RMSprop, {}),
+    "Adagrad": (optim.Adagrad, {}),
+    "Adadelta": (optim.Adadelta, {}),
+    "NAdam": (optim.NAdam, {}),
+    "RAdam": (optim.RAdam, {}),
+    "Adamax": (optim.Adamax, {}),
+    "ASGD": (optim.ASGD, {}),
+    "Rprop": (optim.Rprop, {}),
+    "Adafactor": (optim.Adafactor, {}),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, one parameter in turn to each."""
+    parameters = list(module.parameters())
+    return [{"params": parameters[::2], "lr": 0.01}, {"params": parameters[1::2], "lr": 0.03}]
+
+
+def train(module: nn.Module, optimizer: optim.Optimizer, steps: int = 4) -> list[Tensor]:
+    batches = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        module(torch.randn(4, 11, generator=batches)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def _steps(rank: int, gradients: str) -> list[str]:
+    wrong = []
+    for name, (kind, options) in KINDS.items():
+        plain, ours = net(), net()
+        wanted = train(plain, kind(groups(plain), **options), steps=7)
+        found = train(ours, memgraph.OSS(groups(ours), kind, gradients=gradients, **options), steps=7)
+        wrong += [name] if not all(map(torch.equal, wanted, found)) else []
+    return wrong
+
+
+def test_twelve_optimizers_over_two_groups_step_as_alone() -> None:
+    for ranks in (1, 2):
+        assert on_ranks(ranks, _steps, "average") == [[]] * ranks
+    assert on_ranks(3, _steps, "same") == [[]] * 3
