@@ -1,17 +1,17 @@
 """Lay parameters into buckets, and say which elements of them each rank owns.
 
-    w f32[7]  b f32[1]  v f32[4], 2 ranks   ->   bucket 0 of 2 x 6: w[0:6] to 0 | w[6:7] b[0:1] v[0:4] to 1
+    w f32[7]  b f32[1]  v f32[4], 2 ranks   ->   bucket of parts of 6: w[0:6] to 0 | w[6:7] to 1 | b[0:1] to 1 | v[0:4] to 1
 
 Elements are counted as they lie in memory. Parameters of one kind (one group, dtype and device, frozen or not) lie one
 behind the other; rank r of N owns the r-th of N equal parts of each bucket. A long stretch of one parameter is a bucket
-alone, and a multiple of N: it can be sent from where it is, and received where it belongs.
+alone, of equal parts without a rest: it can be sent from where it is, and received where it belongs.
 
 Whole parameters are never cut: each is owned by whoever has least, the largest first, in buckets of one owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -24,11 +24,21 @@ class Item:
     itemsize: int
     kind: int
     whole: bool = False  # all of it belongs to one rank
+    frozen: bool = False
     quantum: int = 1  # elements between places where it may be cut
 
     @property
     def nbytes(self) -> int:
         return self.count * self.itemsize
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes: the most in a bucket, the least in a bucket of one stretch, and the most in a piece (any, if None)."""
+
+    bucket: int
+    alone: int
+    piece: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,8 @@ class Piece:
 class Bucket:
     """Pieces that are sent together, in the order in which they lie.
 
-    A bucket of equal parts is N times `part` elements, the last of which may belong to nobody; one of a single owner has
-    `part` elements.
+    A bucket of equal parts is N times `part` elements, the last of which may belong to nobody; one of a single owner
+    has `part` elements.
     """
 
     kind: int
@@ -62,19 +72,24 @@ class Bucket:
     part: int
     owner: int | None = None
 
-    def of(self, rank: int) -> tuple[Piece, ...]:
-        """What this rank owns of it."""
-        return tuple(piece for piece in self.pieces if piece.rank == rank)
-
     @property
     def items(self) -> tuple[int, ...]:
         """The items that are in it, each once."""
         return tuple(dict.fromkeys(piece.item for piece in self.pieces))
 
-    @property
-    def is_one_stretch(self) -> bool:
-        """Whether it is elements of one item and nothing else."""
-        return len(self.items) == 1
+    def of(self, rank: int) -> tuple[Piece, ...]:
+        """What this rank owns of it."""
+        return tuple(piece for piece in self.pieces if piece.rank == rank)
+
+    def stretches(self, rank: int) -> tuple[Piece, ...]:
+        """What this rank owns of it, joined where one piece goes on where another ends."""
+        joined: list[Piece] = []
+        for piece in self.of(rank):
+            if joined and joined[-1].item == piece.item:
+                joined[-1] = replace(joined[-1], end=piece.end)
+            else:
+                joined.append(piece)
+        return tuple(joined)
 
     def behind(self, count: int) -> Bucket:
         """The same, where so many other items come first."""
@@ -82,43 +97,67 @@ class Bucket:
 
     def __str__(self) -> str:
         parts = f"{self.part}" if self.owner is not None else f"parts of {self.part}"
-        return f"bucket of {parts}: " + " ".join(map(str, self.pieces))
+        return f"bucket of {parts}: " + " | ".join(map(str, self.pieces))
 
 
 Stretch = tuple[int, int, int]  # an item, and from where to where
 
 
-def shards(items: Sequence[Item], ranks: int, nbytes: int, alone: int) -> tuple[Bucket, ...]:
-    """The buckets of these items, each of at most `nbytes`; a stretch of `alone` bytes or more has its own.
+def shards(items: Sequence[Item], ranks: int, sizes: Sizes, loads: Sequence[int] = ()) -> tuple[Bucket, ...]:
+    """The buckets of these items. The same items give the same buckets on every rank.
 
-    The same items give the same buckets on every rank.
+    Args:
+        loads: the bytes of other whole items that each rank owns already.
     """
+    owners = _owners(items, list(loads) or [0] * ranks)
     ordered = sorted(range(len(items)), key=lambda i: items[i].kind)
     found: list[Bucket] = []
     for kind, members in groupby(ordered, key=lambda i: items[i].kind):
         mine = list(members)
-        cut = [i for i in mine if not items[i].whole]
-        found += _ranges(kind, cut, items, ranks, nbytes, alone)
-        found += _wholes(kind, [i for i in mine if items[i].whole], items, ranks, nbytes)
+        found += _ranges(kind, [i for i in mine if not items[i].whole], items, ranks, sizes)
+        for owner in range(ranks):
+            whole = [(i, 0, items[i].count) for i in mine if owners.get(i) == owner]
+            found += [_owned(kind, stretches, owner) for stretches in _filled(whole, items, sizes.bucket)]
     return tuple(found)
 
 
-def _ranges(
-    kind: int, members: Sequence[int], items: Sequence[Item], ranks: int, nbytes: int, alone: int
-) -> Iterator[Bucket]:
+def loads_of(buckets: Iterable[Bucket], items: Sequence[Item], ranks: int) -> list[int]:
+    """The bytes of whole items that each rank owns; frozen ones have no state, and count for nothing."""
+    loads = [0] * ranks
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            if bucket.owner is not None and not items[piece.item].frozen:
+                loads[bucket.owner] += items[piece.item].nbytes
+    return loads
+
+
+def _owners(items: Sequence[Item], loads: Sequence[int]) -> dict[int, int]:
+    """Who owns each whole item: whoever has least, the largest first."""
+    owners: dict[int, int] = {}
+    for frozen, start in ((False, loads), (True, [0] * len(loads))):
+        has = list(start)
+        turns = [0] * len(loads)  # what has no elements still takes a place
+        for i in sorted((i for i, one in enumerate(items) if one.whole and one.frozen == frozen), key=_size(items)):
+            owner = min(range(len(has)), key=lambda rank: (has[rank], turns[rank]))
+            has[owner] += items[i].nbytes
+            turns[owner] += 1
+            owners[i] = owner
+    return owners
+
+
+def _ranges(kind: int, members: Sequence[int], items: Sequence[Item], ranks: int, sizes: Sizes) -> Iterator[Bucket]:
     together: list[Stretch] = []
     for i in members:
-        item = items[i]
+        item, begin = items[i], 0
         step = ranks * item.quantum
-        begin = 0
-        while (item.count - begin) * item.itemsize >= max(alone, step * item.itemsize):
-            count = min(item.count - begin, max(nbytes // item.itemsize, step)) // step * step
-            yield _equal(kind, [(i, begin, begin + count)], items, ranks)
+        while item.count - begin >= max(step, -(-sizes.alone // item.itemsize)):
+            count = min(item.count - begin, max(sizes.bucket // item.itemsize, step)) // step * step
+            yield _equal(kind, [(i, begin, begin + count)], items, ranks, sizes)
             begin += count
         if begin < item.count or not item.count:
             together.append((i, begin, item.count))
-    for stretches in _filled(together, items, nbytes):
-        yield _equal(kind, stretches, items, ranks)
+    for stretches in _filled(together, items, sizes.bucket):
+        yield _equal(kind, stretches, items, ranks, sizes)
 
 
 def _filled(stretches: Iterable[Stretch], items: Sequence[Item], nbytes: int) -> Iterator[list[Stretch]]:
@@ -136,7 +175,7 @@ def _filled(stretches: Iterable[Stretch], items: Sequence[Item], nbytes: int) ->
         yield filled
 
 
-def _equal(kind: int, stretches: Sequence[Stretch], items: Sequence[Item], ranks: int) -> Bucket:
+def _equal(kind: int, stretches: Sequence[Stretch], items: Sequence[Item], ranks: int, sizes: Sizes) -> Bucket:
     """One bucket, cut into a part for each rank."""
     quantum = max(items[item].quantum for item, _, _ in stretches)
     # Each stretch begins at a place where one may be cut, so that every cut is at one.
@@ -145,7 +184,8 @@ def _equal(kind: int, stretches: Sequence[Stretch], items: Sequence[Item], ranks
     pieces: list[Piece] = []
     at = 0
     for (item, begin, end), room in zip(stretches, rooms, strict=True):
-        pieces += _cut(Piece(item, begin, end, 0, at), part, ranks)
+        for piece in _cut(Piece(item, begin, end, 0, at), part, ranks):
+            pieces += _split(piece, items[item], sizes)
         at += room
     return Bucket(kind, tuple(pieces), part)
 
@@ -154,7 +194,7 @@ def _cut(whole: Piece, part: int, ranks: int) -> Iterator[Piece]:
     """The pieces of a stretch that lie in the part of each rank; one that is empty lies in one part, too."""
     first = min(whole.at // part, ranks - 1) if part else 0
     if not whole.count:
-        yield Piece(whole.item, whole.begin, whole.end, first, whole.at)
+        yield replace(whole, rank=first)
         return
     begin, at = whole.begin, whole.at
     for rank in range(first, ranks):
@@ -166,18 +206,27 @@ def _cut(whole: Piece, part: int, ranks: int) -> Iterator[Piece]:
             return
 
 
-def _wholes(kind: int, members: Sequence[int], items: Sequence[Item], ranks: int, nbytes: int) -> Iterator[Bucket]:
-    loads = [0] * ranks
-    owned: list[list[Stretch]] = [[] for _ in range(ranks)]
-    for i in sorted(members, key=lambda i: -items[i].nbytes):
-        # What has no elements still has a state, and takes a place.
-        owner = min(range(ranks), key=lambda rank: (loads[rank], len(owned[rank])))
-        loads[owner] += items[i].nbytes
-        owned[owner].append((i, 0, items[i].count))
-    for owner, stretches in enumerate(owned):
-        for filled in _filled(stretches, items, nbytes):
-            pieces, at = [], 0
-            for item, begin, end in filled:
-                pieces.append(Piece(item, begin, end, owner, at))
-                at += end - begin
-            yield Bucket(kind, tuple(pieces), at, owner)
+def _split(piece: Piece, item: Item, sizes: Sizes) -> Iterator[Piece]:
+    """A piece in equal pieces that are small enough."""
+    most = max(
+        item.quantum, (sizes.piece or piece.count * item.itemsize) // item.itemsize // item.quantum * item.quantum
+    )
+    count = max(1, -(-piece.count // most))
+    each = -(-piece.count // count // item.quantum) * item.quantum
+    for i in range(count):
+        begin, end = (min(piece.end, piece.begin + k * each) for k in (i, i + 1))
+        if begin < end or not piece.count:
+            yield Piece(piece.item, begin, end, piece.rank, piece.at + begin - piece.begin)
+
+
+def _owned(kind: int, stretches: Sequence[Stretch], owner: int) -> Bucket:
+    pieces: list[Piece] = []
+    at = 0
+    for item, begin, end in stretches:
+        pieces.append(Piece(item, begin, end, owner, at))
+        at += end - begin
+    return Bucket(kind, tuple(pieces), at, owner)
+
+
+def _size(items: Sequence[Item]) -> Callable[[int], int]:
+    return lambda i: -items[i].nbytes

@@ -4,7 +4,8 @@
     gather   p of the elements that are mine    ->   p of all elements, on each rank
 
 Both are begun, and later waited for: meanwhile other buckets are packed and updated. Every rank begins them in the same
-order.
+order. On the CPU the bytes go as `Pairs`: with gloo, these move a bucket of 24 MiB between two ranks in a sixth of the
+time of its reduce-scatter and in half of that of its all-gather. From other devices they go as `Collectives`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket
 
-Begun = Callable[[], Tensor]
+from .collectives import Collectives
+from .pairs import Pairs
+
+Sources = Sequence[Sequence[Tensor]]  # of each rank, its stretches of a bucket, flat
+Averaged = Callable[[], list[Tensor]]  # waits; the mean of each stretch of this rank
+Done = Callable[[], None]  # waits
 
 
 class Exchange:
     """The ranks of a process group, and how they exchange buckets."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, wire: torch.dtype | None = None) -> None:
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.pairs, self.collectives = Pairs(group, wire), Collectives(group, wire)
 
     @property
     def is_alone(self) -> bool:
@@ -37,78 +44,24 @@ class Exchange:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         return numbers
 
-    def reduce(self, bucket: Bucket, sources: Sequence[Tensor | None], like: Tensor) -> Begun:
-        """Begin to average what all ranks have of the elements of a bucket, one source for each piece.
-
-        Returns:
-            waits, and gives the elements of this rank's part; none if another owns the bucket
-        """
-        packed = self._packed(bucket, sources, like)
+    def reduce(self, bucket: Bucket, sources: Sources) -> Averaged:
+        """Begin to average what all ranks have of the elements of a bucket; sources stay as they are."""
+        mine = list(sources[self.rank])
         if self.is_alone:
-            return lambda: packed
-        if bucket.owner is not None:
-            work = dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
-            return lambda: self._mean(work, packed if bucket.owner == self.rank else packed[:0])
-        part = packed.new_empty(bucket.part)
-        work = dist.reduce_scatter_tensor(part, packed, group=self.group, async_op=True)
-        return lambda: self._mean(work, part)
+            return lambda: mine
+        return self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
 
-    def own(self, bucket: Bucket, sources: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """The elements of this rank's part of what all ranks have the same of."""
-        if bucket.owner is not None:
-            return self._packed(bucket, sources, like) if bucket.owner == self.rank else like.new_empty(0)
-        mine = [
-            source if piece.rank == self.rank else None for piece, source in zip(bucket.pieces, sources, strict=True)
-        ]
-        return self._packed(bucket, mine, like, self.rank)
-
-    def gather(self, bucket: Bucket, views: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to send this rank's pieces of a bucket to all; `views` are where its pieces are read and put.
-
-        Returns:
-            waits, and puts what the others sent where it belongs
-        """
+    def gather(self, bucket: Bucket, views: Sources) -> Done:
+        """Begin to send this rank's stretches of a bucket to all, and to put those of the others into their views."""
         if self.is_alone:
             return lambda: None
-        if bucket.owner is not None:
-            sent = self._packed(bucket, views, views[0])
-            work = dist.broadcast(sent, group=self.group, group_src=bucket.owner, async_op=True)
-            return lambda: self._put(work, sent, bucket, views)
-        mine = [view if piece.rank == self.rank else None for piece, view in zip(bucket.pieces, views, strict=True)]
-        part = self._packed(bucket, mine, views[0], self.rank)
-        whole = part.new_empty(self.ranks * bucket.part)
-        work = dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
-        return lambda: self._put(work, whole, bucket, views)
+        return self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
 
-    def _packed(
-        self, bucket: Bucket, sources: Sequence[Tensor | None], like: Tensor, rank: int | None = None
-    ) -> Tensor:
-        """The sources where they lie in the bucket, or in a rank's part of it; zeros where there is none."""
-        first = 0 if rank is None else rank * bucket.part
-        count = bucket.part * (self.ranks if rank is None and bucket.owner is None else 1)
-        packed = like.new_zeros(count)
-        for piece, source in zip(bucket.pieces, sources, strict=True):
-            if source is not None:
-                packed[piece.at - first : piece.at - first + piece.count].copy_(source.reshape(-1))
-        return packed
-
-    def _mean(self, work: dist.Work, part: Tensor) -> Tensor:
-        work.wait()
-        return part.div_(self.ranks)
-
-    def _put(self, work: dist.Work, whole: Tensor, bucket: Bucket, views: Sequence[Tensor]) -> None:
-        work.wait()
-        for piece, view in zip(bucket.pieces, views, strict=True):
-            if piece.rank != self.rank:
-                view.copy_(whole[piece.at : piece.at + piece.count].view(view.shape))
+    def numbers(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A small tensor where it can be sent from: gloo takes those of the CPU, NCCL those of its device."""
+        on_device = device.type != "cpu" and dist.get_backend(self.group) == "nccl"
+        return torch.tensor(values, dtype=dtype, device=device if on_device else "cpu")
 
 
-def place(piece: Piece, bucket: Bucket) -> slice:
-    """Where a piece lies in the part of its rank."""
-    first = piece.at - (piece.rank * bucket.part if bucket.owner is None else 0)
-    return slice(first, first + piece.count)
-
-
-def on(exchange: Exchange, device: torch.device) -> torch.device:
-    """Where small tensors are to lie that are sent: gloo takes those of the CPU, NCCL those of the device."""
-    return device if dist.get_backend(exchange.group) == "nccl" else torch.device("cpu")
+def _on_cpu(sources: Sources) -> bool:
+    return all(source.device.type == "cpu" for of_rank in sources for source in of_rank)

@@ -13,7 +13,6 @@ bits that it gives on whole parameters; any other gets whole parameters.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,19 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from passes.shards import Item, shards
+from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
-from ..pointwise import EXACT, POINTWISE, is_pointwise, unhooked
-from .exchange import Begun, Exchange, on, place
-from .pieces import Pieces, flat, in_order_of, is_dense
+from ..pointwise import EXACT, is_pointwise
+from .driven import drive
+from .exchange import Exchange
+from .flags import shared
+from .groups import Group, copied, groups_of, options, template
+from .pieces import Pieces, is_dense
+from .updates import Updates
 
 BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
-AHEAD = 2  # buckets that are sent while one is updated
+CACHED = 1 << 20  # bytes of a piece: what an update reads again and again stays in the cache of a CPU
 VECTOR = 64  # elements: no kernel takes more at once
 GRADIENTS = ("average", "same")
-Options = dict[str, Any]
 
 
 class OSS(optim.Optimizer):
@@ -65,174 +67,94 @@ class OSS(optim.Optimizer):
     ) -> None:
         if gradients not in GRADIENTS:
             raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
-        groups = _groups(params)
-        self.exchange = Exchange(_ready(group))
-        self.optim, self.given, self.gradients = optim, defaults, gradients
-        self.wire_dtype, self.bucket_bytes = wire_dtype, bucket_bytes
-        template = optim(_stand_ins(optim, groups), **defaults)
-        self.is_cut = is_pointwise(template)
-        self.pieces = Pieces([], [], self.exchange.rank)
+        groups = groups_of(params)
+        self.exchange = Exchange(_ready(group), wire_dtype)
+        self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
+        plain = template(optim, groups, defaults)
+        self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
+        self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
+        self.items: list[Item] = []
         self.group_of: list[int] = []  # of each parameter
-        self.inner: Any = None
-        super().__init__(groups, dict(template.defaults))
+        self.inner: Any = None  # the optimizer that runs on the pieces of this rank
+        super().__init__(groups, dict(plain.defaults))
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
+        self.updates = Updates(self)
 
-    def add_param_group(self, param_group: Options) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """One more group, complete at once, in buckets of its own."""
         before = list(self.param_groups)
-        super().add_param_group(_copied(param_group))
+        super().add_param_group(copied(param_group))
         parameters = self.param_groups[-1]["params"]
-        if len(set(parameters)) != len(parameters):
+        try:
+            if len(set(parameters)) != len(parameters):
+                raise ShardError("a parameter is twice in one group; give each parameter once")
+            self._lay_out(len(before), parameters)
+        except ShardError:
             self.param_groups[:] = before
-            raise ShardError("a parameter is twice in one group; give each parameter once")
-        self._lay_out(len(before), parameters)
+            raise
         if self.inner is not None:
             group = self._inner_group(len(before))
             self.inner.add_param_group(dict(group))
             # Adagrad makes its states where it is made, and not for groups that come later.
             self.inner.state.update(self.optim([group], **self.given).state)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update all parameters, on all ranks; every rank of the group has to call it.
 
         Raises:
-            ShardError: a parameter is no longer what it was. Nothing has changed.
+            ShardError: a parameter is no longer what it was, on this rank or another. Nothing has changed.
         """
+        with torch.no_grad():
+            if self.is_driven:
+                return drive(self, closure, kwargs)
+            loss, trouble = self._prepare(closure)
+            kinds, _ = shared(self.exchange, self.pieces.parameters, trouble, {})
+            self.updates.run(kinds, kwargs, loss)
+            return loss
+
+    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
+        """What the closure returns, and what went wrong."""
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        present = self._present()
-        if self.is_cut:
-            self._update_buckets(present, kwargs)
-        else:
-            self._update_wholes(present, kwargs)
-        return loss
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._follow()
+        except Exception as error:
+            return loss, error
+        return loss, None
+
+    def _follow(self) -> None:
+        """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
+        state = self.inner.state
+        renewed = self.pieces.renew()
+        for was, view in renewed:
+            if was in state:
+                state[view] = state.pop(was)
+        if renewed:
+            for i, group in enumerate(self.inner.param_groups):
+                group["params"][:] = self._inner_group(i)["params"]  # LBFGS holds this very list
 
     def _lay_out(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Spread the parameters of a group, behind those that are there."""
-        first = len(self.pieces.parameters)
         kinds: dict[object, int] = {}
-        items = []
-        for p in parameters:
-            kind = kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds))
-            items.append(_item(p, kind, self.is_cut))
-        laid = shards(items, self.exchange.ranks, self.bucket_bytes, ALONE)
-        self.group_of += [group] * len(parameters)
-        self.pieces.add(parameters, [bucket.behind(first) for bucket in laid])
+        items = [
+            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.is_cut)
+            for p in parameters
+        ]
+        on_cpu = all(p.device.type == "cpu" for p in parameters)
+        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu else None)
+        ranks = 1 if self.is_driven else self.exchange.ranks
+        loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
+        buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
+        self.pieces.add(parameters, buckets)
+        self.items += items
+        self.group_of += [group] * len(items)
 
-    def _inner_group(self, index: int) -> Options:
+    def _inner_group(self, index: int) -> Group:
         """A group of the optimizer that runs on pieces."""
-        own = [view for bucket in self.pieces.own for piece, view in bucket if self.group_of[piece.item] == index]
-        return {**_options(self.param_groups[index]), "params": own}
-
-    def _present(self) -> list[bool]:
-        """Which parameters have a gradient on any rank."""
-        trouble: ShardError | None = None
-        try:
-            self._follow(self.pieces.moved())
-        except ShardError as error:
-            trouble = error
-        flags = [trouble is not None, *(p.grad is not None for p in self.pieces.parameters)]
-        device = self.pieces.parameters[0].device
-        found = self.exchange.most(torch.tensor(flags, dtype=torch.int32, device=on(self.exchange, device))).tolist()
-        if trouble is not None:
-            raise trouble
-        if found[0]:
-            raise ShardError("another rank can't step, and says why; nothing has changed")
-        return [bool(flag) for flag in found[1:]]
-
-    def _follow(self, moved: Sequence[int]) -> None:
-        """New views of the parameters that lie elsewhere now, with the states of the old ones."""
-        if not moved:
-            return
-        before, state = self.pieces, self.inner.state
-        self.pieces = Pieces(before.parameters, before.buckets, before.rank)
-        for old, new in zip(before.own, self.pieces.own, strict=True):
-            for (_, was), (_, view) in zip(old, new, strict=True):
-                if was in state:
-                    state[view] = state.pop(was)
-        for i, group in enumerate(self.inner.param_groups):
-            group["params"] = self._inner_group(i)["params"]
-
-    def _update_buckets(self, present: Sequence[bool], kwargs: Options) -> None:
-        """Bucket after bucket: while one is updated, the next are averaged and the last are gathered."""
-        used = [i for i, bucket in enumerate(self.pieces.buckets) if any(present[item] for item in bucket.items)]
-        averaged: deque[Begun] = deque()
-        gathered: deque[Callable[[], None]] = deque()
-        for turn, i in enumerate(used):
-            while len(averaged) <= AHEAD and turn + len(averaged) < len(used):
-                averaged.append(self._reduce(used[turn + len(averaged)]))
-            self._run(i, averaged.popleft()(), present, kwargs)
-            gathered.append(self._gather(i))
-            if len(gathered) > AHEAD:
-                gathered.popleft()()
-        for wait in gathered:
-            wait()
-
-    def _update_wholes(self, present: Sequence[bool], kwargs: Options) -> None:
-        """All parameters at once, since what is not known to be pointwise may look at all of them."""
-        used = [i for i, bucket in enumerate(self.pieces.buckets) if any(present[item] for item in bucket.items)]
-        averaged = [self._reduce(i) for i in used]
-        for i, wait in zip(used, averaged, strict=True):
-            self._give(i, wait(), present)
-        for group, mine in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(_options(group))
-        unhooked(type(self.inner))(self.inner, **kwargs)
-        for group, mine in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(mine))
-            for view in mine["params"]:
-                view.grad = None
-        for wait in [self._gather(i) for i in used]:
-            wait()
-
-    def _reduce(self, i: int) -> Begun:
-        bucket = self.pieces.buckets[i]
-        sources = [self._gradient(piece.item, piece.begin, piece.end) for piece in bucket.pieces]
-        like = self.pieces.parameters[bucket.items[0]].detach()
-        if self.gradients == "same":
-            return lambda: self.exchange.own(bucket, sources, like)
-        return self.exchange.reduce(bucket, sources, like)
-
-    def _gradient(self, item: int, begin: int, end: int) -> Tensor | None:
-        parameter = self.pieces.parameters[item]
-        if parameter.grad is None:
-            return None
-        return in_order_of(parameter.grad, parameter)[begin:end]
-
-    def _give(self, i: int, part: Tensor, present: Sequence[bool]) -> None:
-        """Let the pieces of a bucket have their gradients."""
-        bucket = self.pieces.buckets[i]
-        for piece, view in self.pieces.own[i]:
-            if present[piece.item]:
-                taken = part[place(piece, bucket)]
-                view.grad = _shaped(taken, view)
-
-    def _run(self, i: int, part: Tensor, present: Sequence[bool], kwargs: Options) -> None:
-        """Update the pieces of a bucket."""
-        self._give(i, part, present)
-        group = self.param_groups[self.group_of[self.pieces.buckets[i].items[0]]]
-        groups = self.inner.param_groups
-        views = [view for piece, view in self.pieces.own[i] if present[piece.item]]
-        given = {**_options(group), "params": views}
-        self.inner.param_groups = [given]
-        try:
-            if views:
-                unhooked(type(self.inner))(self.inner, **kwargs)
-            group.update(_options(given))
-        finally:
-            self.inner.param_groups = groups
-            for view in views:
-                view.grad = None
-
-    def _gather(self, i: int) -> Callable[[], None]:
-        bucket = self.pieces.buckets[i]
-        views = []
-        for piece in bucket.pieces:
-            parameter = self.pieces.parameters[piece.item]
-            views.append(flat(parameter)[piece.begin : piece.end] if is_dense(parameter) else parameter.detach())
-        return self.exchange.gather(bucket, views)
+        own = [view for laid in self.pieces.laid for piece, view in laid.own if self.group_of[piece.item] == index]
+        return {**options(self.param_groups[index]), "params": own}
 
 
 def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -244,49 +166,7 @@ def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
-def _groups(params: Iterable[Any]) -> list[Options]:
-    """The caller's groups, copied."""
-    if isinstance(params, Tensor):
-        raise TypeError("params is a tensor; give an iterable of tensors or dicts")
-    given = list(params)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")
-    return [_copied(group) for group in given] if isinstance(given[0], dict) else [{"params": given}]
-
-
-def _copied(group: Options) -> Options:
-    params = group["params"]
-    if isinstance(params, Tensor):
-        params = [params]
-    return {**group, "params": params if isinstance(params, set) else list(params)}
-
-
-def _stand_ins(kind: type[optim.Optimizer], groups: Sequence[Options]) -> list[Options]:
-    """Groups with which an optimizer can be made that checks its options, and takes no memory."""
-    if kind not in POINTWISE:
-        return [_copied(group) for group in groups]
-    return [{**group, "params": [_stand_in(p) for p in group["params"]]} for group in groups]
-
-
-def _stand_in(parameter: Any) -> Any:
-    if isinstance(parameter, tuple):
-        return (parameter[0], _stand_in(parameter[1]))
-    return parameter.detach().new_empty(0) if isinstance(parameter, Tensor) else parameter
-
-
 def _item(p: Tensor, kind: int, is_cut: bool) -> Item:
     whole = not is_cut or not is_dense(p) or p.is_complex()
-    return Item(p.numel(), p.element_size(), kind, whole, 1 if p.dtype in EXACT else VECTOR)
-
-
-def _options(group: Options) -> Options:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _shaped(taken: Tensor, view: Tensor) -> Tensor:
-    """A flat gradient in the shape and order of what it belongs to."""
-    return (
-        taken.as_strided(view.shape, view.stride(), taken.storage_offset())
-        if is_dense(view)
-        else taken.view(view.shape)
-    )
+    quantum = 1 if p.dtype in EXACT else VECTOR
+    return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)

@@ -3,12 +3,13 @@
     w f32[7] in bucket 0, rank 1 of 2   ->   w[4:7], a flat view; written by the update, it is w that is written
 
 Elements are taken in the order in which they lie in memory, so that a piece of a channels_last weight is contiguous,
-too. Each step looks whether a parameter is still where it was: whoever assigns `p.data` moves it, and the views with it.
+too. Each step looks whether a parameter is still where it was: who assigns `p.data` moves it, and the views with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,91 @@ from passes.shards import Bucket, Piece
 
 from ..errors import ShardError
 
-Mark = tuple[object, ...]
+Mark = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A bucket, with views of the parameters as they lie."""
+
+    bucket: Bucket
+    stretches: tuple[tuple[Piece, ...], ...]  # of each rank
+    views: tuple[tuple[Tensor, ...], ...]  # of each of them, flat
+    own: tuple[tuple[Piece, Tensor], ...]  # what the update of this rank is given
+
+    def gradients(self, stretches: Sequence[Tensor]) -> list[Tensor]:
+        """For each of the own pieces its part of the gradient of the stretches of this rank, in the piece's shape."""
+        found = []
+        rest = list(stretches)
+        for piece, view in self.own:
+            found.append(shaped(rest[0][: piece.count], view))
+            rest[0] = rest[0][piece.count :]
+            if not rest[0].numel():
+                del rest[0]
+        return found
+
+
+class Pieces:
+    """The views of one rank, of the parameters as they lie now."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.parameters: list[Tensor] = []
+        self.laid: list[Laid] = []
+        self.marks: list[Mark] = []
+
+    def add(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
+        """More parameters, and buckets of them.
+
+        Raises:
+            ShardError: some memory is that of two parameters.
+        """
+        refuse_overlap([*self.parameters, *parameters])
+        self.parameters += parameters
+        self.laid += map(self._lay, buckets)
+        self.marks += map(_mark, parameters)
+
+    def renew(self) -> list[tuple[Tensor, Tensor]]:
+        """Make the views anew, if a parameter lies elsewhere than it did; each old one with its new one.
+
+        Raises:
+            ShardError: a parameter has become another in shape, type, strides or device. Nothing has changed.
+        """
+        now = list(map(_mark, self.parameters))
+        if now == self.marks:
+            return []
+        for i, (new, old) in enumerate(zip(now, self.marks, strict=True)):
+            if new[1:] != old[1:]:
+                raise ShardError(f"parameter {i} was {_words(old)} and is {_words(new)} now; make the optimizer anew")
+        refuse_overlap(self.parameters)
+        before, self.marks = self.laid, now
+        self.laid = [self._lay(laid.bucket) for laid in before]
+        pairs = zip(before, self.laid, strict=True)
+        return [(a, b) for old, new in pairs for (_, a), (_, b) in zip(old.own, new.own, strict=True)]
+
+    def sources(self, laid: Laid) -> list[list[Tensor]]:
+        """The gradients of the stretches of a bucket, for each rank; zeros where there is none here."""
+        return [[self._source(piece) for piece in of_rank] for of_rank in laid.stretches]
+
+    def _source(self, piece: Piece) -> Tensor:
+        parameter = self.parameters[piece.item]
+        if parameter.grad is None:
+            return parameter.detach().new_zeros(piece.count)
+        return in_order_of(parameter.grad, parameter)[piece.begin : piece.end]
+
+    def _lay(self, bucket: Bucket) -> Laid:
+        stretches = tuple(bucket.stretches(rank) for rank in range(self.ranks))
+        views = tuple(tuple(map(self._stretch, of_rank)) for of_rank in stretches)
+        return Laid(bucket, stretches, views, tuple((piece, self._own(piece)) for piece in bucket.of(self.rank)))
+
+    def _stretch(self, piece: Piece) -> Tensor:
+        parameter = self.parameters[piece.item].detach()
+        return flat(parameter)[piece.begin : piece.end] if is_dense(parameter) else parameter
+
+    def _own(self, piece: Piece) -> Tensor:
+        """A piece in the parameter's own shape, if it is all of it: some optimizers look at that."""
+        parameter = self.parameters[piece.item]
+        return parameter.detach() if piece.count == parameter.numel() else self._stretch(piece)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -26,62 +111,47 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as they lie in memory, not copied; those of another one by one, copied."""
-    tensor = tensor.detach()
-    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+    """The elements of a dense tensor as they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements of a tensor of the parameter's shape, flat and in the order of the parameter's."""
-    if not is_dense(parameter) or _order(tensor) == _order(parameter):
-        return flat(tensor) if is_dense(parameter) else tensor.detach().reshape(-1)
+    if tensor.stride() == parameter.stride() and is_dense(tensor):
+        return flat(tensor)
+    if not is_dense(parameter):
+        return tensor.detach().reshape(-1)
     return flat(torch.empty_like(parameter).copy_(tensor.detach()))
 
 
-class Pieces:
-    """The views of one rank, of the parameters as they lie now."""
-
-    def __init__(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket], rank: int) -> None:
-        self.parameters, self.rank = list(parameters), rank
-        self.buckets: list[Bucket] = []
-        self.own: list[list[tuple[Piece, Tensor]]] = []  # of each bucket
-        self.marks: list[Mark] = []
-        self.add((), buckets)
-
-    def add(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
-        """More parameters, and buckets of them."""
-        self.parameters += parameters
-        self.buckets += buckets
-        self.own += [[(piece, self.view(piece)) for piece in bucket.of(self.rank)] for bucket in buckets]
-        self.marks = [_mark(parameter) for parameter in self.parameters]
-
-    def view(self, piece: Piece) -> Tensor:
-        """A piece of its parameter; the parameter in its own shape, if it is all of it and need not be cut."""
-        parameter = self.parameters[piece.item]
-        whole = piece.begin == 0 and piece.end == parameter.numel()
-        return parameter.detach() if whole else flat(parameter)[piece.begin : piece.end]
-
-    def moved(self) -> list[int]:
-        """The parameters that lie elsewhere than when they were last looked at.
-
-        Raises:
-            ShardError: one has become another in shape, type, strides or device.
-        """
-        found = []
-        for i, (parameter, mark) in enumerate(zip(self.parameters, self.marks, strict=True)):
-            now = _mark(parameter)
-            if now[1:] != mark[1:]:
-                raise ShardError(f"parameter {i} was {_words(mark)} and is {_words(now)} now; make the optimizer anew")
-            if now != mark:
-                found.append(i)
-        return found
+def shaped(taken: Tensor, view: Tensor) -> Tensor:
+    """Flat elements in the shape and order of what they belong to."""
+    if is_dense(view):
+        return taken.as_strided(view.shape, view.stride(), taken.storage_offset())
+    return taken.view(view.shape)
 
 
-def _order(tensor: Tensor) -> Mark:
-    """What the order of its elements in memory depends on."""
-    if not is_dense(tensor):
-        return ("gaps", tensor.stride())
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+def refuse_overlap(parameters: Sequence[Tensor]) -> None:
+    """Raise if some memory would have two owners.
+
+    Raises:
+        ShardError: two parameters lie over each other, or one over itself.
+    """
+    for i, parameter in enumerate(parameters):
+        if torch._debug_has_internal_overlap(parameter) == 1:
+            raise ShardError(f"parameter {i} of shape {tuple(parameter.shape)} lies over itself; make it contiguous")
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent(p), i) for i, p in enumerate(parameters) if p.numel())
+    for (_, end, i), (begin, _, k) in zip(spans, spans[1:], strict=False):
+        if begin < end and parameters[i].device == parameters[k].device:
+            raise ShardError(
+                f"parameters {i} and {k} share memory, which can't have two owners; tie them as one Parameter"
+            )
+
+
+def _extent(parameter: Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return (last + 1) * parameter.element_size()
 
 
 def _mark(parameter: Tensor) -> Mark:
@@ -90,4 +160,4 @@ def _mark(parameter: Tensor) -> Mark:
 
 def _words(mark: Mark) -> str:
     _, shape, strides, dtype, device = mark
-    return f"{dtype}{list(shape)} with strides {strides} on {device}"  # type: ignore[call-overload]
+    return f"{dtype}{list(shape)} with strides {strides} on {device}"

@@ -48,16 +48,16 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: floa
                 process.join()
 
 
-def _answers(pipes: list[multiprocessing.connection.Connection], seconds: float) -> list[Any]:
+def _answers(pipes: list[Any], seconds: float) -> list[Any]:
     answers: dict[int, Any] = {}
     while len(answers) < len(pipes):
         left = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
         ready = multiprocessing.connection.wait(left, timeout=seconds)
         assert ready, f"ranks {[pipes.index(pipe) for pipe in left]} did not end in {seconds} s"
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            rank = pipes.index(pipe)
             try:
-                failed, answer = pipe.recv()  # type: ignore[union-attr]
+                failed, answer = pipe.recv()
             except EOFError:
                 raise AssertionError(f"rank {rank} is gone") from None
             assert not failed, f"rank {rank}:\n{answer}"
@@ -71,7 +71,7 @@ def _one(
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(folder / "store"), ranks)
+        store = torch.distributed.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
         answer = function(rank, *args)
         dist.barrier()
