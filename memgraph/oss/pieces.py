@@ -8,6 +8,7 @@ too. Each step looks whether a parameter is still where it was: who assigns `p.d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,7 +142,7 @@ def refuse_overlap(parameters: Sequence[Tensor]) -> None:
         if torch._debug_has_internal_overlap(parameter) == 1:
             raise ShardError(f"parameter {i} of shape {tuple(parameter.shape)} lies over itself; make it contiguous")
     spans = sorted((p.data_ptr(), p.data_ptr() + _extent(p), i) for i, p in enumerate(parameters) if p.numel())
-    for (_, end, i), (begin, _, k) in zip(spans, spans[1:], strict=False):
+    for (_, end, i), (begin, _, k) in itertools.pairwise(spans):
         if begin < end and parameters[i].device == parameters[k].device:
             raise ShardError(
                 f"parameters {i} and {k} share memory, which can't have two owners; tie them as one Parameter"

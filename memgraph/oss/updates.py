@@ -124,9 +124,7 @@ def once(loss: Any) -> Callable[[], Any]:
     def closure() -> Any:
         asked.append(loss)
         if len(asked) > 1:
-            raise ShardError(
-                "this optimizer evaluates its closure more than once, which only LBFGS can do when sharded"
-            )
+            raise ShardError("an optimizer other than LBFGS evaluates its closure twice, which can't be sharded")
         return loss
 
     return closure

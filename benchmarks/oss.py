@@ -1,0 +1,174 @@
+"""What the sharded optimizer takes, beside DistributedDataParallel with the plain one, and torch's ZeroRedundancyOptimizer.
+
+    python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12]
+
+Starts torchrun with so many gloo processes, each on one thread. All optimizers train a net of 50M parameters with Adam in
+the same run, in turn. Two times are taken, each until the last rank is done: `step` is optimizer.step() alone, on
+gradients that are the same on all ranks; `training` is forward, backward, averaging and update. Ratios are taken in
+each round; the table gives their median and middle half, and results/oss.json every round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import memgraph
+from benchmarks.clock import middle
+from benchmarks.results import write
+
+BATCH = 4
+PLAIN = "DDP, Adam"
+Timed = Callable[[], None]
+
+
+def main(
+    ranks: Annotated[list[int] | None, typer.Option()] = None,
+    rounds: int = 9,
+    width: int = 2048,
+    layers: int = 12,
+    found: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Print a table for each number of ranks."""
+    if found is not None:
+        _rank(found, rounds, width, layers)
+        return
+    for count in ranks or [2, 4]:
+        rows = _launched(count, rounds, width, layers)
+        write("oss", f"{count} ranks", rows)
+        Console(width=120).print(_table(count, rows))
+
+
+def _launched(ranks: int, rounds: int, width: int, layers: int) -> list[dict[str, Any]]:
+    """The rows of a run with so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.oss"]
+        options = {"found": path, "rounds": rounds, "width": width, "layers": layers}
+        given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launch, *given], env=environment, check=True, timeout=600)
+        return json.loads(path.read_text())
+
+
+def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
+    """What one process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    wrapped = DistributedDataParallel(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(BATCH, width)
+    rows = []
+    for fused in (False, True):
+        optimizers = _optimizers(alone, wrapped, fused)
+        training = {name: _training(module, one, x) for name, (module, one) in optimizers.items()}
+        trained = _in_turn(training, rounds)
+        bytes_of = {name: _most(_state_bytes(one)) for name, (_, one) in optimizers.items()}
+        steps: dict[str, Timed] = {name: _step(module, one) for name, (module, one) in optimizers.items()}
+        steps.pop("OSS")  # averages, too, which is not its step alone
+        stepped = _in_turn(steps, rounds)
+        kind = "fused" if fused else "default"
+        rows += [
+            {"adam": kind, "name": name, "state": bytes_of[name], "training": trained[name], "step": stepped.get(name)}
+            for name in optimizers
+        ]
+    if dist.get_rank() == 0:
+        found.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
+    """Each with the module that it trains."""
+    given = {"lr": 1e-5, "fused": fused or None}
+    shared = list(wrapped.parameters())
+    return {
+        PLAIN: (wrapped, optim.Adam(shared, **given)),
+        "DDP, ZeroRedundancyOptimizer": (wrapped, ZeroRedundancyOptimizer(shared, optim.Adam, **given)),
+        "DDP, OSS": (wrapped, memgraph.OSS(shared, optim.Adam, gradients="same", **given)),
+        "OSS": (alone, memgraph.OSS(alone.parameters(), optim.Adam, **given)),
+    }
+
+
+def _training(module: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Timed:
+    def step() -> None:
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _step(module: nn.Module, optimizer: optim.Optimizer) -> Timed:
+    for parameter in module.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+    return lambda: optimizer.step()
+
+
+def _in_turn(steps: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step in every round, until the last rank is done; each round begins with another of them."""
+    names = list(steps)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-2, rounds):  # the first ones make states
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[name]()
+            seconds = _most(time.perf_counter() - begin)
+            if turn >= 0:
+                taken[name].append(seconds)
+    return taken
+
+
+def _most(value: float) -> float:
+    """The largest on any rank."""
+    every = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return every.item()
+
+
+def _state_bytes(optimizer: optim.Optimizer) -> int:
+    inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))
+    return sum(value.nbytes for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _table(ranks: int, rows: list[dict[str, Any]]) -> Table:
+    title = f"torch {torch.__version__}, {ranks} ranks, one thread each; ratios to {PLAIN}: median, middle half"
+    table = Table("Adam", "", "state", "step ms", "ratio", "", "training ms", "ratio", "", title=title, box=None)
+    for row in rows:
+        plain = next(other for other in rows if other["name"] == PLAIN and other["adam"] == row["adam"])
+        share = f"{row['state'] / 1e6:.1f} MB = {row['state'] / plain['state']:.4f}"
+        cells = [text for time in ("step", "training") for text in _cells(row[time], plain[time])]
+        table.add_row(row["adam"], row["name"], share, *cells)
+    return table
+
+
+def _cells(taken: Iterable[float] | None, plain: Iterable[float]) -> list[str]:
+    if taken is None:
+        return ["", "", ""]
+    seconds = list(taken)
+    low, ratio, high = middle(one / other for one, other in zip(seconds, plain, strict=True))
+    return [f"{middle(seconds)[1] * 1e3:.1f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"]
+
+
+if __name__ == "__main__":
+    typer.run(main)
