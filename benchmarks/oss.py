@@ -1,9 +1,9 @@
-"""What the sharded optimizer takes, beside DistributedDataParallel with the plain one, and torch's ZeroRedundancyOptimizer.
+"""The sharded optimizer beside DistributedDataParallel with the plain one, and torch's ZeroRedundancyOptimizer.
 
     python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12]
 
-Starts torchrun with so many gloo processes, each on one thread. All optimizers train a net of 50M parameters with Adam in
-the same run, in turn. Two times are taken, each until the last rank is done: `step` is optimizer.step() alone, on
+Starts torchrun with so many gloo processes, each on one thread. All optimizers train a net of 50M parameters with Adam
+in the same run, in turn. Two times are taken, each until the last rank is done: `step` is optimizer.step() alone, on
 gradients that are the same on all ranks; `training` is forward, backward, averaging and update. Ratios are taken in
 each round; the table gives their median and middle half, and results/oss.json every round.
 """

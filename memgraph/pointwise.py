@@ -162,7 +162,7 @@ class Alone:
                 vars(alone).pop(name, None)
 
 
-def unhooked(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
+def unhooked(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step of a class as it was written, without the hooks that torch puts around it."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -35,14 +35,23 @@ def wire_name(dtype: torch.dtype | None) -> str:
     raise ValueError(f"wire_dtype={dtype}: {why}give torch.bfloat16, which has float32's range, or None for no cast")
 
 
-def narrow(x: Tensor) -> Tensor:
-    """A copy of a float32 tensor in bfloat16, with the same strides."""
+def narrow(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A copy of a float32 tensor in bfloat16, with the same strides; in float16 if the caller knows that it `fits`."""
+    if dtype is torch.float16:
+        return torch.empty_like(x, dtype=dtype).copy_(x)
     if x.is_cuda and (cast := _by_kernel(x, torch.bfloat16)) is not None:
         return cast
     cast = torch.empty_like(x, dtype=torch.bfloat16).copy_(x)
     if x.numel() and not _is_within_range(x):
         _take_back_infinities(x, cast)
     return cast
+
+
+def fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether no finite number of it would become infinite."""
+    if dtype is torch.bfloat16:
+        return True
+    return not bool((x.to(dtype).isinf() & x.isfinite()).any())
 
 
 def widen(x: Tensor) -> Tensor:

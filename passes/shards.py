@@ -1,6 +1,6 @@
 """Lay parameters into buckets, and say which elements of them each rank owns.
 
-    w f32[7]  b f32[1]  v f32[4], 2 ranks   ->   bucket of parts of 6: w[0:6] to 0 | w[6:7] to 1 | b[0:1] to 1 | v[0:4] to 1
+    w f32[7]  b f32[1]  v f32[4], 2 ranks  ->  parts of 6: w[0:6] to 0 | w[6:7] to 1 | b[0:1] to 1 | v[0:4] to 1
 
 Elements are counted as they lie in memory. Parameters of one kind (one group, dtype and device, frozen or not) lie one
 behind the other; rank r of N owns the r-th of N equal parts of each bucket. A long stretch of one parameter is a bucket
@@ -208,9 +208,8 @@ def _cut(whole: Piece, part: int, ranks: int) -> Iterator[Piece]:
 
 def _split(piece: Piece, item: Item, sizes: Sizes) -> Iterator[Piece]:
     """A piece in equal pieces that are small enough."""
-    most = max(
-        item.quantum, (sizes.piece or piece.count * item.itemsize) // item.itemsize // item.quantum * item.quantum
-    )
+    fitting = (sizes.piece or piece.count * item.itemsize) // item.itemsize
+    most = max(1, fitting // item.quantum) * item.quantum
     count = max(1, -(-piece.count // most))
     each = -(-piece.count // count // item.quantum) * item.quantum
     for i in range(count):

@@ -10,7 +10,7 @@ time of its reduce-scatter and in half of that of its all-gather. From other dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
+from ..errors import ShardError
+from ..wire import fits
 from .collectives import Collectives
 from .pairs import Pairs
 
@@ -30,9 +32,27 @@ class Exchange:
     """The ranks of a process group, and how they exchange buckets."""
 
     def __init__(self, group: dist.ProcessGroup | None, wire: torch.dtype | None = None) -> None:
-        self.group = group
+        """
+        Raises:
+            ShardError: float32 can't be sent as `wire`.
+        """
+        if wire not in (None, torch.bfloat16, torch.float16):
+            raise ShardError(
+                f"wire_dtype={wire}; give torch.bfloat16, torch.float16, or None for nothing to be rounded"
+            )
+        self.group, self.wire = group, wire
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.pairs, self.collectives = Pairs(group, wire), Collectives(group, wire)
+
+    def exact(self) -> Exchange:
+        """The same, with nothing rounded."""
+        return Exchange(self.group)
+
+    def fit(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether no finite number of these becomes infinite on its way."""
+        if self.wire is None or self.is_alone:
+            return True
+        return all(fits(tensor, self.wire) for tensor in tensors if tensor.dtype == torch.float32)
 
     @property
     def is_alone(self) -> bool:
@@ -56,6 +76,19 @@ class Exchange:
         if self.is_alone:
             return lambda: None
         return self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
+
+    def each(self, numbers: Tensor) -> Tensor:
+        """The numbers of each rank, a row for each."""
+        rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
+        if self.is_alone:
+            return numbers[None]
+        dist.all_gather(rows, numbers, group=self.group)
+        return torch.stack(rows)
+
+    def mean(self, number: Tensor) -> Tensor:
+        """The mean of a number over ranks, exact if all have the same."""
+        every = self.each(self.numbers([float(number)], torch.float64, number.device))
+        return every.mean().to(number.device, number.dtype)
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A small tensor where it can be sent from: gloo takes those of the CPU, NCCL those of its device."""

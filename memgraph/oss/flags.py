@@ -17,7 +17,7 @@ from ..errors import ShardError
 from .exchange import Exchange
 
 NONE, DENSE, SPARSE = 0, 1, 2
-OFTEN = ("trouble", "held", "not held", "scaled", "not scaled", "infinite")
+ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
 
 
 def kinds_of(parameters: Sequence[Tensor]) -> list[int]:
@@ -41,7 +41,7 @@ def shared(
         raise ShardError("another rank can't step, and says why; nothing has changed here")
     yes, no = found[1 : 1 + len(flags)], found[1 + len(flags) : 1 + 2 * len(flags)]
     for name, is_there, is_missing in zip(flags, yes, no, strict=True):
-        if is_there and is_missing and not name.startswith("any "):
+        if is_there and is_missing and name != ANY_INFINITE:
             raise ShardError(f"some ranks have {name}, others have not; call the same on all ranks")
     return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
 

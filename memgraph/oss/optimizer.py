@@ -26,9 +26,12 @@ from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
 from .driven import drive
 from .exchange import Exchange
-from .flags import shared
+from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
+from .held import Held
+from .norm import clip
 from .pieces import Pieces, is_dense
+from .scaling import unscale
 from .updates import Updates
 
 BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
@@ -40,6 +43,9 @@ GRADIENTS = ("average", "same")
 
 class OSS(optim.Optimizer):
     """`optim(params, **defaults)`, spread over the ranks of `group`.
+
+    With `torch.amp.GradScaler`, a step that is not finite on one rank is left out on all; `memgraph.GradScaler` keeps
+    the scale equal, too.
 
     Args:
         params: what `optim` takes: parameters, pairs of name and parameter, or dicts that are groups.
@@ -53,6 +59,8 @@ class OSS(optim.Optimizer):
     Raises:
         ShardError: there is no process group, or this can't be spread; says what to do.
     """
+
+    _step_supports_amp_scaling = True  # so that a GradScaler calls `step` on every rank, whatever it has found
 
     def __init__(
         self,
@@ -75,14 +83,22 @@ class OSS(optim.Optimizer):
         self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
         self.items: list[Item] = []
         self.group_of: list[int] = []  # of each parameter
+        self.held: Held | None = None
         self.inner: Any = None  # the optimizer that runs on the pieces of this rank
         super().__init__(groups, dict(plain.defaults))
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
         self.updates = Updates(self)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ShardError("a sharded optimizer can't be copied or pickled; load its state_dict() into another one")
+
     def add_param_group(self, param_group: Group) -> None:
         """One more group, complete at once, in buckets of its own."""
         before = list(self.param_groups)
+        if self.held is not None:
+            raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
+        if self.inner is not None:
+            template(self.optim, [*before, copied(param_group)], self.given)  # which refuses what it does not take
         super().add_param_group(copied(param_group))
         parameters = self.param_groups[-1]["params"]
         try:
@@ -107,12 +123,43 @@ class OSS(optim.Optimizer):
         with torch.no_grad():
             if self.is_driven:
                 return drive(self, closure, kwargs)
-            loss, trouble = self._prepare(closure)
-            kinds, _ = shared(self.exchange, self.pieces.parameters, trouble, {})
-            self.updates.run(kinds, kwargs, loss)
+            loss, trouble = self.prepare(closure)
+            kinds, infinite = self._agree(trouble)
+            if not infinite:
+                self.updates.run(kinds, kwargs, loss)
+            self.held = None
             return loss
 
-    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, owned or not."""
+        self.held = None
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the averaged gradient of all parameters down to a norm; every rank of the group has to call it.
+
+        Returns:
+            the norm as it was, as `torch.nn.utils.clip_grad_norm_` does
+
+        Raises:
+            ShardError: a parameter is no longer what it was, on this rank or another.
+        """
+        with torch.no_grad():
+            _, trouble = self.prepare(None)
+            kinds, _ = self._agree(trouble)
+            held = self.held or self.updates.hold(kinds)
+            total = clip(self, held, float(max_norm), float(norm_type), error_if_nonfinite)
+            self.held = None if self.are_same else held.seen_now()
+            return total
+
+    @property
+    def are_same(self) -> bool:
+        """Whether all ranks have the same gradients."""
+        return self.gradients == "same" or self.exchange.is_alone
+
+    def prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
         """What the closure returns, and what went wrong."""
         loss = None
         try:
@@ -120,9 +167,31 @@ class OSS(optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._follow()
+            self._refuse_overflow()
+            if self.held is not None and not self.held.is_of(self.pieces.parameters):
+                self.held = None
         except Exception as error:
             return loss, error
         return loss, None
+
+    def _agree(self, trouble: BaseException | None) -> tuple[list[int], bool]:
+        """Which gradients there are, and whether a GradScaler has found that a rank's are not finite."""
+        scale, infinite = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        flags = {
+            "clipped gradients": self.held is not None,
+            "a GradScaler": infinite is not None,
+            "scaled gradients": scale is not None,
+            ANY_INFINITE: infinite is not None and bool(infinite),
+        }
+        kinds, found = shared(self.exchange, self.pieces.parameters, trouble, flags)
+        if scale is not None and not found[ANY_INFINITE]:
+            unscale(self, scale)
+        return kinds, found[ANY_INFINITE]
+
+    def _refuse_overflow(self) -> None:
+        gradients = (p.grad for p in self.pieces.parameters if p.grad is not None and not p.grad.is_sparse)
+        if not self.are_same and not self.exchange.fit(gradients):
+            raise ShardError(f"gradients leave the range of {self.exchange.wire}; use wire_dtype=torch.bfloat16")
 
     def _follow(self) -> None:
         """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
@@ -153,8 +222,10 @@ class OSS(optim.Optimizer):
 
     def _inner_group(self, index: int) -> Group:
         """A group of the optimizer that runs on pieces."""
-        own = [view for laid in self.pieces.laid for piece, view in laid.own if self.group_of[piece.item] == index]
-        return {**options(self.param_groups[index]), "params": own}
+        own = [one for laid in self.pieces.laid for one in laid.own if self.group_of[one[0].item] == index]
+        # In the order of the caller's parameters: LBFGS sums over all of them.
+        own.sort(key=lambda one: (one[0].item, one[0].begin))
+        return {**options(self.param_groups[index]), "params": [view for _, view in own]}
 
 
 def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -70,6 +70,14 @@ class Pairs:
 
         return wait
 
+    def send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Tensors as they are, to one rank that receives them."""
+        _wait([self._posted(tensor.contiguous(), rank) for tensor in tensors])
+
+    def receive(self, rooms: Sequence[Tensor], rank: int) -> None:
+        """What a rank sends."""
+        _wait([self._receive(room, rank) for room in rooms])
+
     def _room(self, views: Sequence[Tensor]) -> Tensor:
         """Where the elements of some views are received: in the one that there is, if they may be."""
         first = views[0]
@@ -79,7 +87,9 @@ class Pairs:
         return first.new_empty(sum(view.numel() for view in views), dtype=dtype)
 
     def _send(self, tensor: Tensor, rank: int) -> Message:
-        sent = narrowed(tensor, self.wire)
+        return self._posted(narrowed(tensor, self.wire), rank)
+
+    def _posted(self, sent: Tensor, rank: int) -> Message:
         work = dist.isend(sent, group=self.group, group_dst=rank, tag=TAG)
         assert work is not None
         return work, sent

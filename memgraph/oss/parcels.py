@@ -34,7 +34,7 @@ def put(whole: Tensor, views: Sequence[Tensor]) -> None:
 
 def narrowed(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
     """What is sent of it: itself, unless it is float32 and to be rounded."""
-    return tensor if wire is None or tensor.dtype != torch.float32 else narrow(tensor)
+    return tensor if wire is None or tensor.dtype != torch.float32 else narrow(tensor, wire)
 
 
 def wire_type(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:

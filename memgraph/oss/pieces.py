@@ -89,7 +89,8 @@ class Pieces:
         parameter = self.parameters[piece.item]
         if parameter.grad is None:
             return parameter.detach().new_zeros(piece.count)
-        return in_order_of(parameter.grad, parameter)[piece.begin : piece.end]
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        return in_order_of(gradient, parameter)[piece.begin : piece.end]
 
     def _lay(self, bucket: Bucket) -> Laid:
         stretches = tuple(bucket.stretches(rank) for rank in range(self.ranks))

@@ -14,12 +14,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ShardError
 from ..pointwise import unhooked
+from .flags import SPARSE
 from .groups import Group, options
+from .held import Held, Same
 from .pieces import Laid
+from .sparse import mean, refuse
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -36,7 +40,9 @@ class Updates:
 
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         """Update all parameters of which some rank has a gradient."""
-        used = [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
+        used = self._used(kinds)
+        if self.optimizer.is_cut and SPARSE in kinds:
+            refuse(self.optimizer.optim)
         if self.optimizer.is_cut:
             self._by_bucket(used, kinds, kwargs)
         else:
@@ -45,11 +51,49 @@ class Updates:
     def averaged(self, laid: Laid) -> Gradients:
         """Begin to average the gradients of a bucket."""
         optimizer = self.optimizer
+        if optimizer.held is not None:
+            held = optimizer.held.gradients_of(laid)
+            return lambda: held
         sources = optimizer.pieces.sources(laid)
-        if optimizer.gradients == "same":
+        if optimizer.are_same:
             return lambda: laid.gradients(sources[optimizer.exchange.rank])
         wait = optimizer.exchange.reduce(laid.bucket, sources)
         return lambda: laid.gradients(wait())
+
+    def hold(self, kinds: Sequence[int]) -> Held:
+        """The averages of all gradients."""
+        optimizer = self.optimizer
+        kind = Same if optimizer.are_same else Held
+        return kind(optimizer.pieces.parameters, kinds, self._all(kinds))
+
+    def give(self, kinds: Sequence[int]) -> None:
+        """Let all own pieces have their gradients."""
+        for laid, gradients in self._all(kinds):
+            _give(laid, gradients, kinds)
+
+    def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
+        """The averages of all buckets, for their own pieces."""
+        coming = [(laid, self.averaged(laid)) for laid in self._used(kinds)]
+        found = [(laid, wait()) for laid, wait in coming]
+        if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
+            return found
+        return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
+
+    def _with_sparse(self, laid: Laid, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
+        """The gradients of whole parameters, sparse where they are so."""
+        exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
+        found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
+        for piece in laid.bucket.pieces:
+            if kinds[piece.item] != SPARSE:
+                continue
+            parameter = parameters[piece.item]
+            gradient = parameter.grad if self.optimizer.are_same else mean(exchange, parameter, piece.rank)
+            if piece.rank == exchange.rank and gradient is not None:
+                found[piece.item] = gradient
+        return list(found.values())
+
+    def _used(self, kinds: Sequence[int]) -> list[Laid]:
+        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
 
     def _by_bucket(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group) -> None:
         coming: deque[Gradients] = deque()
@@ -57,25 +101,42 @@ class Updates:
         for turn, laid in enumerate(used):
             coming += map(self.averaged, used[turn + len(coming) : turn + 1 + AHEAD])
             self._update(laid, coming.popleft()(), kinds, kwargs)
+            if self.optimizer.exchange.wire is torch.float16:
+                continue
             going.append(self._gathered(laid))
             if len(going) > AHEAD:
                 going.popleft()()
         for wait in going:
             wait()
+        if self.optimizer.exchange.wire is torch.float16:
+            self._gather_all(used)
 
     def _at_once(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        optimizer = self.optimizer
-        for laid, wait in [(laid, self.averaged(laid)) for laid in used]:
-            _give(laid, wait(), kinds)
+        self.give(kinds)
         given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
         if loss is not None:
             kwargs = {**kwargs, "closure": once(loss)}
         self._step(given, kwargs)
         for (group, _), now in zip(self._groups(), given, strict=True):
             group.update(options(now))
-        for wait_for in [self._gathered(laid) for laid in used]:
-            wait_for()
-        assert optimizer.inner is not None
+        self._gather_all(used)
+
+    def _gather_all(self, used: Sequence[Laid]) -> None:
+        """Gather all buckets; exactly, where a rank has numbers that would not survive the way.
+
+        Raises:
+            ShardError: it was so; all ranks have the same parameters, which are as they should be.
+        """
+        exchange = self.optimizer.exchange
+        device = self.optimizer.pieces.parameters[0].device
+        left = not exchange.fit(view for laid in used for _, view in laid.own)
+        is_left = exchange.wire is torch.float16 and bool(exchange.most(exchange.numbers([left], torch.int32, device)))
+        way = exchange.exact() if is_left else exchange
+        for wait in [way.gather(laid.bucket, laid.views) for laid in used]:
+            wait()
+        if is_left:
+            message = f"parameters leave the range of {exchange.wire}, so this step sent them as they are"
+            raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
     def _groups(self) -> list[tuple[Group, Group]]:
         """Each group, with that of the optimizer that runs on pieces."""

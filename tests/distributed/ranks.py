@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 SECONDS = 60  # for all that one start does
 FORKS = multiprocessing.get_context("forkserver")
@@ -57,7 +58,7 @@ def _answers(pipes: list[Any], seconds: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
-                failed, answer = pipe.recv()
+                failed, answer = pipe.recv()  # type: ignore[union-attr, call-arg]
             except EOFError:
                 raise AssertionError(f"rank {rank} is gone") from None
             assert not failed, f"rank {rank}:\n{answer}"
@@ -71,7 +72,7 @@ def _one(
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
-        store = torch.distributed.FileStore(str(folder / "store"), ranks)
+        store = c10d.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
         answer = function(rank, *args)
         dist.barrier()
