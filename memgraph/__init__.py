@@ -13,7 +13,7 @@ from .errors import (
     StateError,
 )
 from .module import CompiledModule
-from .oss import OSS
+from .oss import OSS, GradScaler
 from .report import Report
 from .saved import SavedPlan
 from .slab import PinnedError
@@ -27,6 +27,7 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "FusedError",
+    "GradScaler",
     "LoweringError",
     "MemgraphError",
     "PinnedError",

@@ -1,5 +1,6 @@
 """The sharded optimizer: each rank updates, and holds the state of, its share of the elements."""
 
 from .optimizer import OSS
+from .scaling import GradScaler
 
-__all__ = ["OSS"]
+__all__ = ["OSS", "GradScaler"]

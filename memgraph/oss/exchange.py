@@ -37,9 +37,7 @@ class Exchange:
             ShardError: float32 can't be sent as `wire`.
         """
         if wire not in (None, torch.bfloat16, torch.float16):
-            raise ShardError(
-                f"wire_dtype={wire}; give torch.bfloat16, torch.float16, or None for nothing to be rounded"
-            )
+            raise ShardError(f"wire_dtype={wire}; give torch.bfloat16, torch.float16, or None")
         self.group, self.wire = group, wire
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.pairs, self.collectives = Pairs(group, wire), Collectives(group, wire)

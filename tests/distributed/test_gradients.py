@@ -1,0 +1,225 @@
+"""Gradients of several ranks: averaged, missing on some, sparse, in any layout; clipped and scaled."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.utils import clip_grad_norm_
+
+import memgraph
+from tests.distributed.ranks import on_ranks
+
+
+def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=numbers)) for shape in shapes]
+
+
+def give(parameters: list[nn.Parameter], step: int, ranks: int, rank: int | None = None) -> None:
+    """Gradients of a step: of one rank, or the mean of all as they are averaged."""
+    for i, parameter in enumerate(parameters):
+        numbers = [torch.Generator().manual_seed(1000 * step + 10 * i + r) for r in range(ranks)]
+        every = [torch.randn(parameter.shape, generator=one) for one in numbers]
+        parameter.grad = every[rank] if rank is not None else sum(every[1:], every[0]).div_(ranks)
+
+
+def same(ours: list[nn.Parameter], plain: list[nn.Parameter]) -> bool:
+    return all(map(torch.equal, ours, plain))
+
+
+SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
+
+
+def _averaged(rank: int, ranks: int) -> None:
+    ours, plain = tensors(*SHAPES), tensors(*SHAPES)
+    spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
+    for step in range(4):
+        give(ours, step, ranks, rank)
+        give(plain, step, ranks)
+        before = [parameter.grad.clone() for parameter in ours if parameter.grad is not None]
+        spread.step()
+        alone.step()
+        assert same(ours, plain)
+        assert all(torch.equal(p.grad, was) for p, was in zip(ours, before, strict=True) if p.grad is not None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_averages_in_the_order_of_ranks_and_leaves_gradients_as_they_are(ranks: int) -> None:
+    on_ranks(ranks, _averaged, ranks)
+
+
+def _some_missing(rank: int) -> None:
+    ours, plain = tensors(*SHAPES), tensors(*SHAPES)
+    spread, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
+    for step in range(3):
+        give(ours, step, 2, rank)
+        give(plain, step, 2)
+        ours[1].grad = plain[1].grad = None  # nobody has it: AdamW would let it decay
+        if rank:
+            ours[0].grad = None
+        plain[0].grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(1000 * step)) / 2
+        spread.step()
+        alone.step()
+        assert same(ours, plain)
+    assert not any(view.shape == (3,) for view in spread.inner.state)
+
+
+def test_a_gradient_that_one_rank_has_counts_and_one_that_none_has_does_not() -> None:
+    on_ranks(2, _some_missing)
+
+
+def _clipped(rank: int) -> None:
+    for order in (2.0, 1.0, 3.0, 0.5, -1.0, 0.0, math.inf, "inf"):
+        for most in (0.3, 1e6):
+            ours, plain = tensors(*SHAPES), tensors(*SHAPES)
+            spread, alone = memgraph.OSS(ours, optim.SGD, lr=0.1), optim.SGD(plain, lr=0.1)
+            give(ours, 0, 2, rank)
+            give(plain, 0, 2)
+            wanted = clip_grad_norm_([p for p in plain if p.numel()], most, float(order))
+            found = spread.clip_grad_norm_(most, order)
+            torch.testing.assert_close(found, wanted)
+            again, wanted_again = (
+                spread.clip_grad_norm_(most / 2, order),
+                clip_grad_norm_([p for p in plain if p.numel()], most / 2, float(order)),
+            )
+            torch.testing.assert_close(again, wanted_again)
+            spread.step()
+            alone.step()
+            torch.testing.assert_close(list(ours), list(plain))
+
+
+def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice() -> None:
+    on_ranks(2, _clipped)
+
+
+def _clipped_anew(rank: int) -> None:
+    ours = tensors((4,), (3,))
+    spread = memgraph.OSS(ours, optim.SGD, lr=1.0)
+    assert spread.clip_grad_norm_(1.0) == 0  # before the first backward
+    spread.step()
+    give(ours, 0, 2, rank)
+    ours[1].grad = None
+    first = spread.clip_grad_norm_(1.0)
+    spread.step()
+    spread.zero_grad()
+    give(ours, 0, 2, rank)
+    assert spread.clip_grad_norm_(1.0) > first > 0
+    if rank == 0:
+        ours[0].grad += 1
+    with pytest.raises(memgraph.ShardError, match="after they had been averaged" if rank == 0 else "another rank"):
+        spread.step()
+    spread.zero_grad()
+    give(ours, 0, 2, rank)
+    ours[0].grad[rank] = math.nan
+    assert spread.clip_grad_norm_(1.0).isnan()
+    with pytest.raises(RuntimeError, match="nan"):
+        spread.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_a_norm_is_of_the_gradients_that_there_are_now() -> None:
+    on_ranks(2, _clipped_anew)
+
+
+def _clipped_in_place(rank: int) -> None:
+    ours, plain = tensors(*SHAPES), tensors(*SHAPES)
+    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, gradients="same")
+    give(ours, 0, 2)
+    give(plain, 0, 2)
+    torch.testing.assert_close(spread.clip_grad_norm_(0.5), clip_grad_norm_(plain, 0.5))
+    torch.testing.assert_close([p.grad for p in ours], [p.grad for p in plain])
+
+
+def test_gradients_that_are_the_same_are_clipped_where_they_are() -> None:
+    on_ranks(2, _clipped_in_place)
+
+
+def _clipped_by_half_of_the_ranks(rank: int) -> list[float]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    ours = tensors((5, 7), seed=rank % 2)
+    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, group=groups[rank % 2])
+    ours[0].grad = torch.full((5, 7), 1.0 + rank)
+    norm = float(spread.clip_grad_norm_(1.0))
+    spread.step()
+    return [norm, float(ours[0].sum())]
+
+
+def test_a_subgroup_steps_by_itself() -> None:
+    found = on_ranks(4, _clipped_by_half_of_the_ranks)
+    assert found[0] == found[2] != found[1] == found[3]
+    assert found[0][0] == pytest.approx(2 * math.sqrt(35))
+    assert found[1][0] == pytest.approx(3 * math.sqrt(35))
+
+
+def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[float]:
+    ours, plain = tensors((5, 7), (3,)), tensors((5, 7), (3,))
+    spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, gradients=gradients), optim.Adam(plain, lr=0.1)
+    scaler, beside = (one("cpu", init_scale=4.0, growth_interval=2) for one in (kind, torch.amp.GradScaler))
+    for step in range(5):
+        infinite = step == 1
+        for parameters, one, optimizer, mine in ((ours, scaler, spread, rank), (plain, beside, alone, None)):
+            give(parameters, step, 2, None if gradients == "same" else mine)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                one.scale(torch.ones(()))  # makes the scale
+                parameter.grad *= one.get_scale()
+            if infinite and (mine is None or rank == 1 or gradients == "same"):
+                parameters[0].grad[0, 0] = math.inf
+            if unscale:
+                one.unscale_(optimizer)
+                if not infinite:
+                    spread.clip_grad_norm_(1e6) if optimizer is spread else clip_grad_norm_(parameters, 1e6)
+            one.step(optimizer)
+            one.update()
+            optimizer.zero_grad()
+        assert same(ours, plain), step
+    assert (kind is torch.amp.GradScaler and gradients == "average") or scaler.get_scale() == beside.get_scale()
+    return [scaler.get_scale()]
+
+
+def _scalers(rank: int) -> None:
+    for unscale in (False, True):
+        _scaled(rank, torch.amp.GradScaler, unscale, "same")
+        _scaled(rank, memgraph.GradScaler, unscale, "average")
+        _scaled(rank, torch.amp.GradScaler, unscale, "average")
+
+
+def test_a_step_that_is_infinite_on_one_rank_is_left_out_on_all() -> None:
+    on_ranks(2, _scalers)
+
+
+def _sparse(rank: int) -> None:
+    for kind, options in ((optim.SparseAdam, {}), (optim.SGD, {}), (optim.Adagrad, {})):
+        ours, plain = (nn.Embedding(11, 3, sparse=True) for _ in range(2))
+        plain.load_state_dict(ours.state_dict())
+        dist.broadcast(ours.weight.detach(), 0)
+        plain.load_state_dict(ours.state_dict())
+        spread, alone = (
+            memgraph.OSS(ours.parameters(), kind, lr=0.1, **options),
+            kind(plain.parameters(), lr=0.1, **options),
+        )
+        for step in range(3):
+            rows = torch.tensor([[step, 4, 4], [step, 7, 8]])
+            (ours(rows[rank]) * 2).sum().backward()
+            plain(rows).sum().backward()
+            spread.step()
+            alone.step()
+            spread.zero_grad()
+            alone.zero_grad()
+            torch.testing.assert_close(ours.weight, plain.weight, rtol=0, atol=1e-6)
+            assert (
+                torch.equal(ours.weight == plain.weight, torch.ones(11, 3, dtype=torch.bool))
+                or kind is not optim.SparseAdam
+            )
+    dense = memgraph.OSS([ours.weight], optim.Adam)
+    ours(rows[rank]).sum().backward()
+    with pytest.raises(memgraph.ShardError, match="SparseAdam"):
+        dense.step()
+
+
+def test_sparse_gradients_update_the_rows_that_any_rank_has_touched() -> None:
+    on_ranks(2, _sparse)
