@@ -8,37 +8,35 @@ A rank that fails tells the others, so that none of them waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..errors import ShardError
 from .exchange import Exchange
+from .pieces import Pieces
 
 NONE, DENSE, SPARSE = 0, 1, 2
 ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
 
 
-def kinds_of(parameters: Sequence[Tensor]) -> list[int]:
-    """Which gradients there are on this rank."""
-    return [_kind(parameter.grad) for parameter in parameters]
-
-
 def shared(
-    exchange: Exchange, parameters: Sequence[Tensor], trouble: BaseException | None, flags: dict[str, bool]
+    exchange: Exchange, pieces: Pieces, trouble: BaseException | None, flags: dict[str, bool]
 ) -> tuple[list[int], dict[str, bool]]:
     """Of each parameter the most of a gradient that any rank has, and which flags any rank has.
 
     Raises:
         ShardError: another rank is in trouble, or ranks disagree on a flag; nothing has been sent.
     """
-    mine = [trouble is not None, *flags.values(), *(not flag for flag in flags.values()), *kinds_of(parameters)]
-    found = exchange.most(exchange.numbers(mine, torch.int32, parameters[0].device)).tolist()
+    parameters = pieces.parameters
+    mine = [trouble is not None, *flags.values(), *(not flag for flag in flags.values()), *map(_kind, parameters)]
+    mine += [pieces.checksum, -pieces.checksum]
+    *found, most, least = exchange.most(exchange.numbers(mine, torch.int32, parameters[0].device)).tolist()
     if trouble is not None:
         raise trouble
     if found[0]:
         raise ShardError("another rank can't step, and says why; nothing has changed here")
+    if most != -least:
+        raise ShardError("ranks have parameters of different shapes, types or strides; do the same to all of them")
     yes, no = found[1 : 1 + len(flags)], found[1 + len(flags) : 1 + 2 * len(flags)]
     for name, is_there, is_missing in zip(flags, yes, no, strict=True):
         if is_there and is_missing and name != ANY_INFINITE:
@@ -46,7 +44,8 @@ def shared(
     return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
 
 
-def _kind(gradient: Tensor | None) -> int:
+def _kind(parameter: Tensor) -> int:
+    gradient = parameter.grad
     if gradient is None:
         return NONE
     return DENSE if gradient.layout == torch.strided else SPARSE

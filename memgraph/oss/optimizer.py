@@ -13,7 +13,7 @@ bits that it gives on whole parameters; any other gets whole parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,12 +94,12 @@ class OSS(optim.Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """One more group, complete at once, in buckets of its own."""
-        before = list(self.param_groups)
+        before, added = list(self.param_groups), copied(param_group)
         if self.held is not None:
             raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
         if self.inner is not None:
-            template(self.optim, [*before, copied(param_group)], self.given)  # which refuses what it does not take
-        super().add_param_group(copied(param_group))
+            template(self.optim, [*before, added], self.given)  # which refuses what it does not take
+        super().add_param_group(added)
         parameters = self.param_groups[-1]["params"]
         try:
             if len(set(parameters)) != len(parameters):
@@ -183,7 +183,7 @@ class OSS(optim.Optimizer):
             "scaled gradients": scale is not None,
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
-        kinds, found = shared(self.exchange, self.pieces.parameters, trouble, flags)
+        kinds, found = shared(self.exchange, self.pieces, trouble, flags)
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
         return kinds, found[ANY_INFINITE]
@@ -196,6 +196,9 @@ class OSS(optim.Optimizer):
     def _follow(self) -> None:
         """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
         state = self.inner.state
+        if self.pieces.are_others() and _is_fresh(state):
+            self._begin_anew()
+            return
         renewed = self.pieces.renew()
         for was, view in renewed:
             if was in state:
@@ -203,6 +206,13 @@ class OSS(optim.Optimizer):
         if renewed:
             for i, group in enumerate(self.inner.param_groups):
                 group["params"][:] = self._inner_group(i)["params"]  # LBFGS holds this very list
+
+    def _begin_anew(self) -> None:
+        """Spread parameters of which there is no state yet, as they are now."""
+        self.pieces, self.items, self.group_of = Pieces(self.exchange.rank, self.exchange.ranks), [], []
+        for i, group in enumerate(self.param_groups):
+            self._lay_out(i, group["params"])
+        self.inner = self.optim([self._inner_group(i) for i in range(len(self.param_groups))], **self.given)
 
     def _lay_out(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Spread the parameters of a group, behind those that are there."""
@@ -235,6 +245,11 @@ def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is not None and dist.get_rank(group) < 0:
         raise ShardError(f"rank {dist.get_rank()} is not in the group; build the optimizer on the group's ranks alone")
     return group
+
+
+def _is_fresh(state: Mapping[Any, Any]) -> bool:
+    """Whether no step was made: some optimizers make their states before."""
+    return all("step" in one and float(one["step"]) == 0 for one in state.values() if one)
 
 
 def _item(p: Tensor, kind: int, is_cut: bool) -> Item:

@@ -9,6 +9,7 @@ too. Each step looks whether a parameter is still where it was: who assigns `p.d
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class Pieces:
         self.parameters: list[Tensor] = []
         self.laid: list[Laid] = []
         self.marks: list[Mark] = []
+        self.checksum = 0  # the same on ranks whose parameters are laid out alike, and hardly ever on others
 
     def add(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket]) -> None:
         """More parameters, and buckets of them.
@@ -62,6 +64,12 @@ class Pieces:
         self.parameters += parameters
         self.laid += map(self._lay, buckets)
         self.marks += map(_mark, parameters)
+        words = [str(laid.bucket) for laid in self.laid] + [str(mark[1:4]) for mark in self.marks]
+        self.checksum = zlib.crc32("\n".join(words).encode()) >> 1
+
+    def are_others(self) -> bool:
+        """Whether a parameter has become another in shape, type, strides or device."""
+        return [mark[1:] for mark in map(_mark, self.parameters)] != [mark[1:] for mark in self.marks]
 
     def renew(self) -> list[tuple[Tensor, Tensor]]:
         """Make the views anew, if a parameter lies elsewhere than it did; each old one with its new one.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 import memgraph
@@ -24,8 +24,13 @@ def give(parameters: list[nn.Parameter], step: int, ranks: int, rank: int | None
     """Gradients of a step: of one rank, or the mean of all as they are averaged."""
     for i, parameter in enumerate(parameters):
         numbers = [torch.Generator().manual_seed(1000 * step + 10 * i + r) for r in range(ranks)]
-        every = [torch.randn(parameter.shape, generator=one) for one in numbers]
+        every = [torch.randn(parameter.shape, generator=one).to(parameter.dtype) for one in numbers]
         parameter.grad = every[rank] if rank is not None else sum(every[1:], every[0]).div_(ranks)
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def same(ours: list[nn.Parameter], plain: list[nn.Parameter]) -> bool:
@@ -110,12 +115,12 @@ def _clipped_anew(rank: int) -> None:
     give(ours, 0, 2, rank)
     assert spread.clip_grad_norm_(1.0) > first > 0
     if rank == 0:
-        ours[0].grad += 1
+        gradient(ours[0]).add_(1)
     with pytest.raises(memgraph.ShardError, match="after they had been averaged" if rank == 0 else "another rank"):
         spread.step()
     spread.zero_grad()
     give(ours, 0, 2, rank)
-    ours[0].grad[rank] = math.nan
+    gradient(ours[0])[rank] = math.nan
     assert spread.clip_grad_norm_(1.0).isnan()
     with pytest.raises(RuntimeError, match="nan"):
         spread.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -168,7 +173,7 @@ def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[f
                 one.scale(torch.ones(()))  # makes the scale
                 parameter.grad *= one.get_scale()
             if infinite and (mine is None or rank == 1 or gradients == "same"):
-                parameters[0].grad[0, 0] = math.inf
+                gradient(parameters[0])[0, 0] = math.inf
             if unscale:
                 one.unscale_(optimizer)
                 if not infinite:
@@ -195,7 +200,6 @@ def test_a_step_that_is_infinite_on_one_rank_is_left_out_on_all() -> None:
 def _sparse(rank: int) -> None:
     for kind, options in ((optim.SparseAdam, {}), (optim.SGD, {}), (optim.Adagrad, {})):
         ours, plain = (nn.Embedding(11, 3, sparse=True) for _ in range(2))
-        plain.load_state_dict(ours.state_dict())
         dist.broadcast(ours.weight.detach(), 0)
         plain.load_state_dict(ours.state_dict())
         spread, alone = (
@@ -207,14 +211,12 @@ def _sparse(rank: int) -> None:
             (ours(rows[rank]) * 2).sum().backward()
             plain(rows).sum().backward()
             spread.step()
-            alone.step()
+            alone.step()  # type: ignore[no-untyped-call, unused-ignore]
             spread.zero_grad()
             alone.zero_grad()
-            torch.testing.assert_close(ours.weight, plain.weight, rtol=0, atol=1e-6)
-            assert (
-                torch.equal(ours.weight == plain.weight, torch.ones(11, 3, dtype=torch.bool))
-                or kind is not optim.SparseAdam
-            )
+            # SGD and Adagrad add the rows of a sparse gradient by kernels of their own, which round otherwise.
+            near = 0 if kind is optim.SparseAdam else 1e-6
+            torch.testing.assert_close(ours.weight, plain.weight, rtol=near, atol=near)
     dense = memgraph.OSS([ours.weight], optim.Adam)
     ours(rows[rank]).sum().backward()
     with pytest.raises(memgraph.ShardError, match="SparseAdam"):
