@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BENCHMARKS = demo models limit overhead planning
+BENCHMARKS = demo models limit overhead planning oss
+GPU_BENCHMARKS = models overhead planning
 READY = .venv/ready
 
 .PHONY: demo test slow check bench gpu clean

@@ -89,16 +89,22 @@ class Pieces:
         pairs = zip(before, self.laid, strict=True)
         return [(a, b) for old, new in pairs for (_, a), (_, b) in zip(old.own, new.own, strict=True)]
 
-    def sources(self, laid: Laid) -> list[list[Tensor]]:
+    def sources(self, laid: Laid, flats: dict[int, Tensor]) -> list[list[Tensor]]:
         """The gradients of the stretches of a bucket, for each rank; zeros where there is none here."""
-        return [[self._source(piece) for piece in of_rank] for of_rank in laid.stretches]
+        return [self.own_sources(laid, flats, rank) for rank in range(self.ranks)]
 
-    def _source(self, piece: Piece) -> Tensor:
-        parameter = self.parameters[piece.item]
+    def own_sources(self, laid: Laid, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
+        """Those of one rank. Gradients that are flat already are in `flats`, and others are put there."""
+        return [self._source(piece, flats) for piece in laid.stretches[rank]]
+
+    def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:
+        parameter, known = self.parameters[piece.item], flats.get(piece.item)
         if parameter.grad is None:
             return parameter.detach().new_zeros(piece.count)
-        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        return in_order_of(gradient, parameter)[piece.begin : piece.end]
+        if known is None:
+            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            known = flats[piece.item] = in_order_of(gradient, parameter)
+        return known[piece.begin : piece.end]
 
     def _lay(self, bucket: Bucket) -> Laid:
         stretches = tuple(bucket.stretches(rank) for rank in range(self.ranks))

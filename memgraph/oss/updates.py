@@ -37,16 +37,21 @@ class Updates:
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
+        self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
 
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         """Update all parameters of which some rank has a gradient."""
+        self.flats.clear()
         used = self._used(kinds)
         if self.optimizer.is_cut and SPARSE in kinds:
             refuse(self.optimizer.optim)
-        if self.optimizer.is_cut:
-            self._by_bucket(used, kinds, kwargs)
-        else:
-            self._at_once(used, kinds, kwargs, loss)
+        try:
+            if self.optimizer.is_cut:
+                self._by_bucket(used, kinds, kwargs)
+            else:
+                self._at_once(used, kinds, kwargs, loss)
+        finally:
+            self.flats.clear()
 
     def averaged(self, laid: Laid) -> Gradients:
         """Begin to average the gradients of a bucket."""
@@ -54,10 +59,10 @@ class Updates:
         if optimizer.held is not None:
             held = optimizer.held.gradients_of(laid)
             return lambda: held
-        sources = optimizer.pieces.sources(laid)
         if optimizer.are_same:
-            return lambda: laid.gradients(sources[optimizer.exchange.rank])
-        wait = optimizer.exchange.reduce(laid.bucket, sources)
+            own = optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
+            return lambda: laid.gradients(own)
+        wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
         return lambda: laid.gradients(wait())
 
     def hold(self, kinds: Sequence[int]) -> Held:
@@ -73,8 +78,10 @@ class Updates:
 
     def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
         """The averages of all buckets, for their own pieces."""
+        self.flats.clear()
         coming = [(laid, self.averaged(laid)) for laid in self._used(kinds)]
         found = [(laid, wait()) for laid, wait in coming]
+        self.flats.clear()
         if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
             return found
         return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
