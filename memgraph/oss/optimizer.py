@@ -29,6 +29,7 @@ from .exchange import Exchange
 from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
 from .held import Held
+from .near import Near, near
 from .norm import clip
 from .pieces import Pieces, is_dense
 from .scaling import unscale
@@ -87,6 +88,7 @@ class OSS(optim.Optimizer):
         self.inner: Any = None  # the optimizer that runs on the pieces of this rank
         super().__init__(groups, dict(plain.defaults))
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
+        self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
         self.updates = Updates(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -187,6 +189,12 @@ class OSS(optim.Optimizer):
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
         return kinds, found[ANY_INFINITE]
+
+    @property
+    def neighbours(self) -> Near | None:
+        """The ranks, if they can read each other's parameters."""
+        parameters = self.pieces.parameters
+        return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
 
     def _refuse_overflow(self) -> None:
         gradients = (p.grad for p in self.pieces.parameters if p.grad is not None and not p.grad.is_sparse)

@@ -93,6 +93,12 @@ class Pieces:
         """The gradients of the stretches of a bucket, for each rank; zeros where there is none here."""
         return [self.own_sources(laid, flats, rank) for rank in range(self.ranks)]
 
+    def flatten(self, flats: dict[int, Tensor]) -> None:
+        """Put the gradients of all parameters into `flats`."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._source(Piece(i, 0, 0, 0, 0), flats)
+
     def own_sources(self, laid: Laid, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
         """Those of one rank. Gradients that are flat already are in `flats`, and others are put there."""
         return [self._source(piece, flats) for piece in laid.stretches[rank]]

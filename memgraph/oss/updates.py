@@ -22,6 +22,7 @@ from ..pointwise import unhooked
 from .flags import SPARSE
 from .groups import Group, options
 from .held import Held, Same
+from .near import Near
 from .pieces import Laid
 from .sparse import mean, refuse
 
@@ -37,14 +38,15 @@ class Updates:
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
+        self.near: Near | None = None  # the ranks, if they can read each other's memory now
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
 
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         """Update all parameters of which some rank has a gradient."""
-        self.flats.clear()
         used = self._used(kinds)
         if self.optimizer.is_cut and SPARSE in kinds:
             refuse(self.optimizer.optim)
+        self.near = self.optimizer.neighbours
         try:
             if self.optimizer.is_cut:
                 self._by_bucket(used, kinds, kwargs)
@@ -62,6 +64,9 @@ class Updates:
         if optimizer.are_same:
             own = optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
             return lambda: laid.gradients(own)
+        if self.near is not None:
+            near, mine = self.near, optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
+            return lambda: laid.gradients(near.average(laid, mine))
         wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
         return lambda: laid.gradients(wait())
 
@@ -78,9 +83,12 @@ class Updates:
 
     def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
         """The averages of all buckets, for their own pieces."""
-        self.flats.clear()
+        self.near = self.optimizer.neighbours
+        self._open()
         coming = [(laid, self.averaged(laid)) for laid in self._used(kinds)]
         found = [(laid, wait()) for laid, wait in coming]
+        if self.near is not None:
+            self.near.meet()
         self.flats.clear()
         if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
             return found
@@ -102,20 +110,31 @@ class Updates:
     def _used(self, kinds: Sequence[int]) -> list[Laid]:
         return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
 
+    def _open(self) -> None:
+        """Make gradients flat that other ranks are going to read, and tell them where they are."""
+        optimizer = self.optimizer
+        self.flats.clear()
+        if self.near is not None:
+            if not optimizer.are_same and optimizer.held is None:
+                optimizer.pieces.flatten(self.flats)
+            self.near.open(self.flats, optimizer.pieces.parameters)
+
     def _by_bucket(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group) -> None:
+        self._open()
+        late = self.near is not None or self.optimizer.exchange.wire is torch.float16
         coming: deque[Gradients] = deque()
         going: deque[Callable[[], None]] = deque()
         for turn, laid in enumerate(used):
             coming += map(self.averaged, used[turn + len(coming) : turn + 1 + AHEAD])
             self._update(laid, coming.popleft()(), kinds, kwargs)
-            if self.optimizer.exchange.wire is torch.float16:
+            if late:
                 continue
             going.append(self._gathered(laid))
             if len(going) > AHEAD:
                 going.popleft()()
         for wait in going:
             wait()
-        if self.optimizer.exchange.wire is torch.float16:
+        if late:
             self._gather_all(used)
 
     def _at_once(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
@@ -135,6 +154,9 @@ class Updates:
             ShardError: it was so; all ranks have the same parameters, which are as they should be.
         """
         exchange = self.optimizer.exchange
+        if self.near is not None:
+            self.near.gather(used)
+            return
         device = self.optimizer.pieces.parameters[0].device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
         is_left = exchange.wire is torch.float16 and bool(exchange.most(exchange.numbers([left], torch.int32, device)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 import memgraph
+from memgraph.oss import exchange, optimizer
 from tests.distributed.ranks import on_ranks
 
 
@@ -40,25 +41,40 @@ def same(ours: list[nn.Parameter], plain: list[nn.Parameter]) -> bool:
 SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 
 
-def _averaged(rank: int, ranks: int) -> None:
+def go(way: str) -> None:
+    """How this process exchanges buckets from now on."""
+    if way != "near":
+        optimizer.near = lambda exchange: None
+    if way == "collectives":
+        exchange._on_cpu = lambda sources: False
+
+
+def _averaged(rank: int, ranks: int, way: str) -> None:
+    go(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
+    assert (spread.near is not None) == (way == "near")
     for step in range(4):
         give(ours, step, ranks, rank)
         give(plain, step, ranks)
         before = [parameter.grad.clone() for parameter in ours if parameter.grad is not None]
         spread.step()
         alone.step()
-        assert same(ours, plain)
+        if way == "collectives":  # which add in an order of their own
+            torch.testing.assert_close(ours, plain)
+        else:
+            assert same(ours, plain)
         assert all(torch.equal(p.grad, was) for p, was in zip(ours, before, strict=True) if p.grad is not None)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_step_averages_in_the_order_of_ranks_and_leaves_gradients_as_they_are(ranks: int) -> None:
-    on_ranks(ranks, _averaged, ranks)
+@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
+def test_a_step_averages_over_ranks_and_leaves_gradients_as_they_are(ranks: int, way: str) -> None:
+    on_ranks(ranks, _averaged, ranks, way)
 
 
-def _some_missing(rank: int) -> None:
+def _some_missing(rank: int, way: str) -> None:
+    go(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
     for step in range(3):
@@ -74,11 +90,13 @@ def _some_missing(rank: int) -> None:
     assert not any(view.shape == (3,) for view in spread.inner.state)
 
 
-def test_a_gradient_that_one_rank_has_counts_and_one_that_none_has_does_not() -> None:
-    on_ranks(2, _some_missing)
+@pytest.mark.parametrize("way", ["near", "pairs"])
+def test_a_gradient_that_one_rank_has_counts_and_one_that_none_has_does_not(way: str) -> None:
+    on_ranks(2, _some_missing, way)
 
 
-def _clipped(rank: int) -> None:
+def _clipped(rank: int, way: str) -> None:
+    go(way)
     for order in (2.0, 1.0, 3.0, 0.5, -1.0, 0.0, math.inf, "inf"):
         for most in (0.3, 1e6):
             ours, plain = tensors(*SHAPES), tensors(*SHAPES)
@@ -98,8 +116,9 @@ def _clipped(rank: int) -> None:
             torch.testing.assert_close(list(ours), list(plain))
 
 
-def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice() -> None:
-    on_ranks(2, _clipped)
+@pytest.mark.parametrize("way", ["near", "pairs"])
+def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice(way: str) -> None:
+    on_ranks(2, _clipped, way)
 
 
 def _clipped_anew(rank: int) -> None:
@@ -166,7 +185,7 @@ def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[f
     scaler, beside = (one("cpu", init_scale=4.0, growth_interval=2) for one in (kind, torch.amp.GradScaler))
     for step in range(5):
         infinite = step == 1
-        for parameters, one, optimizer, mine in ((ours, scaler, spread, rank), (plain, beside, alone, None)):
+        for parameters, one, stepping, mine in ((ours, scaler, spread, rank), (plain, beside, alone, None)):
             give(parameters, step, 2, None if gradients == "same" else mine)
             for parameter in parameters:
                 assert parameter.grad is not None
@@ -175,12 +194,12 @@ def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[f
             if infinite and (mine is None or rank == 1 or gradients == "same"):
                 gradient(parameters[0])[0, 0] = math.inf
             if unscale:
-                one.unscale_(optimizer)
+                one.unscale_(stepping)
                 if not infinite:
-                    spread.clip_grad_norm_(1e6) if optimizer is spread else clip_grad_norm_(parameters, 1e6)
-            one.step(optimizer)
+                    spread.clip_grad_norm_(1e6) if stepping is spread else clip_grad_norm_(parameters, 1e6)
+            one.step(stepping)
             one.update()
-            optimizer.zero_grad()
+            stepping.zero_grad()
         assert same(ours, plain), step
     assert (kind is torch.amp.GradScaler and gradients == "average") or scaler.get_scale() == beside.get_scale()
     return [scaler.get_scale()]

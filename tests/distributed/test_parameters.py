@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_gradients import give, gradient, same, tensors
+from tests.distributed.test_gradients import give, go, gradient, same, tensors
 
 
 def pairs(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -212,10 +212,8 @@ def test_what_is_rounded_on_its_way_is_the_same_on_all_ranks(kind: torch.dtype) 
     assert first == second
 
 
-def _collectives(rank: int) -> None:
-    from memgraph.oss import exchange
-
-    exchange._on_cpu = lambda sources: False
+def _exchanged(rank: int, way: str) -> None:
+    go(way)
     for kind, last in ((optim.Adam, 0), (optim.Adafactor, 9)):
         for shapes in (((600_000,), (5, 7), (3,)), ((5, 7), (3,), (last,), ())):
             ours, plain = pairs(*shapes)
@@ -229,5 +227,6 @@ def _collectives(rank: int) -> None:
     assert torch.equal(*every)
 
 
-def test_collectives_exchange_the_same_as_pairs() -> None:
-    on_ranks(2, _collectives)
+@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
+def test_every_way_between_ranks_gives_the_same(way: str) -> None:
+    on_ranks(2, _exchanged, way)
