@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-SECONDS = 60  # for all that one start does
+SECONDS = 180  # for all that one start does, and the first import on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
 

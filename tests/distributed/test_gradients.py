@@ -44,9 +44,9 @@ SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 def go(way: str) -> None:
     """How this process exchanges buckets from now on."""
     if way != "near":
-        optimizer.near = lambda exchange: None
+        vars(optimizer)["near"] = lambda exchange: None
     if way == "collectives":
-        exchange._on_cpu = lambda sources: False
+        vars(exchange)["_on_cpu"] = lambda sources: False
 
 
 def _averaged(rank: int, ranks: int, way: str) -> None:

@@ -47,6 +47,41 @@ def test_parameters_may_be_frozen_and_unfrozen_at_any_time() -> None:
     on_ranks(2, _frozen)
 
 
+def _frozen_before_more_come(rank: int) -> None:
+    for kind in (optim.SGD, optim.Adafactor):
+        ours, plain = pairs((10,), (6,), (5,), (4,))
+        spread, alone = memgraph.OSS(ours[:3], kind, lr=0.1), kind(plain[:3], lr=0.1)
+        steps(ours[:3], plain[:3], spread, alone)
+        for parameters, optimizer in ((ours, spread), (plain, alone)):
+            parameters[0].requires_grad_(False)
+            optimizer.add_param_group({"params": parameters[3:]})
+        steps(ours, plain, spread, alone)  # with the gradient that the frozen one has left
+
+
+def test_what_has_an_owner_keeps_it_when_parameters_are_frozen_and_added() -> None:
+    on_ranks(2, _frozen_before_more_come)
+
+
+def _tied(rank: int) -> None:
+    nets = []
+    for spread in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        net[1].weight = net[0].weight
+        optimizer = memgraph.OSS(net.parameters(), optim.Adam) if spread else optim.Adam(net.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+        assert net[1].weight is net[0].weight
+        nets.append(net)
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_tied_parameters_are_one_and_stay_tied() -> None:
+    on_ranks(2, _tied)
+
+
 def _moved(rank: int) -> None:
     ours, plain = pairs((5, 7), (3,), (40,))
     spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1), optim.Adam(plain, lr=0.1)
