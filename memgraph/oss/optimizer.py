@@ -169,7 +169,7 @@ class OSS(optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._follow()
-            self._refuse_overflow()
+            self._refuse()
             if self.held is not None and not self.held.is_of(self.pieces.parameters):
                 self.held = None
         except Exception as error:
@@ -196,9 +196,18 @@ class OSS(optim.Optimizer):
         parameters = self.pieces.parameters
         return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
 
-    def _refuse_overflow(self) -> None:
-        gradients = (p.grad for p in self.pieces.parameters if p.grad is not None and not p.grad.is_sparse)
-        if not self.are_same and not self.exchange.fit(gradients):
+    def _refuse(self) -> None:
+        """Raise what is in the way of a step on this rank."""
+        if self.updates.is_torn:
+            message = "a step failed when some parameters were updated, and ranks may differ"
+            raise ShardError(f"{message}; load a saved state into a new process group and optimizer")
+        pairs = [(i, p, p.grad) for i, p in enumerate(self.pieces.parameters) if p.grad is not None]
+        for i, p, gradient in pairs:
+            if gradient.dtype != p.dtype or gradient.device != p.device:
+                found = f"{gradient.dtype} on {gradient.device}"
+                raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {found}; make them the same")
+        dense = (gradient for _, _, gradient in pairs if not gradient.is_sparse)
+        if not self.are_same and not self.exchange.fit(dense):
             raise ShardError(f"gradients leave the range of {self.exchange.wire}; use wire_dtype=torch.bfloat16")
 
     def _follow(self) -> None:

@@ -40,20 +40,26 @@ class Updates:
         self.optimizer = optimizer
         self.near: Near | None = None  # the ranks, if they can read each other's memory now
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
+        self.is_torn = False  # a step has failed when some parameters were updated
+        self.is_left = False  # parameters of some rank are beyond what their way allows
 
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         """Update all parameters of which some rank has a gradient."""
         used = self._used(kinds)
-        if self.optimizer.is_cut and SPARSE in kinds:
-            refuse(self.optimizer.optim)
         self.near = self.optimizer.neighbours
-        try:
-            if self.optimizer.is_cut:
-                self._by_bucket(used, kinds, kwargs)
-            else:
-                self._at_once(used, kinds, kwargs, loss)
-        finally:
-            self.flats.clear()
+        self.is_torn = True
+        if self.optimizer.is_cut:
+            self._by_bucket(used, kinds, kwargs)
+        else:
+            self._at_once(used, kinds, kwargs, loss)
+        self.flats.clear()
+        self.is_torn = False
+        if self.is_left:
+            self.is_left = False
+            message = (
+                f"parameters leave the range of {self.optimizer.exchange.wire}, so this step sent them as they are"
+            )
+            raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
     def averaged(self, laid: Laid) -> Gradients:
         """Begin to average the gradients of a bucket."""
@@ -108,6 +114,9 @@ class Updates:
         return list(found.values())
 
     def _used(self, kinds: Sequence[int]) -> list[Laid]:
+        """The buckets in which some rank has a gradient."""
+        if self.optimizer.is_cut and SPARSE in kinds:
+            refuse(self.optimizer.optim)
         return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
 
     def _open(self) -> None:
@@ -148,24 +157,18 @@ class Updates:
         self._gather_all(used)
 
     def _gather_all(self, used: Sequence[Laid]) -> None:
-        """Gather all buckets; exactly, where a rank has numbers that would not survive the way.
-
-        Raises:
-            ShardError: it was so; all ranks have the same parameters, which are as they should be.
-        """
+        """Gather all buckets; exactly, where a rank has numbers that would not survive the way."""
         exchange = self.optimizer.exchange
         if self.near is not None:
             self.near.gather(used)
             return
         device = self.optimizer.pieces.parameters[0].device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
-        is_left = exchange.wire is torch.float16 and bool(exchange.most(exchange.numbers([left], torch.int32, device)))
-        way = exchange.exact() if is_left else exchange
+        if exchange.wire is torch.float16:
+            self.is_left = bool(exchange.most(exchange.numbers([left], torch.int32, device)))
+        way = exchange.exact() if self.is_left else exchange
         for wait in [way.gather(laid.bucket, laid.views) for laid in used]:
             wait()
-        if is_left:
-            message = f"parameters leave the range of {exchange.wire}, so this step sent them as they are"
-            raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
     def _groups(self) -> list[tuple[Group, Group]]:
         """Each group, with that of the optimizer that runs on pieces."""
