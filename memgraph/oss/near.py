@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..errors import MemgraphError
 from .exchange import Exchange
 from .pieces import Laid
 
+CACHED = 1 << 19  # bytes that are read and added while they are in the cache
 AT_ONCE = 512  # ranges in one call of the kernel, which takes 1024
 BYTES = 1 << 28  # and bytes; it takes 2^31
 
@@ -61,14 +63,17 @@ class Near:
         pieces = laid.stretches[self.exchange.rank]
         if not pieces:
             return []
-        counts = [piece.count for piece in pieces]
         mine = own[0] if len(own) == 1 else torch.cat(list(own))
-        total: Tensor | None = None
-        for rank in range(self.exchange.ranks):
-            part = mine if rank == self.exchange.rank else self._read_gradients(rank, pieces, mine)
-            total = part if total is None else torch.add(total, part, out=part if total is mine else total)
-        assert total is not None
-        return list(total.div_(self.exchange.ranks).split(counts))
+        total = torch.empty_like(mine)
+        if len(pieces) > 1:
+            self._add(pieces, mine, total)
+        else:
+            (whole,) = pieces
+            for begin in range(0, whole.count, CACHED // mine.element_size()):
+                end = min(whole.count, begin + CACHED // mine.element_size())
+                part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
+                self._add([part], mine[begin:end], total[begin:end])
+        return list(total.split([piece.count for piece in pieces]))
 
     def gather(self, used: Sequence[Laid]) -> None:
         """Read what the others own, once all have updated what they own; wait until all have read."""
@@ -84,8 +89,18 @@ class Near:
         """Wait until all ranks are here."""
         self.exchange.most(torch.zeros(1, dtype=torch.int32))
 
-    def _read_gradients(self, rank: int, pieces: Sequence[Piece], like: Tensor) -> Tensor:
-        room = torch.empty_like(like)
+    def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
+        """The mean of what the ranks have of these pieces, into `total`."""
+        added: Tensor | None = None
+        for rank in range(self.exchange.ranks):
+            part = mine
+            if rank != self.exchange.rank:
+                part = torch.empty_like(mine) if added is total else total
+                self._read_gradients(rank, pieces, part)
+            added = part if added is None else torch.add(added, part, out=total)
+        total.div_(self.exchange.ranks)
+
+    def _read_gradients(self, rank: int, pieces: Sequence[Piece], room: Tensor) -> None:
         wanted = []
         for piece, part in zip(pieces, room.split([piece.count for piece in pieces]), strict=True):
             if not self.gradients[rank][piece.item]:
@@ -93,7 +108,6 @@ class Near:
             elif piece.count:
                 wanted.append((part, self._at(self.gradients[rank], piece, part)))
         read(self.processes[rank], wanted)
-        return room
 
     def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
         return begins[piece.item] + piece.begin * like.element_size()

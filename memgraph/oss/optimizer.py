@@ -239,7 +239,8 @@ class OSS(optim.Optimizer):
             for p in parameters
         ]
         on_cpu = all(p.device.type == "cpu" for p in parameters)
-        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu else None)
+        once = self.param_groups[group].get("fused")  # reads everything once
+        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not once else None)
         ranks = 1 if self.is_driven else self.exchange.ranks
         loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
         buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
