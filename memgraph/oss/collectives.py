@@ -33,7 +33,10 @@ class Collectives:
     def reduce(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
         """The mean over ranks of what this one owns."""
         like = next(source for of_rank in sources for source in of_rank)
-        packed = self._packed(bucket, sources, like)
+        is_rounded = wire_type(like.dtype, self.wire) != like.dtype
+        # A sum in a narrow type may leave its range where the mean does not.
+        given = [[source / self.ranks for source in of_rank] for of_rank in sources] if is_rounded else sources
+        packed = self._packed(bucket, given, like)
         if bucket.owner is not None:
             part, kept = packed, dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
         else:
@@ -43,7 +46,8 @@ class Collectives:
         def wait() -> list[Tensor]:
             assert packed is not None and kept is not None  # both have to live until here
             kept.wait()
-            return self._unpacked(bucket, part.to(like.dtype).div_(self.ranks), self.rank)
+            mean = part.to(like.dtype) if is_rounded else part.div_(self.ranks)
+            return self._unpacked(bucket, mean, self.rank)
 
         return wait
 

@@ -253,10 +253,13 @@ def _exchanged(rank: int, way: str) -> None:
         for shapes in (((600_000,), (5, 7), (3,)), ((5, 7), (3,), (last,), ())):
             ours, plain = pairs(*shapes)
             steps(ours, plain, memgraph.OSS(ours, kind), kind(plain))
-    ours = tensors((5, 7), (3,))
+    ours, plain = pairs((5, 7), (3,))
     spread = memgraph.OSS(ours, optim.SGD, lr=0.1, wire_dtype=torch.bfloat16)
     give(ours, 0, 2, rank)
+    give(plain, 0, 2)
     spread.step()
+    optim.SGD(plain, lr=0.1).step()
+    torch.testing.assert_close(ours, plain, rtol=2**-7, atol=2**-8)
     every = [torch.empty(5, 7) for _ in range(2)]
     dist.all_gather(every, ours[0].detach())
     assert torch.equal(*every)
