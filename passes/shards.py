@@ -150,7 +150,8 @@ def _ranges(kind: int, members: Sequence[int], items: Sequence[Item], ranks: int
     for i in members:
         item, begin = items[i], 0
         step = ranks * item.quantum
-        while item.count - begin >= max(step, -(-sizes.alone // item.itemsize)):
+        alone = -(-min(sizes.alone, sizes.bucket) // item.itemsize)
+        while item.count - begin >= max(step, alone):
             count = min(item.count - begin, max(sizes.bucket // item.itemsize, step)) // step * step
             yield _equal(kind, [(i, begin, begin + count)], items, ranks, sizes)
             begin += count

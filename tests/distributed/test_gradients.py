@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import memgraph
 from memgraph.oss import exchange, optimizer
+from memgraph.peak import measured
 from tests.distributed.ranks import on_ranks
 
 
@@ -38,6 +39,7 @@ def same(ours: list[nn.Parameter], plain: list[nn.Parameter]) -> bool:
     return all(map(torch.equal, ours, plain))
 
 
+BUCKET = 1 << 16  # bytes, a fiftieth of the gradients
 SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 
 
@@ -246,3 +248,18 @@ def _sparse(rank: int) -> None:
 
 def test_sparse_gradients_update_the_rows_that_any_rank_has_touched() -> None:
     on_ranks(2, _sparse)
+
+
+def _allocates(rank: int, way: str) -> None:
+    go(way)
+    ours = tensors((1000, 500), (300, 1000), *[(1000,)] * 200)
+    spread = memgraph.OSS(ours, optim.SGD, bucket_bytes=BUCKET)
+    give(ours, 0, 2, rank)
+    _, seen = measured(spread.step)
+    assert seen is not None
+    assert 0 < seen.peak < {"near": 2, "pairs": 8, "collectives": 14}[way] * BUCKET
+
+
+@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
+def test_a_step_takes_the_memory_of_a_few_buckets(way: str) -> None:
+    on_ranks(2, _allocates, way)

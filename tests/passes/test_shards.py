@@ -110,6 +110,9 @@ def test_every_element_has_one_owner_and_ranks_have_the_same(
             else:
                 assert part.rank == one.owner and part.count == item.count
         assert one.owner is not None or at <= ranks * one.part
+        nbytes = sum(part.count * given_items[part.item].itemsize for part in one.pieces)
+        shortest = max(ranks * given_items[i].quantum * given_items[i].itemsize for i in one.items)
+        assert one.owner is not None or nbytes <= max(bucket, shortest)
     for i, stretches in owned.items():
         ends = [0, *(end for _, end in sorted(stretches))]
         assert stretches and ends == [*(begin for begin, _ in sorted(stretches)), given_items[i].count]
