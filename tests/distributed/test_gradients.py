@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -263,3 +264,33 @@ def _allocates(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
 def test_a_step_takes_the_memory_of_a_few_buckets(way: str) -> None:
     on_ranks(2, _allocates, way)
+
+
+def _drawn(rank: int, ranks: int, way: str) -> None:
+    go(way)
+    numbers = random.Random(5)
+    types = [torch.float32, torch.float64, torch.bfloat16]
+    for turn in range(12):
+        shapes = [tuple(numbers.choices([1, 2, 3, 7, 20], k=numbers.randint(0, 3))) for _ in range(8)]
+        kinds = numbers.choices(types, k=8)
+        ours, plain = (
+            [nn.Parameter(p.detach().to(k)) for p, k in zip(tensors(*shapes, seed=turn), kinds, strict=True)]
+            for _ in range(2)
+        )
+        kind = numbers.choice([optim.Adam, optim.SGD, optim.Adafactor, optim.RAdam])
+        given: dict[str, Any] = {"lr": 0.1, "bucket_bytes": numbers.choice([64, 4096, 1 << 20])}
+        spread, alone = memgraph.OSS(ours, kind, **given), kind(plain, lr=0.1)
+        for step in range(3):
+            missing = numbers.sample(range(8), 2)
+            give(ours, step, ranks, rank)
+            give(plain, step, ranks)
+            for i in missing:
+                ours[i].grad = plain[i].grad = None
+            spread.step()
+            alone.step()
+        assert same(ours, plain), (turn, kind, shapes, kinds)
+
+
+@pytest.mark.parametrize("way", ["near", "pairs"])
+def test_whatever_the_shapes_the_bits_are_those_of_the_plain_optimizer(way: str) -> None:
+    on_ranks(3, _drawn, 3, way)
