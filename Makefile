@@ -1,9 +1,7 @@
 # `make demo` shows what memgraph does; `make test` is what every change must pass.
 
 PYTHON ?= python3
-BENCHMARKS = demo models limit overhead planning
 BENCHMARKS = demo models limit overhead planning oss
-GPU_BENCHMARKS = models overhead planning
 READY = .venv/ready
 
 .PHONY: demo test slow check bench gpu clean
