@@ -3,8 +3,10 @@
 from .compiler import compile, plan
 from .curve import Point, Sweep
 from .errors import (
+    AgreementError,
     BudgetError,
     CaptureError,
+    CollectiveError,
     FusedError,
     LoweringError,
     MemgraphError,
@@ -13,7 +15,7 @@ from .errors import (
     StateError,
 )
 from .module import CompiledModule
-from .oss import OSS, GradScaler
+from .oss import OSS, GradScaler, load_sharded, save_sharded
 from .report import Report
 from .saved import SavedPlan
 from .slab import PinnedError
@@ -23,8 +25,10 @@ from .training_state import load_state, save_state
 
 __all__ = [
     "OSS",
+    "AgreementError",
     "BudgetError",
     "CaptureError",
+    "CollectiveError",
     "CompiledModule",
     "FusedError",
     "GradScaler",
@@ -40,8 +44,10 @@ __all__ = [
     "StateError",
     "Sweep",
     "compile",
+    "load_sharded",
     "load_state",
     "plan",
+    "save_sharded",
     "save_state",
     "sweep",
 ]

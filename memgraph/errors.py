@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import passes
 
 
@@ -26,11 +28,29 @@ class LoweringError(MemgraphError):
 
 
 class StateError(MemgraphError, ValueError):
-    """A file that is no training state, or one of another model or optimizer; or one that can't be written."""
+    """A state, or a file of one, that is none of this model and optimizer, or can't be saved; nothing was changed."""
 
 
 class ShardError(MemgraphError, ValueError):
     """What an optimizer that is spread over ranks can't take; says what is, and what to do."""
+
+
+class AgreementError(ShardError):
+    """The ranks of a group were given different things; the same error is raised on all of them."""
+
+
+class CollectiveError(MemgraphError):
+    """A collective that has failed; says which one, and who is missing.
+
+    Attributes:
+        collective: what the ranks were about.
+        ranks: who is gone, stopped or late, as global ranks; empty if every rank has come.
+    """
+
+    def __init__(self, message: str, collective: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.ranks = tuple(ranks)
 
 
 class NoPlanError(MemgraphError, AttributeError):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
+from .faults import Watch
 from .parcels import narrowed, put, wire_type
 
 # Their names before torch 2.13.
@@ -26,9 +27,9 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class Collectives:
     """The collectives of a group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, wire: torch.dtype | None) -> None:
-        self.group, self.wire = group, wire
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, watch: Watch, wire: torch.dtype | None) -> None:
+        self.watch, self.group, self.wire = watch, watch.group, wire
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def reduce(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
         """The mean over ranks of what this one owns."""
@@ -45,7 +46,7 @@ class Collectives:
 
         def wait() -> list[Tensor]:
             assert packed is not None and kept is not None  # both have to live until here
-            kept.wait()
+            self.watch.wait(kept)
             mean = part.to(like.dtype) if is_rounded else part.div_(self.ranks)
             return self._unpacked(bucket, mean, self.rank)
 
@@ -66,7 +67,7 @@ class Collectives:
 
         def wait() -> None:
             assert work is not None
-            work.wait()
+            self.watch.wait(work)
             for rank in range(self.ranks):
                 if rank != self.rank and views[rank]:
                     self._put(bucket, whole, views, rank)

@@ -11,6 +11,7 @@ time of its reduce-scatter and in half of that of its all-gather. From other dev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,10 @@ from passes.shards import Bucket
 from ..errors import ShardError
 from ..wire import fits
 from .collectives import Collectives
+from .faults import Watch
 from .pairs import Pairs
 
+T = TypeVar("T")
 Sources = Sequence[Sequence[Tensor]]  # of each rank, its stretches of a bucket, flat
 Averaged = Callable[[], list[Tensor]]  # waits; the mean of each stretch of this rank
 Done = Callable[[], None]  # waits
@@ -31,20 +34,20 @@ Done = Callable[[], None]  # waits
 class Exchange:
     """The ranks of a process group, and how they exchange buckets."""
 
-    def __init__(self, group: dist.ProcessGroup | None, wire: torch.dtype | None = None) -> None:
+    def __init__(self, watch: Watch, wire: torch.dtype | None = None) -> None:
         """
         Raises:
             ShardError: float32 can't be sent as `wire`.
         """
         if wire not in (None, torch.bfloat16, torch.float16):
             raise ShardError(f"wire_dtype={wire}; give torch.bfloat16, torch.float16, or None")
-        self.group, self.wire = group, wire
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.pairs, self.collectives = Pairs(group, wire), Collectives(group, wire)
+        self.watch, self.group, self.wire = watch, watch.group, wire
+        self.rank, self.ranks = dist.get_rank(watch.group), dist.get_world_size(watch.group)
+        self.pairs, self.collectives = Pairs(watch, wire), Collectives(watch, wire)
 
     def exact(self) -> Exchange:
         """The same, with nothing rounded."""
-        return Exchange(self.group)
+        return Exchange(self.watch)
 
     def fit(self, tensors: Iterable[Tensor]) -> bool:
         """Whether no finite number of these becomes infinite on its way."""
@@ -56,10 +59,11 @@ class Exchange:
     def is_alone(self) -> bool:
         return self.ranks == 1
 
-    def most(self, numbers: Tensor) -> Tensor:
+    def most(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
         """The largest of each number over all ranks, in place."""
         if not self.is_alone:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            with self.watch.naming(name):
+                self.watch.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return numbers
 
     def reduce(self, bucket: Bucket, sources: Sources) -> Averaged:
@@ -67,20 +71,34 @@ class Exchange:
         mine = list(sources[self.rank])
         if self.is_alone:
             return lambda: mine
-        return self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
+        name = f"averaging of the gradients of {named(bucket.items)}"
+        with self.watch.naming(name):
+            wait = self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
+        return self._watched(wait, name)
 
     def gather(self, bucket: Bucket, views: Sources) -> Done:
         """Begin to send this rank's stretches of a bucket to all, and to put those of the others into their views."""
         if self.is_alone:
             return lambda: None
-        return self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
+        name = f"gathering of {named(bucket.items)}"
+        with self.watch.naming(name):
+            wait = self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
+        return self._watched(wait, name)
+
+    def _watched(self, wait: Callable[[], T], name: str) -> Callable[[], T]:
+        def watched() -> T:
+            with self.watch.naming(name):
+                return wait()
+
+        return watched
 
     def each(self, numbers: Tensor) -> Tensor:
         """The numbers of each rank, a row for each."""
         rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
         if self.is_alone:
             return numbers[None]
-        dist.all_gather(rows, numbers, group=self.group)
+        with self.watch.naming("exchange of numbers"):
+            self.watch.wait(dist.all_gather(rows, numbers, group=self.group, async_op=True))
         return torch.stack(rows)
 
     def mean(self, number: Tensor) -> Tensor:
@@ -92,6 +110,12 @@ class Exchange:
         """A small tensor where it can be sent from: gloo takes those of the CPU, NCCL those of its device."""
         on_device = device.type != "cpu" and dist.get_backend(self.group) == "nccl"
         return torch.tensor(values, dtype=dtype, device=device if on_device else "cpu")
+
+
+def named(items: Sequence[int]) -> str:
+    """Parameters in words, by the first and the last."""
+    first, last = min(items), max(items)
+    return f"parameters {first} to {last}" if last > first else f"parameter {first}"
 
 
 def _on_cpu(sources: Sources) -> bool:

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from passes.shards import Piece
 
-from ..errors import MemgraphError
-from .exchange import Exchange
+from .exchange import Exchange, named
 from .pieces import Laid
 
 CACHED = 1 << 19  # bytes that are read and added while they are in the cache
@@ -32,8 +31,8 @@ AT_ONCE = 512  # ranges in one call of the kernel, which takes 1024
 BYTES = 1 << 28  # and bytes; it takes 2^31
 
 
-class ReadError(MemgraphError, OSError):
-    """The memory of another rank can't be read any more."""
+class ReadError(RuntimeError):
+    """The memory of another rank can't be read any more; the watch of the group finds out why."""
 
 
 class Range(ctypes.Structure):
@@ -77,17 +76,21 @@ class Near:
 
     def gather(self, used: Sequence[Laid]) -> None:
         """Read what the others own, once all have updated what they own; wait until all have read."""
-        self.meet()
+        name = f"gathering of {named([item for laid in used for item in laid.bucket.items] or [0])}"
+        self.meet(name)
         for rank in range(self.exchange.ranks):
             if rank != self.exchange.rank:
                 every = [one for laid in used for one in zip(laid.stretches[rank], laid.views[rank], strict=True)]
-                read(self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count])
+                with self.exchange.watch.naming(name):
+                    read(
+                        self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count]
+                    )
                 torch.autograd.graph.increment_version([view for _, view in every])
-        self.meet()
+        self.meet(name)
 
-    def meet(self) -> None:
+    def meet(self, name: str) -> None:
         """Wait until all ranks are here."""
-        self.exchange.most(torch.zeros(1, dtype=torch.int32))
+        self.exchange.most(torch.zeros(1, dtype=torch.int32), name)
 
     def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of these pieces, into `total`."""
@@ -107,7 +110,8 @@ class Near:
                 part.zero_()
             elif piece.count:
                 wanted.append((part, self._at(self.gradients[rank], piece, part)))
-        read(self.processes[rank], wanted)
+        with self.exchange.watch.naming(f"averaging of the gradients of {named([piece.item for piece in pieces])}"):
+            read(self.processes[rank], wanted)
 
     def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
         return begins[piece.item] + piece.begin * like.element_size()
@@ -158,7 +162,7 @@ def _reads(process: int, address: int, wanted: Sequence[int]) -> bool:
     found = torch.zeros(len(wanted), dtype=torch.int64)
     try:
         read(process, [(found, address)])
-    except (OSError, AttributeError):  # this C library has no such call
+    except (ReadError, AttributeError):  # this C library has no such call
         return False
     return found.tolist() == list(wanted)
 

@@ -24,14 +24,17 @@ from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
+from .agreement import agree, parameter_lines
 from .driven import drive
 from .exchange import Exchange
+from .faults import Watch
 from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
 from .held import Held
 from .near import Near, near
 from .norm import clip
 from .pieces import Pieces, is_dense
+from .saving import Saving
 from .scaling import unscale
 from .updates import Updates
 
@@ -40,9 +43,13 @@ ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
 CACHED = 1 << 20  # bytes of a piece: what an update reads again and again stays in the cache of a CPU
 VECTOR = 64  # elements: no kernel takes more at once
 GRADIENTS = ("average", "same")
+ADVICE = (
+    "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
+    "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
+)
 
 
-class OSS(optim.Optimizer):
+class OSS(Saving):
     """`optim(params, **defaults)`, spread over the ranks of `group`.
 
     With `torch.amp.GradScaler`, a step that is not finite on one rank is left out on all; `memgraph.GradScaler` keeps
@@ -77,7 +84,8 @@ class OSS(optim.Optimizer):
         if gradients not in GRADIENTS:
             raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
         groups = groups_of(params)
-        self.exchange = Exchange(_ready(group), wire_dtype)
+        self.watch = Watch(_ready(group))
+        self.exchange = Exchange(self.watch, wire_dtype)
         self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
         plain = template(optim, groups, defaults)
         self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
@@ -87,6 +95,7 @@ class OSS(optim.Optimizer):
         self.held: Held | None = None
         self.inner: Any = None  # the optimizer that runs on the pieces of this rank
         super().__init__(groups, dict(plain.defaults))
+        self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
         self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
         self.updates = Updates(self)
@@ -106,10 +115,13 @@ class OSS(optim.Optimizer):
         try:
             if len(set(parameters)) != len(parameters):
                 raise ShardError("a parameter is twice in one group; give each parameter once")
+            if self.inner is not None:
+                self._compare(self.param_groups[-1:])
             self._lay_out(len(before), parameters)
         except ShardError:
             self.param_groups[:] = before
             raise
+        self.gathered = None
         if self.inner is not None:
             group = self._inner_group(len(before))
             self.inner.add_param_group(dict(group))
@@ -122,6 +134,7 @@ class OSS(optim.Optimizer):
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another. Nothing has changed.
         """
+        self.gathered = None
         with torch.no_grad():
             if self.is_driven:
                 return drive(self, closure, kwargs)
@@ -131,6 +144,10 @@ class OSS(optim.Optimizer):
                 self.updates.run(kinds, kwargs, loss)
             self.held = None
             return loss
+
+    def _compare(self, groups: Sequence[Group]) -> None:
+        """See that all ranks were given the same."""
+        agree(self.watch, list(parameter_lines(self.optim.__qualname__, groups)), ADVICE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, owned or not."""
@@ -168,7 +185,7 @@ class OSS(optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._follow()
+            self.follow()
             self._refuse()
             if self.held is not None and not self.held.is_of(self.pieces.parameters):
                 self.held = None
@@ -210,7 +227,7 @@ class OSS(optim.Optimizer):
         if not self.are_same and not self.exchange.fit(dense):
             raise ShardError(f"gradients leave the range of {self.exchange.wire}; use wire_dtype=torch.bfloat16")
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
         state = self.inner.state
         if self.pieces.are_others() and _is_fresh(state):
@@ -256,13 +273,15 @@ class OSS(optim.Optimizer):
         return {**options(self.param_groups[index]), "params": [view for _, view in own]}
 
 
-def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         call = 'torch.distributed.init_process_group("gloo")  # "nccl" with GPUs'
         raise ShardError(f"there is no process group to spread over: start with torchrun, and call {call} before")
     if group is not None and dist.get_rank(group) < 0:
         raise ShardError(f"rank {dist.get_rank()} is not in the group; build the optimizer on the group's ranks alone")
-    return group
+    ready = dist.group.WORLD if group is None else group
+    assert ready is not None
+    return ready
 
 
 def _is_fresh(state: Mapping[Any, Any]) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .faults import Watch
 from .parcels import joined, narrowed, put, split, wire_type
 
 TAG = 5  # of messages between two ranks; those of others in the same group have 0
@@ -23,9 +24,9 @@ Message = tuple[dist.Work, Tensor]  # with what has to live until it has gone
 class Pairs:
     """Messages between the ranks of a group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, wire: torch.dtype | None) -> None:
-        self.group, self.wire = group, wire
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, watch: Watch, wire: torch.dtype | None) -> None:
+        self.watch, self.group, self.wire = watch, watch.group, wire
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
     def reduce(self, sources: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -40,7 +41,7 @@ class Pairs:
         messages += [self._send(joined(sources[rank]), rank) for rank in self.others if sources[rank]]
 
         def wait() -> list[Tensor]:
-            _wait(messages)
+            self._wait(messages)
             return split(self._mean(parts), [source.numel() for source in mine]) if mine else []
 
         return wait
@@ -61,7 +62,7 @@ class Pairs:
                 rooms.append((room, views[rank]))
 
         def wait() -> None:
-            _wait(messages)
+            self._wait(messages)
             for room, theirs in rooms:
                 if room.data_ptr() == theirs[0].data_ptr():
                     torch.autograd.graph.increment_version(theirs[0])
@@ -72,11 +73,13 @@ class Pairs:
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Tensors as they are, to one rank that receives them."""
-        _wait([self._posted(tensor.contiguous(), rank) for tensor in tensors])
+        with self.watch.naming(f"sending to rank {rank}"):
+            self._wait([self._posted(tensor.contiguous(), rank) for tensor in tensors])
 
     def receive(self, rooms: Sequence[Tensor], rank: int) -> None:
         """What a rank sends."""
-        _wait([self._receive(room, rank) for room in rooms])
+        with self.watch.naming(f"receiving from rank {rank}"):
+            self._wait([self._receive(room, rank) for room in rooms])
 
     def _room(self, views: Sequence[Tensor]) -> Tensor:
         """Where the elements of some views are received: in the one that there is, if they may be."""
@@ -113,7 +116,6 @@ class Pairs:
                 total.add_(part)
         return total.div_(self.ranks)
 
-
-def _wait(messages: Sequence[Message]) -> None:
-    for work, _ in messages:
-        work.wait()
+    def _wait(self, messages: Sequence[Message]) -> None:
+        for work, _ in messages:
+            self.watch.wait(work)

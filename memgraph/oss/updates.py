@@ -94,7 +94,7 @@ class Updates:
         coming = [(laid, self.averaged(laid)) for laid in self._used(kinds)]
         found = [(laid, wait()) for laid, wait in coming]
         if self.near is not None:
-            self.near.meet()
+            self.near.meet("averaging of the gradients")
         self.flats.clear()
         if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
             return found

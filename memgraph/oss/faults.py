@@ -1,0 +1,206 @@
+"""A rank that is gone or late is named, with the collective that it was wanted in.
+
+    with watch.naming("reduce-scatter of bucket 2"):
+        watch.wait(work)
+
+    RuntimeError: Connection closed by peer [127.0.0.1]:33187     ->
+    CollectiveError: the reduce-scatter of bucket 2 has failed, because rank 2 is gone: ...
+
+Each rank writes a sign of life to the group's store now and then; the collectives themselves cost nothing more. Only
+when one fails do the others look who has fallen silent, or lives and has not come. Whoever finds out first tells the
+rest, so that all say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ..errors import CollectiveError, MemgraphError
+
+T = TypeVar("T")
+CALM = 10.0  # seconds of silence that are nothing but a busy machine, where the timeout leaves room for that
+SHARE = 0.4  # of a timeout that leaves none
+BEATS = 6  # signs of life in that time
+VERDICT = "memgraph/verdict"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of those who are missing, as global ranks."""
+
+    ranks: tuple[int, ...]
+    fate: str
+
+
+class Watch:
+    """Who of a group is there, as this rank sees it; ends with whoever holds it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.members = group, dist.get_process_group_ranks(group)
+        self.is_gloo = all(group._get_backend(device).name() == "gloo" for device in group._device_types)
+        self.device = _device(group)
+        limit = _timeout(group, self.device).total_seconds()
+        self.limit, self.calm = limit, min(CALM, SHARE * limit)
+        self.store: Any = None
+        if len(self.members) > 1:
+            self.store = _own_store(group)
+            self._live()
+
+    def _live(self) -> None:
+        ended = threading.Event()
+        arguments = self.store, _life(self.group.rank()), self.calm / BEATS, ended
+        pulse = threading.Thread(target=_beat, args=arguments, name="memgraph pulse", daemon=True)
+        pulse.start()
+        weakref.finalize(self, _end, pulse, ended)
+
+    @contextmanager
+    def naming(self, collective: str) -> Iterator[None]:
+        """Around a collective: its failure becomes a `CollectiveError`."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # torch has no type of its own for what gloo reports
+            if isinstance(error, MemgraphError) or len(self.members) == 1:
+                raise
+            verdict = self._verdict(collective, begun + self.limit)
+            raise _error(collective, verdict, error) from error
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective, so long that its failure can still be looked into before the group's timeout."""
+        if work is None:  # a group that this rank is not in
+            return
+        if self.is_gloo:
+            work.wait(timedelta(seconds=self.limit - self.calm * (1 + 2 / BEATS)))
+        else:
+            work.wait()  # with a time, NCCL would hold up the host
+
+    def _verdict(self, collective: str, until: float) -> Verdict:
+        if _within(self.calm, partial(self.store.check, [VERDICT])) is not None:
+            me = self.group.rank()
+            find = partial(_find, self.store, self.members, me, collective, self.calm, until)
+            found = _within(max(until - time.monotonic(), self.calm) + self.calm, find)
+            if found is not None:
+                return found
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return Verdict((), "torchrun's agent, which keeps the store, does not answer")
+        return Verdict((0,), "rank 0 is gone or stopped, and with it the store that it keeps")
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where small things are sent from: host memory, if the group can."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds.pop(), torch.accelerator.current_device_index())
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    backend: Any = group._get_backend(device)
+    options = getattr(backend, "options", None)  # MPI has none
+    return getattr(options, "_timeout", default_pg_timeout)
+
+
+def _own_store(group: dist.ProcessGroup) -> Any:
+    """Another connection to the group's store: on the first one somebody may be waiting."""
+    store: Any = group.get_group_store()
+    return store.clone()
+
+
+def _life(rank: int) -> str:
+    return f"memgraph/life/{rank}"
+
+
+def _came(rank: int) -> str:
+    return f"memgraph/came/{rank}"
+
+
+def _beat(store: Any, key: str, pause: float, ended: threading.Event) -> None:
+    """Say every `pause` seconds that this process lives, until it does not, or the store is gone."""
+    with suppress(RuntimeError):
+        while dist.is_initialized():
+            store.set(key, str(time.monotonic_ns()))
+            if ended.wait(pause):
+                return
+
+
+def _end(pulse: threading.Thread, ended: threading.Event) -> None:
+    """Before Python ends, since a thread that is then in the store's C++ would end it by an abort."""
+    ended.set()
+    if pulse is not threading.current_thread():
+        pulse.join(1.0)
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """The answer of a store, or None: one whose process has been stopped would never answer."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
+
+
+def _find(store: Any, members: Sequence[int], me: int, collective: str, calm: float, until: float) -> Verdict:
+    """Who is missing: the first finding in the group, whoever makes it."""
+    store.set(_came(me), collective)
+    found = _look(store, members, calm, until)
+    told = json.loads(store.compare_set(VERDICT, "", json.dumps([found.ranks, found.fate])))
+    return Verdict(tuple(told[0]), told[1])
+
+
+def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verdict:
+    """Wait for everybody who lives, and at least so long that a living one would have been heard."""
+    first, begun = _read(store, _life, members), time.monotonic()
+    while not store.check([VERDICT]):
+        time.sleep(calm / BEATS / 2)
+        now, came = _read(store, _life, members), _read(store, _came, members)
+        absent = [place for place in range(len(members)) if came[place] is None]
+        silent = [place for place in absent if now[place] == first[place]]
+        if not absent:
+            return Verdict((), "every rank has come")
+        if silent and time.monotonic() > begun + calm:
+            return _silent([members[place] for place in silent], calm)
+        if time.monotonic() > until:
+            return _late([members[place] for place in absent])
+    return Verdict((), "")  # somebody was faster
+
+
+def _read(store: Any, key: Callable[[int], str], members: Sequence[int]) -> list[bytes | None]:
+    return [store.get(key(place)) if store.check([key(place)]) else None for place in range(len(members))]
+
+
+def _silent(ranks: Sequence[int], calm: float) -> Verdict:
+    return Verdict(tuple(ranks), f"{_named(ranks)} gone or stopped: no sign of life for {calm:.0f} s")
+
+
+def _late(ranks: Sequence[int]) -> Verdict:
+    return Verdict(tuple(ranks), f"{_named(ranks)} alive and did not come to it in time")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+
+
+def _error(collective: str, verdict: Verdict, error: RuntimeError) -> CollectiveError:
+    said = str(error).splitlines()[0]
+    advice = "look into the log of that process" if verdict.ranks else "look into the first error of each process"
+    text = f"the {collective} has failed: {verdict.fate}; {advice} and start again from the last checkpoint ({said})"
+    return CollectiveError(text, collective, verdict.ranks)

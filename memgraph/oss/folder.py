@@ -1,0 +1,185 @@
+"""A sharded training in a folder that torch.distributed.checkpoint reads, replaced whole or not at all.
+
+    memgraph.save_sharded("run", model, optimizer)     # on all ranks: each writes its part
+    memgraph.load_sharded("run", model, optimizer)     # on all ranks, however many; goes on bit for bit
+
+    model.*, optimizer.state.0.exp_avg, ..., optimizer.param_groups.0.lr     # names, as load wants them
+
+A folder is written beside it, brought to disk, and then takes its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..errors import ShardError, StateError
+from .admission import trouble
+from .optimizer import OSS
+from .room import METADATA, compare, metadata, room
+from .texts import texts
+
+Target = str | os.PathLike[str]
+T = TypeVar("T")
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+
+
+def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
+    """Write parameters, buffers, the optimizer's state and each rank's random generators to `folder`.
+
+    Every rank of the optimizer's group has to call it, with the same folder, which they share. Whatever happens
+    meanwhile, `folder` is the old one or the new one.
+
+    Raises:
+        StateError: it can't be written; says on which rank, and why.
+        CollectiveError: a rank is gone.
+    """
+    whole = Path(folder).absolute()
+    new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
+    rank = str(optimizer.watch.group.rank())
+    state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
+    name = f"saving of {whole}"
+    _together(optimizer, name, lambda: _clear(new, whole) if first else None)
+    try:
+        _together(optimizer, name, lambda: _write(optimizer, state, new))
+        _together(optimizer, name, lambda: _take(new, whole) if first else None)
+    except StateError:
+        if first:
+            shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
+    """Bring model, optimizer and random generators to where they were when `folder` was saved, on any number of ranks.
+
+    Every rank of the optimizer's group has to call it. A rank that was not there then keeps its random numbers.
+
+    Raises:
+        StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
+        CollectiveError: a rank is gone.
+    """
+    whole, rank = Path(folder).absolute(), str(optimizer.watch.group.rank())
+    name = f"loading of {whole}"
+    if not whole.exists() and _beside(whole, "old").exists():
+        whole = _beside(whole, "old")  # a save has died between two names
+    found = _together(optimizer, name, lambda: metadata(whole))
+    _together(optimizer, name, optimizer.follow)
+    there = model.state_dict()
+    _together(optimizer, name, lambda: compare(found, there))
+    state = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
+        state["random"] = {rank: _random()}
+    _together(optimizer, name, lambda: _read(optimizer, state, whole))
+    given = {**state["optimizer"], "state": {int(item): each for item, each in state["optimizer"]["state"].items()}}
+    _together(optimizer, name, lambda: _admit(optimizer, given))
+    _together(
+        optimizer, f"{name}, which has changed the model by now,", lambda: _read(optimizer, {"model": there}, whole)
+    )
+    optimizer.load_sharded_state_dict(given)
+    model.load_state_dict(there)
+    if "random" in state:
+        _draw_as(state["random"][rank])
+
+
+def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
+    """What this rank does; fails on all ranks if it does on one, and ends when all have done it."""
+    trouble, found = "", None
+    try:
+        with optimizer.watch.naming(name):
+            found = work()
+    except (OSError, ShardError, StateError, CheckpointException) as error:
+        trouble = f"on rank {optimizer.watch.members[optimizer.watch.group.rank()]}: {_reason(error)}"
+    told = [each.decode() for each in texts(optimizer.watch, trouble.encode(), name) if each]
+    if told:
+        raise StateError(f"the {name} has failed {told[0]}")
+    return cast(T, found)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({_reason(each) for each, _ in error.failures.values()}))
+    return str(error)
+
+
+def _beside(whole: Path, kind: str) -> Path:
+    return whole.with_name(f".{whole.name}.{kind}")
+
+
+def _clear(new: Path, whole: Path) -> None:
+    """Make room for a new folder, where an interrupted one may be left."""
+    if whole.exists() and any(whole.iterdir()) and not (whole / METADATA).exists():
+        raise StateError(f"{whole} is there and is no checkpoint, so it is not replaced: name another folder")
+    if new.exists():
+        shutil.rmtree(new)
+
+
+def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed")
+        save(state, storage_writer=FileSystemWriter(new), process_group=optimizer.watch.group)
+
+
+def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed")
+        load(state, storage_reader=FileSystemReader(whole), process_group=optimizer.watch.group)
+
+
+def _take(new: Path, whole: Path) -> None:
+    """Let the new folder take the name, and the old one go."""
+    _sync(new)
+    if not whole.exists():
+        os.rename(new, whole)
+    elif not _exchanged(new, whole):
+        old = _beside(whole, "old")
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(whole, old)
+        os.rename(new, whole)
+        new = old
+    _sync(whole.parent)
+    if new.exists():
+        shutil.rmtree(new)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders have each other's name at once, where the file system can do that."""
+    library = ctypes.CDLL(None, use_errno=True)
+    exchange = getattr(library, "renameat2", None)
+    return exchange is not None and exchange(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _admit(optimizer: OSS, given: Mapping[str, Any]) -> None:
+    if found := trouble(optimizer, given):
+        raise StateError(f"it is of another optimizer: {found}; nothing was changed")
+
+
+def _random() -> dict[str, torch.Tensor]:
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def _draw_as(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,163 @@
+"""The state of a sharded optimizer, saved and loaded: what `OSS` has of `torch.optim.Optimizer`'s own.
+
+optimizer.consolidate_state_dict(to=0)       # on all ranks
+if rank == 0:
+    torch.save(optimizer.state_dict(), path)     # the plain optimizer's
+
+optimizer.load_state_dict(torch.load(path))  # on all ranks, however many: each keeps its own ranges
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import optim
+
+from ..errors import ShardError, StateError
+from . import admission
+from .agreement import agree
+from .faults import Watch
+from .moves import Key
+from .pieces import Pieces
+from .sharded_state import pieced, sharded
+from .updates import Updates
+from .whole_state import Entries, cut, gather
+
+ADVICE = "Load the same state dict on all ranks; nothing was changed."
+APART = ("params", "param_names")
+
+
+class Saving(optim.Optimizer):
+    """State dicts of an optimizer that holds pieces."""
+
+    watch: Watch
+    pieces: Pieces
+    inner: Any
+    optim: type[optim.Optimizer]
+    is_cut: bool
+    updates: Updates
+    gathered: dict[int, Entries] | None = None  # a copy of the state, since the last change
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Bring a copy of the whole state to the rank `to` of the group, or to all if it is None or -1.
+
+        Every rank has to call it. The copy lies in host memory until the next step.
+
+        Raises:
+            StateError: something in the state can't be sent, or there is no such rank.
+            CollectiveError: a rank did not come.
+        """
+        count = len(self.watch.members)
+        if to is not None and not -1 <= to < count:
+            raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
+        self.gathered = gather(self, None if to == -1 else to)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The plain optimizer's state dict: of a copy that is as old as the last step, with the options of now.
+
+        Args:
+            all_ranks: gather it on all ranks now; every rank has to call it.
+
+        Raises:
+            StateError: it was not consolidated on this rank since the last step.
+        """
+        if all_ranks or len(self.watch.members) == 1:
+            self.consolidate_state_dict(None)
+        if self.gathered is None:
+            here = self.watch.group.rank()
+            message = (
+                f"rank {here} of the group has its own part of the state, and no consolidated one since it changed"
+            )
+            advice = f"call optimizer.consolidate_state_dict(to={here}) on all ranks, or state_dict(all_ranks=True)"
+            raise StateError(f"{message}; {advice}")
+        return self._packed(self.gathered)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a plain optimizer's state dict; every rank has to call it, with the same.
+
+        Raises:
+            StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
+            AgreementError: the ranks were given different ones. Nothing was changed.
+        """
+        given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        found = self._trouble(given)
+        self._admit(found, list(admission.lines(given, found)))
+        self._install(given["param_groups"], cut(self, admission.by_place(given)))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """A state dict that torch.distributed.checkpoint saves: each rank has rows of each tensor, as a DTensor.
+
+        Every rank has to call it. It is a copy.
+        """
+        return {**self._packed({}), "state": sharded(self)}
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what torch.distributed.checkpoint has loaded into a sharded state dict; every rank has to call it.
+
+        Raises:
+            StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
+        """
+        found = self._trouble(state_dict)
+        options = {"state": {}, "param_groups": state_dict["param_groups"]} if found is None else None
+        self._admit(found, list(admission.lines(options, found)))
+        self._install(state_dict["param_groups"], pieced(self, admission.by_place(state_dict)))
+
+    def _trouble(self, given: object) -> str | None:
+        """What stands against loading it into the parameters as they are now."""
+        try:
+            self.follow()
+        except ShardError as error:
+            return str(error)
+        return admission.trouble(self, given)
+
+    def follow(self) -> None:
+        """Look for parameters that lie elsewhere now."""
+        raise NotImplementedError
+
+    def _admit(self, found: str | None, lines: list[str]) -> None:
+        agree(self.watch, lines, ADVICE)
+        if found is not None:
+            raise StateError(f"the state dict is not this optimizer's: {found}; nothing was changed")
+
+    def _packed(self, state: Mapping[int, Entries]) -> dict[str, Any]:
+        """What torch makes of such a state and the options of now, hooks and all."""
+        kept, parameters = self.state, self.pieces.parameters
+        self.state = defaultdict(dict, {parameters[item]: dict(entries) for item, entries in state.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def _install(self, groups: list[dict[str, Any]], entries: Mapping[Key, Entries]) -> None:
+        """Replace options and states; what can fail has been looked at."""
+        number = {
+            id(view): i for i, view in enumerate(view for group in self.inner.param_groups for view in group["params"])
+        }
+        state = {
+            number[id(view)]: dict(entries[piece.item, piece.begin])
+            for laid in self.pieces.laid
+            for piece, view in laid.own
+            if (piece.item, piece.begin) in entries
+        }
+        inner = [
+            {**_options(group), "params": [number[id(view)] for view in mine["params"]]}
+            for group, mine in zip(groups, self.inner.param_groups, strict=True)
+        ]
+        self.inner.load_state_dict({"state": state, "param_groups": inner})
+        self.param_groups = [
+            {**_options(own), **{name: now[name] for name in APART if name in now}, **_options(mine)}
+            for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
+        ]
+        self.gathered = None
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: deepcopy(value) for name, value in group.items() if name not in APART}

@@ -1,0 +1,111 @@
+"""The optimizer's state as torch.distributed.checkpoint takes it, each rank a part of every tensor.
+
+    rank 0: exp_avg of w[0:6], flat     rank 1: exp_avg of w[6:8], of b, of v
+    ->  {"state": {0: {"exp_avg": DTensor(f32[4, 2], Shard(0))}, ...}, "param_groups": [...]} on both
+
+Names and shapes are those of the plain optimizer's state dict, so that whatever reads checkpoints reads these. What
+lies in rows of another rank is sent there, tensor after tensor; what has not the shape of its parameter stays with its
+owner, as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from passes.shards import Piece
+
+from .entries import Kind, Outline, kinds
+from .faults import Watch
+from .moves import Key, Move, Rows, key, rows_of
+from .pieces import in_order_of, is_dense
+from .whole_state import Entries, copied, is_elementwise, outlines, own_entries, places
+
+if TYPE_CHECKING:
+    from .saving import Saving
+
+
+def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
+    """The state of each parameter, of which this rank has a part; a collective. Nothing in it is the live state."""
+    held = own_entries(oss)
+    told = outlines(oss, held)
+    mesh = mesh_of(oss)
+    state: dict[int, dict[str, Any]] = {}
+    for item, pieces in enumerate(places(oss)):
+        first, parameter = told.get(key(pieces[0])), oss.pieces.parameters[item]
+        for name, given in first["dict"] if first else ():
+            kind = _divisible(parameter, pieces, given)
+            mine = {key(piece): held[key(piece)][name] for piece in pieces if key(piece) in held}
+            if kind is not None:
+                state.setdefault(item, {})[name] = _moved(oss.watch, mesh, kind, parameter, pieces, mine)
+            elif mine:
+                state.setdefault(item, {})[name] = copied(next(iter(mine.values())))
+    return state
+
+
+def pieced(oss: Saving, state: Mapping[int, Entries]) -> Mapping[Key, Entries]:
+    """What this rank's pieces have of such a state; a collective."""
+    found: dict[Key, dict[str, Any]] = {}
+    for item, pieces in enumerate(places(oss)):
+        own = [piece for piece in pieces if piece.rank == oss.watch.group.rank()]
+        for name, value in state.get(item, {}).items():
+            parts = _back(oss.watch, value, oss.pieces.parameters[item], pieces) if isinstance(value, DTensor) else {}
+            for piece in own:
+                found.setdefault(key(piece), {})[name] = parts[key(piece)] if parts else copied(value)
+    return found
+
+
+def empty(oss: Saving, item: int, dtype: torch.dtype) -> DTensor:
+    """Room for an entry of the shape of its parameter."""
+    kind = _like(oss.pieces.parameters[item], dtype)
+    rows = rows_of(kind, len(oss.watch.members))
+    return _dtensor(mesh_of(oss), kind, rows, rows.local(oss.watch.group.rank(), kind, oss.watch.device).zero_())
+
+
+def mesh_of(oss: Saving) -> DeviceMesh:
+    return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
+
+
+def _divisible(parameter: Tensor, pieces: Sequence[Piece], given: Outline) -> Kind | None:
+    """What the whole of an entry is, if it has the shape of its parameter."""
+    if not isinstance(given, dict) or "tensor" not in given or not parameter.dim() or not parameter.numel():
+        return None
+    (kind,) = kinds(given)
+    if is_elementwise(given, pieces[0]) if len(pieces) > 1 else kind.shape == parameter.shape:
+        return _like(parameter, kind.dtype)
+    return None
+
+
+def _like(parameter: Tensor, dtype: torch.dtype) -> Kind:
+    strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    return Kind(dtype, tuple(parameter.shape), tuple(strides))
+
+
+def _dtensor(mesh: DeviceMesh, kind: Kind, rows: Rows, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, [Shard(rows.dim)], run_check=False, shape=torch.Size(kind.shape), stride=kind.strides
+    )
+
+
+def _moved(
+    watch: Watch, mesh: DeviceMesh, kind: Kind, parameter: Tensor, pieces: Sequence[Piece], mine: Mapping[Key, Tensor]
+) -> DTensor:
+    rows = rows_of(kind, len(watch.members))
+    local = rows.local(watch.group.rank(), kind, watch.device)
+    whole = len(pieces) == 1
+    flats = {at: in_order_of(value, parameter) if whole else value for at, value in mine.items()}
+    Move(watch, kind, pieces, rows).to_rows(flats, local)
+    return _dtensor(mesh, kind, rows, local)
+
+
+def _back(watch: Watch, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]) -> dict[Key, Tensor]:
+    kind = _like(parameter, value.dtype)
+    found = Move(watch, kind, pieces, rows_of(kind, len(watch.members))).to_pieces(value.to_local())
+    if len(pieces) > 1:
+        return found
+    return {at: part.as_strided(kind.shape, kind.strides) for at, part in found.items()}
