@@ -13,7 +13,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,14 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, lost: Collection[int] = ()
+) -> list[Any]:
     """What the function returns on each rank.
+
+    Args:
+        seconds: the timeout of the process group, and about that of all.
+        lost: ranks that are not waited for, since they are to be killed or stopped; they have returned None.
 
     Raises:
         AssertionError: it failed on some rank, or took too long.
@@ -37,20 +43,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: floa
         pipes = [FORKS.Pipe(duplex=False) for _ in range(ranks)]
         started = []
         for rank, (_, end) in enumerate(pipes):
-            given = (rank, ranks, Path(folder), seconds, end, function, args)
+            given = (rank, ranks, Path(folder), seconds, end, not lost, function, args)
             started.append(FORKS.Process(target=_one, args=given, daemon=True))
             started[-1].start()
             end.close()
         try:
-            return _answers([begin for begin, _ in pipes], seconds)
+            return _answers([begin for begin, _ in pipes], seconds + (SECONDS if lost else 0), lost)
         finally:
             for process in started:
                 process.kill()
                 process.join()
 
 
-def _answers(pipes: list[Any], seconds: float) -> list[Any]:
-    answers: dict[int, Any] = {}
+def _answers(pipes: list[Any], seconds: float, lost: Collection[int]) -> list[Any]:
+    answers: dict[int, Any] = dict.fromkeys(lost)
     while len(answers) < len(pipes):
         left = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
         ready = multiprocessing.connection.wait(left, timeout=seconds)
@@ -67,7 +73,14 @@ def _answers(pipes: list[Any], seconds: float) -> list[Any]:
 
 
 def _one(
-    rank: int, ranks: int, folder: Path, seconds: float, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    folder: Path,
+    seconds: float,
+    pipe: Any,
+    together: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -75,7 +88,8 @@ def _one(
         store = c10d.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
         answer = function(rank, *args)
-        dist.barrier()
+        if together:
+            dist.barrier()
         pipe.send((False, answer))
     except BaseException:
         pipe.send((True, traceback.format_exc()))

@@ -1,0 +1,94 @@
+"""A rank that is gone, stopped or late is named on all others, with the collective it was wanted in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch import optim
+from torch._C._distributed_c10d import TCPStore
+
+import memgraph
+from memgraph import CollectiveError
+from memgraph.oss.updates import Updates
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_steps import groups, net, train
+
+SECONDS = 8.0
+
+
+def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
+    """What a survivor sees of a rank that goes in the middle of a step."""
+    module = net()
+    optimizer = memgraph.OSS(groups(module), optim.Adam)
+    train(module, optimizer, 2)
+    if rank == victim:
+        _go_when_updating(how)
+    with pytest.raises(CollectiveError) as caught:
+        train(module, optimizer, 1)
+    return caught.value.collective, caught.value.ranks, str(caught.value)
+
+
+def _go_when_updating(how: str) -> None:
+    def go(*_: object) -> None:
+        if how == "late":
+            time.sleep(10 * SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+    Updates._update = go  # type: ignore[assignment, method-assign]
+
+
+DEFAULT = [(2, "killed"), (0, "stopped")]
+SLOW = [(0, "killed"), (2, "stopped"), (0, "late"), (2, "late")]
+
+
+@pytest.mark.parametrize("victim, how", [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_a_rank_that_goes_in_mid_step_is_named_on_the_others(victim: int, how: str) -> None:
+    found = on_ranks(3, _left, victim, how, seconds=SECONDS, lost=[victim])
+    del found[victim]
+    for collective, ranks, text in found:
+        assert collective.startswith(("averaging of the gradients of param", "gathering of parameters 0 to 5"))
+        assert ranks == (victim,)
+        fate = "alive and did not come to it in time" if how == "late" else "gone or stopped: no sign of life for 3 s"
+        assert text.startswith(
+            f"the {collective} has failed: rank {victim} is {fate}; look into the log of that process"
+        )
+
+
+def _store_in_rank_0(rank: int, how: str) -> tuple[str, tuple[int, ...], str]:
+    """The same, where the store dies with rank 0, as without torchrun."""
+    store = TCPStore("127.0.0.1", 0, 3, True, wait_for_workers=False) if rank == 0 else None
+    ports = [None if store is None else store.port]
+    dist.broadcast_object_list(ports)
+    store = store or TCPStore("127.0.0.1", ports[0] or 0, 3, False)
+    dist.destroy_process_group()
+    dist.init_process_group(store=store, rank=rank, world_size=3, timeout=timedelta(seconds=SECONDS))
+    return _left(rank, 0, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
+    none, *found = on_ranks(3, _store_in_rank_0, how, seconds=SECONDS, lost=[0])
+    assert none is None
+    for _, ranks, text in found:
+        assert ranks == (0,)
+        assert "rank 0 is gone or stopped, and with it the store that it keeps" in text
+
+
+def _without_one(rank: int) -> str:
+    if rank == 1:
+        time.sleep(10 * SECONDS)
+    with pytest.raises(CollectiveError) as caught:
+        memgraph.OSS(net().parameters(), optim.Adam)
+    return f"{caught.value.collective} {caught.value.ranks}"
+
+
+@pytest.mark.slow
+def test_a_rank_that_makes_no_optimizer_is_named() -> None:
+    found = on_ranks(2, _without_one, seconds=SECONDS, lost=[1])
+    assert found == ["comparison of what the ranks were given (1,)", None]
