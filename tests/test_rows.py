@@ -1,0 +1,83 @@
+"""The tables of `rows.md` are whole: every row of FairScale's behaviours has its tests, and they exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file, the rows it has to have, and which of them are defects of FairScale."""
+
+    file: str
+    rows: tuple[str, ...]
+    defects: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table."""
+
+    name: str
+    defect: bool
+    here: str
+    tests: tuple[str, ...]
+
+
+TABLES = (
+    Table(
+        "seed/rows.md",
+        (*(f"O{i:02}" for i in range(1, 59)), *(f"C{i:02}" for i in range(1, 40))),
+        "O03 O08 O15 O26 O27 O28 O29 O30 O31 O32 O33 O34 O35 O36 O40 O43 O45 O46 O50 O55 O56 C09 C15 C16 C17 C19 C20 C21 C23 C25",
+    ),
+    Table(
+        "distributed/rows.md",
+        tuple(f"S{i:02}" for i in range(1, 75)),
+        "S04 S16 S23 S36 S37 S38 S39 S40 S42 S45 S46 S51 S52 S53 S61 S62 S63 S66",
+    ),
+)
+each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.file)
+
+
+@cache
+def rows(table: Table) -> tuple[Row, ...]:
+    text = (HERE / table.file).read_text()
+    lines = re.findall(r"^\| ([OCS]\d\d)( D)? \| (.+?) \| (.+) \|$", text, re.MULTILINE)
+    return tuple(_row(name, bool(defect), here, shown) for name, defect, here, shown in lines)
+
+
+def _row(name: str, defect: bool, here: str, shown: str) -> Row:
+    return Row(name, defect, here, tuple(test for test in shown.split() if test != "-"))
+
+
+@cache
+def known() -> frozenset[str]:
+    """The tests that there are, by their functions."""
+    files = [ast.parse(path.read_text()) for path in HERE.rglob("test_*.py")]
+    return frozenset(part.name for file in files for part in file.body if isinstance(part, ast.FunctionDef))
+
+
+@each_table
+def test_no_row_is_missing_and_none_is_said_twice(table: Table) -> None:
+    assert tuple(row.name for row in rows(table)) == table.rows
+    assert " ".join(row.name for row in rows(table) if row.defect) == table.defects
+
+
+@each_table
+def test_every_row_says_what_happens_here_and_a_defect_is_shown(table: Table) -> None:
+    assert all(row.here for row in rows(table))
+    assert [row.name for row in rows(table) if row.defect and not row.tests] == []
+
+
+@each_table
+def test_every_test_that_is_named_exists(table: Table) -> None:
+    assert known() > {"test_every_test_that_is_named_exists"}
+    assert [f"{row.name}: {test}" for row in rows(table) for test in row.tests if test not in known()] == []
