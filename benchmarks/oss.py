@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memgraph
 from benchmarks.clock import middle
-from benchmarks.results import write
+from benchmarks.records import write
 
 BATCH = 4
 PLAIN = "DDP, Adam"

@@ -30,7 +30,7 @@ def write(name: str, part: str, rows: list[Any]) -> Path:
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
     whole = json.loads(path.read_text()) if path.is_file() else {}
-    whole[part] = {**surroundings(), "rows": rows}
+    whole[part] = {**surroundings(name), "rows": rows}
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
 
