@@ -67,7 +67,7 @@ class Near:
         if len(pieces) > 1:
             self._add(pieces, mine, total)
         else:
-            (whole,) = pieces
+            whole = pieces[0]
             for begin in range(0, whole.count, CACHED // mine.element_size()):
                 end = min(whole.count, begin + CACHED // mine.element_size())
                 part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
