@@ -18,7 +18,8 @@ from .ops import accumulate
 
 
 def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
-    """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`."""
+    """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`; and to
+    this rank's part of what ranks have summed."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
@@ -28,6 +29,11 @@ def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
     }
     handed = returned(graph)
     for place, role in enumerate(captured.outputs):
+        if role.kind == "shard":
+            with graph.inserting_after(last_input):
+                last_input = _gradient_input(graph, handed[place])
+            with graph.inserting_after(handed[place]):
+                handed[place] = _accumulate(graph, last_input, handed[place])
         if role.kind == "gradient":
             with graph.inserting_after(last_input):
                 last_input = _gradient_input(graph, parameters[role.name])

@@ -34,9 +34,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What the graph returns at a place: an output, or the gradient of the parameter `name` or of the input `index`."""
+    """What the graph returns at a place: an output, the gradient of the parameter `name` or of the input `index`, or
+    this rank's part of what all ranks have of the bucket `index`."""
 
-    kind: Literal["output", "gradient", "input_gradient"]
+    kind: Literal["output", "gradient", "input_gradient", "shard"]
     name: str = ""
     index: int = -1
 

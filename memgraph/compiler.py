@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from .capture import losses
+from .errors import ShardError
 from .fused import refuse_fused
 from .lower import LOWER
 from .microbatches import REDUCTIONS, MicroBatches
 from .module import CompiledModule
+from .oss import OSS
 from .planner import Planner, Wishes
 from .report import Report
 from .saved import Saved, saved_plans
@@ -183,6 +185,8 @@ def planner_of(model: nn.Module, wishes: Wishes) -> Planner:
         owned = set(model.parameters())
         if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
+        if isinstance(wishes.optimizer, OSS) and wishes.lower == "inductor" and not wishes.optimizer.exchange.is_alone:
+            raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
         if wishes.fuse:
             refuse_fused(wishes.optimizer)
     elif wishes.fuse:

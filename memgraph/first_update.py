@@ -35,7 +35,7 @@ class FirstUpdate:
 
     def _measure(self, update: Callable[[], Any]) -> Any:
         steps, self.waiting = self.waiting, []
-        states = resident_bytes(state_tensors(self.optimizer))
+        states = resident_bytes(state_tensors(getattr(self.optimizer, "inner", self.optimizer)))
         gradients = [resident_bytes(step.gradients_there()) for step in steps]
         result, allocated = measured(update, self.device)
         if allocated is not None:

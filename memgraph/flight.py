@@ -6,7 +6,7 @@ this flight is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .errors import MemgraphError
 from .homes import Place
-from .ops import Lease, Updater, running
+from .ops import Exchange, Lease, Updater, running
 from .peak import Allocation, Meter, meter_of, resident_bytes
 from .split import Halves
 from .times import Clock, Times
@@ -41,6 +41,8 @@ class Flight:
     clock: Clock | None = None
     ended = False
     update: Updater | None = None  # of a backward that updates parameters by itself
+    exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
+    meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
 
     def __init__(self, halves: Halves, tier: Tier | None) -> None:
@@ -60,6 +62,16 @@ class Flight:
     def time(self, device: torch.device) -> None:
         """Measure the time of this flight."""
         self.clock = Clock(device)
+
+    def met(self) -> None:
+        """All ranks are about to go through the same backward.
+
+        Raises:
+            ShardError: they are not.
+        """
+        if self.meeting is not None:
+            self.meeting()
+            self.meeting = None
 
     def bind(self, homes: Mapping[int, Place]) -> None:
         """Let slots of this flight alone be elsewhere."""
@@ -134,7 +146,7 @@ class Flight:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         window = self.meter.window(given) if self.meter is not None else nullcontext()
         with (
-            running(self.lease, self.sent, self.update),
+            running(self.lease, self.sent, self.update, self.exchange),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

@@ -80,11 +80,13 @@ class CompiledModule(Shared):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
-        gives it, wherever the gradients live.
+        gives it, wherever the gradients live.  With a sharded optimizer it is that of the means over all ranks.
 
         Raises:
             FusedError: with `fuse_update` there are none.
         """
+        if self._planner.sharded is not None:
+            return self._planner.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         if self._planner.fused is not None:
             raise FusedError(
                 "backward has updated the parameters, and no gradient is left to clip; compile without "

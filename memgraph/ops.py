@@ -8,6 +8,10 @@
     y = memgraph::widen(x)                    and back
     s = memgraph::rng_state(device)           the generator's state
     s = memgraph::swap_rng(s, device)         sets it, and returns the one before
+    f = memgraph::stretch(x, begin, end)      elements of a gradient as they lie in memory
+    r = memgraph::room(f, nbytes)             what the collective allocates for itself: here it is nothing
+    p = memgraph::reduce_scatter(f, r, ...)   ranks begin to sum what they have of a bucket; p is this rank's part
+    p = memgraph::reduced(p, f, r, bucket)    it has ended; f and r are read here so that they live until here
 
 Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease
 of the step that runs (`running`).
@@ -39,6 +43,13 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
+class Exchange(Protocol):
+    """How the ranks of a group sum the gradients of one backward."""
+
+    def begin(self, bucket: int, sent: Tensor) -> None: ...
+    def end(self, bucket: int) -> Tensor: ...
+
+
 Updater = Callable[[str, Tensor], None]
 
 _local = threading.local()
@@ -52,22 +63,29 @@ for _schema in (
     "widen(Tensor x) -> Tensor",
     "rng_state(Device device) -> Tensor",
     "swap_rng(Tensor state, Device device) -> Tensor",
+    "stretch(Tensor(a) x, int begin, int end) -> Tensor(a)",
+    "room(Tensor x, int nbytes) -> Tensor",
+    "reduce_scatter(Tensor x, Tensor room, int bucket, int part) -> Tensor",
+    "reduced(Tensor(a) part, Tensor x, Tensor room, int bucket) -> Tensor(a)",
 ):
     _library.define(_schema)
 
 
 @contextmanager
-def running(lease: Lease | None, sent: dict[int, Tensor], update: Updater | None = None) -> Iterator[None]:
-    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, and let `update` update parameters.
+def running(
+    lease: Lease | None, sent: dict[int, Tensor], update: Updater | None = None, exchange: Exchange | None = None
+) -> Iterator[None]:
+    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, let `update` update parameters, and
+    sum gradients over the ranks of `exchange`.
 
     A generator that an error left in an earlier state is set right.
     """
-    before = getattr(_local, "lease", None), getattr(_local, "sent", {}), getattr(_local, "update", None)
-    _local.lease, _local.sent, _local.update, _local.swapped = lease, sent, update, None
+    before = tuple(getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange"))
+    _local.lease, _local.sent, _local.update, _local.exchange, _local.swapped = lease, sent, update, exchange, None
     try:
         yield
     finally:
-        _local.lease, _local.sent, _local.update = before
+        _local.lease, _local.sent, _local.update, _local.exchange = before
         if (swapped := getattr(_local, "swapped", None)) is not None:
             _swap_rng(*swapped)
 
@@ -140,6 +158,25 @@ def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
     return before
 
 
+def stretch(x: Tensor, begin: int, end: int) -> Tensor:
+    """Elements of a tensor without gaps, counted as they lie in memory."""
+    return x.as_strided((end - begin,), (1,), int(x.storage_offset()) + begin)
+
+
+def _room(x: Tensor, nbytes: int) -> Tensor:
+    return x.new_empty(0, dtype=torch.uint8)
+
+
+def _reduce_scatter(x: Tensor, room: Tensor, bucket: int, part: int) -> Tensor:
+    _local.exchange.begin(bucket, x)
+    return x.new_empty(0)  # what has come is handed out where it is waited for
+
+
+def _reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
+    found: Tensor = _local.exchange.end(bucket)
+    return found
+
+
 def _fake_offload(x: Tensor, slot: int) -> Tensor:
     return x.new_empty(0)
 
@@ -174,6 +211,18 @@ def _fake_swap_rng(state: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(state)
 
 
+def _fake_room(x: Tensor, nbytes: int) -> Tensor:
+    return x.new_empty(nbytes, dtype=torch.uint8)
+
+
+def _fake_reduce_scatter(x: Tensor, room: Tensor, bucket: int, part: int) -> Tensor:
+    return x.new_empty(part)
+
+
+def _fake_reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
+    return part
+
+
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "offload": (_offload, _fake_offload),
     "free": (_free, _fake_free),
@@ -183,6 +232,10 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "widen": (widen, _fake_widen),
     "rng_state": (_get_state, _fake_rng_state),
     "swap_rng": (_swap_rng, _fake_swap_rng),
+    "stretch": (stretch, stretch),
+    "room": (_room, _fake_room),
+    "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
+    "reduced": (_reduced, _fake_reduced),
 }
 for _name, (_run, _fake) in _OPS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")

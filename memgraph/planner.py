@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 import passes
 from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
+from passes.exchanges import placed, sequence
 from passes.obstacle import PARTS, SMALLER
 
 from .accumulation import accumulating, mark_watched
@@ -36,6 +37,11 @@ from .lever import parts_help
 from .links import sizes_of
 from .lower import Lowering
 from .nodes import returned
+from .oss import OSS
+from .oss.exchanged import exchanging
+from .oss.network import with_network
+from .oss.together import NEW, Together, digest
+from .oss.update import with_sharded_update
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
@@ -82,6 +88,7 @@ class Trained:
     parameters: Sequence[Tensor]
     parts: Sequence[StatePart]
     updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
+    shards: frozenset[int] = frozenset()  # the buckets that backward sums over ranks
 
 
 class Planner:
@@ -91,6 +98,7 @@ class Planner:
         self.module = module
         self.wishes = wishes
         optimizer = wishes.optimizer
+        self.sharded = optimizer if isinstance(optimizer, OSS) else None
         self.residence, self.update = Residence(module), FarUpdate(optimizer, wishes.fuse)
         self._look()
         self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
@@ -152,6 +160,7 @@ class Planner:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         begin = time.perf_counter()
         captured, graph, trained = self._begun(args, kwargs, wanted)
+        together = self._together(trained)
         try:
             machine, choice = self._plan(graph, trained)
         except passes.BudgetError as error:
@@ -160,7 +169,10 @@ class Planner:
             raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
         step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
-        step.again = partial(self._again, graph, trained)
+        if together is None:
+            step.again = partial(self._again, graph, trained)
+        elif trained.shards:  # and is not planned again, with times that differ from rank to rank
+            step.meet = partial(together.meet, digest(sequence(choice.forecast.trace)))
         return step
 
     def _begun(
@@ -172,6 +184,9 @@ class Planner:
         self._refuse_hooks()
         captured = self._capture(args, kwargs, scalars if self.fused else wanted)
         captured, trained = self._fused(captured, self._trained(captured))
+        captured, trained = self._exchanging(captured, trained)
+        if (together := self._together(trained)) is not None:
+            together.meet(NEW)()
         adds = has_gradients(self.module.parameters())
         graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
         return captured, graph, trained
@@ -196,6 +211,7 @@ class Planner:
         homes = self._homes(its, captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
+        step.inside = self.sharded.inside if self.sharded is not None else None
         step.lowering = lowering
         return step
 
@@ -265,6 +281,20 @@ class Planner:
         captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
         return captured, replace(trained, updates={op: named[name] for op, name in update_nodes(captured).items()})
 
+    def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
+        """The step that sums gradients over the ranks of a sharded optimizer in backward."""
+        if self.sharded is None:
+            return captured, trained
+        captured = exchanging(captured, self.sharded.inside.parcels(dict(self.module.named_parameters())))
+        buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
+        return captured, replace(trained, shards=buckets)
+
+    def _together(self, trained: Trained) -> Together | None:
+        """The ranks that plan this step together, if there are others."""
+        if self.sharded is None or self.sharded.exchange.is_alone or not trained.parameters:
+            return None
+        return Together(self.sharded.exchange, self.device)
+
     def _refuse_hooks(self) -> None:
         """A module's backward hooks would run once, while it is captured, and never again."""
         for name, part in self.module.named_modules():
@@ -306,33 +336,42 @@ class Planner:
         trace, machine = self._price(graph, trained)
         if self.wishes.plans:
             return machine, reused(self.wishes.plans, trace, machine)
-        return machine, self._search(trace, machine)
+        together = self._together(trained)
+        return machine, together.choice(trace, machine, self._search) if together else self._search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine) -> Choice:
         return make_plan(trace, machine, seconds=self.wishes.seconds)
 
     def _price(self, graph: fx.Graph, trained: Trained) -> tuple[Trace, Machine]:
-        machine = Machine(self.budget, str(self.device))
+        together = self._together(trained)
+        machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
         if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         prober = self._prober()
         correct(graph, fake_mode(graph), prober.made)
-        trace = summarize(graph, prober)
-        if self.wishes.optimizer is not None:
+        if together is not None and self.sharded is not None and trained.shards:
+            machine = with_network(machine, self.sharded, together)
+        trace = placed(summarize(graph, prober), not machine.hides)
+        if self.sharded is not None:
+            trace = with_sharded_update(trace, self.sharded, trained.parameters, trained.shards)
+        elif self.wishes.optimizer is not None:
             trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates)
-        if predict(trace, machine).peak > self.budget:
+        trace = together.trace(trace) if together else trace
+        if predict(trace, machine).peak > machine.budget:
             if self._lowers:
                 trace = Lowering(graph, trace, prober).shared()
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
             machine = self._with_homes(machine, trained.parameters)
-        return trace, machine
+        return trace, together.machine(machine) if together is not None else machine
 
     def _prober(self) -> Prober:
         return Prober(unused_nbytes(self.device) // 2)
 
     @property
     def _lowers(self) -> bool:
-        """Whether Inductor compiles parts of the step."""
+        """Whether Inductor compiles parts of the step; not where ranks would each find others worth it."""
+        if self.sharded is not None and not self.sharded.exchange.is_alone:
+            return False
         return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
 
     def _with_homes(self, machine: Machine, trained: Sequence[Tensor]) -> Machine:

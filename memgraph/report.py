@@ -137,6 +137,7 @@ class Report:
             self._bytes(),
             f"time: forecast {ms(self.forecast.us)}, {self.overhead:+.1%}; "
             f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+            *self._exchanged(),
             *self._compiled(),
             *self._taken(),
             *self._proven(),
@@ -145,6 +146,18 @@ class Report:
         if not self.counted:
             lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
         return "\n".join(lines)
+
+    def _exchanged(self) -> list[str]:
+        """What ranks exchange, and how much of it takes no time."""
+        net = [copy for copy in self.forecast.copies if copy.queue == "net"]
+        if not net:
+            return []
+        us = sum(copy.end - copy.begin for copy in net)
+        hidden = us * (1 - min(self.machine.strain, 1.0)) - sum(_spent(self.forecast, "reduced").values())
+        op, sizes = self.forecast.trace.op, self.forecast.trace.nbytes
+        nbytes = sum(sizes[op[op[copy.value].reads[0]].holds[0]] for copy in net)
+        said = f"network: {len(net)} exchanges of {mb(nbytes)} take {ms(us)}"
+        return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
 
     def _compiled(self) -> list[str]:
         """What Inductor has compiled of the step, beside the plan as it was made."""

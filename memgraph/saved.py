@@ -22,6 +22,7 @@ from passes import Choice, Machine, Plan, Trace, parse, parse_plan
 from .errors import PlanError
 
 FORMAT = 2
+NETWORK = ("net", "latency", "strain")
 ANEW = "plan anew, without plan="
 
 
@@ -52,7 +53,7 @@ class SavedPlan:
         facts = {
             "memgraph": FORMAT,
             "torch": self.torch,
-            "machine": asdict(self.machine),
+            "machine": _facts(self.machine),
             "peak": self.peak,
             "us": self.us,
             "bound_us": self.bound_us,
@@ -121,6 +122,12 @@ def priced(trace: Trace, machine: Machine) -> str:
     not count."""
     room = min(machine.capacity, sum(trace.nbytes.values()))
     return _digest(f"{trace}{replace(machine, budget=0, capacity=room)!r}")
+
+
+def _facts(machine: Machine) -> dict[str, object]:
+    """The machine in numbers; of a network only where there is one."""
+    facts = asdict(machine)
+    return facts if machine.net else {name: fact for name, fact in facts.items() if name not in NETWORK}
 
 
 def _seal(facts: dict[str, object]) -> str:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
+from .call import Output
 from .capture import Captured
 from .company import join
 from .errors import MemgraphError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
 from .lower import Lowering
+from .oss.inside import Inside
 from .report import Report
 from .signature import has_hooks, in_process_group, is_watched
 from .slots import Homes
@@ -48,6 +50,8 @@ class Step:
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
         self.times: Times | None = None
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
+        self.inside: Inside | None = None  # what sums gradients over ranks in backward
+        self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
         self.lowering: Lowering | None = None  # what of it is compiled
         self.captured = captured
         self.halves = halves
@@ -56,16 +60,21 @@ class Step:
         self.report = report
         self.outputs = sum(role.kind == "output" for role in captured.outputs)
         self.tangents = tuple(role.index for role in captured.inputs if role.kind == "tangent")
-        self.gradients = tuple(role for role in captured.outputs if role.kind != "output")
+        self.gradients = tuple(role for role in captured.outputs if role.kind not in ("output", "shard"))
+        self.shards = tuple(role.index for role in captured.outputs if role.kind == "shard")  # by bucket
         roles = [role for role in captured.inputs if role.kind != "tangent"]
         given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
         self.adds = bool(given)
         self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
         self.updates = {name: self.place["parameter", name, -1] for name in captured.updates}
+        self.exchanged = {name: self.place["parameter", name, -1] for name in captured.exchanged}
         self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
-        self.added = tuple(zip(self.owned, given, strict=True)) if self.adds else ()  # with the bytes of each
-        self.owned += self.updates.values()
+        here = len(self.owned)
+        # With the bytes of each.
+        self.added = tuple(zip(self.owned, given[:here], strict=True)) if self.adds else ()
+        self.added_shards = tuple(zip(self.shards, given[here:], strict=True)) if self.adds else ()
+        self.owned += (*self.updates.values(), *self.exchanged.values())
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
@@ -73,7 +82,10 @@ class Step:
             places = self.homes.settled(tensors)
             if self.tier is not None:
                 self.tier.bind(places)
+        if self.inside is not None:
+            self.inside.sweep()  # parts whose gradients are gone take no room
         flight = Flight(self.halves, self.tier)
+        flight.meeting = self.meet() if self.meet is not None else None
         if self.report.measured is None:
             flight.measure(self.device)
             flight.absent = self.absent(tensors)
@@ -111,6 +123,10 @@ class Step:
             self.partial[unused] = found
         return found
 
+    def is_without(self, name: str, unused: frozenset[int]) -> bool:
+        """Whether a parameter has no gradient if none come for these outputs."""
+        return bool(unused) and self.captured.sources[Output("gradient", name)] <= unused
+
     @property
     def is_due(self) -> bool:
         """Whether its plan is to be looked at again, now that its times are known."""
@@ -125,13 +141,19 @@ class Step:
         return again(self, times)
 
     def gradients_there(self) -> list[Tensor]:
-        """The gradients that the parameters have now."""
-        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        """The gradients that the parameters have now, and this rank's parts of those that ranks have summed."""
+        parts = [part for bucket in self.shards if (part := self.shard(bucket)) is not None]
+        return parts + [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def absent(self, tensors: Sequence[Tensor]) -> int:
         """The bytes of gradients that would be added to, and are not there: an optimizer of some parameters lets only
         theirs go."""
-        return sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
+        parts = sum(nbytes for bucket, nbytes in self.added_shards if self.shard(bucket) is None)
+        return parts + sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
+
+    def shard(self, bucket: int) -> Tensor | None:
+        """This rank's part of a bucket, if backward has left it there."""
+        return self.inside.parts.get(bucket) if self.inside is not None else None
 
     def target(self, role: Any) -> int:
         """The place among the inputs of what a gradient is of."""
@@ -203,8 +225,16 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
     try:
         if step.fused is not None and updated:
             flight.update = step.fused.begin(updated, [tangents[i] for i in step.tangents], keep)
-        flight.halves = step.halves_without(unused)
-        gradients = flight.backward([tangents[i] for i in step.tangents], added, keep)
+        if step.inside is not None and step.shards:
+            flight.met()
+            owners = {name: i for name, i in step.exchanged.items() if not step.is_without(name, unused)}
+            flight.exchange = step.inside.begin({name: _taker(behind[i][0]) for name, i in owners.items()})
+            added += map(step.shard, step.shards) if step.adds else ()
+        flight.halves = step.halves_without(unused) if not step.shards else step.halves
+        found = flight.backward([tangents[i] for i in step.tangents], added, keep)
+        gradients, parts = found[: len(step.gradients)], found[len(step.gradients) :]
+        if step.inside is not None and step.shards:
+            step.inside.give(dict(zip(step.shards, parts, strict=True)))
         if step.homes is not None:
             kept = [None if none else taker for taker, none in zip(takers, gone, strict=True)]
             gradients = step.homes.after(gradients, kept, apart, flight.sent)

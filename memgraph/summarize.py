@@ -49,6 +49,7 @@ class Cost:
     workspace: int = 0
 
 
+DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
 FAR = "far"  # in the meta of an input whose bytes live in the far tier
 Price = Callable[[fx.Node], Cost]
 
@@ -104,6 +105,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
     cost = price(node) if node.op == "call_function" else Cost()
     if node.target is torch.ops.memgraph.narrow.default:
         cost = Cost(workspace=WORKSPACE)
+    if node.target is torch.ops.memgraph.reduced.default:
+        cost = Cost(workspace=DIVISOR)
     drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
     return Op(
         name=node.name,

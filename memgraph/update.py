@@ -66,8 +66,12 @@ def with_update(
     if inside:
         return _with_updates(trace, optimizer, parts, inside)
     nbytes, workspace = update_nbytes(optimizer, trained)
-    name = type(optimizer).__name__
-    sizes = [part.nbytes for part in parts]
+    return with_step(trace, type(optimizer).__name__, nbytes, workspace, [part.nbytes for part in parts])
+
+
+def with_step(trace: Trace, name: str, nbytes: int, workspace: int, sizes: Sequence[int] = ()) -> Trace:
+    """The trace with states of so many bytes in all, `sizes` of them in parts of their own, and with an update that
+    takes so much workspace."""
     states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
     states.append(_state(STATE, nbytes - sum(sizes), name))  # without a type it can't be streamed
     gradients = dict.fromkeys(value for kind, value in trace.outputs if kind != "output")

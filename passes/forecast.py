@@ -3,19 +3,21 @@
     predict(trace, machine) -> Forecast: 18.9 MB at mm_7, 2730 us
 
 Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
-copies. Time: three queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
-each first in, first out.  `free` and `wait` hold compute until their copy has ended.  What a copy takes of compute
-itself (`Machine.toll_us`) is charged where it begins.
+copies. Time: four queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
+`net` what ranks exchange, each first in, first out.  `free`, `wait` and `reduced` hold compute until theirs has ended.
+What a copy takes of compute itself (`Machine.toll_us`, `strain`) is charged where it begins.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from .exchanges import BEGINS, ENDS
 from .lifetime import Life, lifetimes
 from .machine import Machine
 from .trace import Op, Trace, type_nbytes
@@ -38,7 +40,8 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A transfer on a link: the value, the queue ("out" or "back"), and when it begins and ends in microseconds."""
+    """A transfer on a link: the value, the queue ("out", "back" or "net"), and when it begins and ends in
+    microseconds."""
 
     value: str
     queue: str
@@ -132,8 +135,9 @@ def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
 
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:
     """When each op begins, when the last ends, and the copies."""
-    now, idle = 0.0, {"out": 0.0, "back": 0.0}
-    rate = {"out": machine.out or 1.0, "back": machine.back or 1.0}
+    now, idle = 0.0, {"out": 0.0, "back": 0.0, "net": 0.0}
+    rate = {"out": machine.out or 1.0, "back": machine.back or 1.0, "net": machine.net or math.inf}
+    latency = {"net": machine.latency}
     ends: dict[str, float] = {}
     begins: list[float] = []
     copies: list[Copy] = []
@@ -141,8 +145,10 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
     def send(value: str, queue: str, nbytes: int) -> float:
         """Put a copy into its queue; when compute goes on."""
         begin = max(now, idle[queue])
-        idle[queue] = ends[value] = begin + nbytes / rate[queue]
+        idle[queue] = ends[value] = begin + latency.get(queue, 0.0) + nbytes / rate[queue]
         copies.append(Copy(value, queue, begin, ends[value]))
+        if queue == "net":
+            return now + min(machine.strain, 1.0) * (idle[queue] - begin)
         return now + machine.toll_us(nbytes)
 
     for op in trace.ops:
@@ -156,7 +162,11 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
                 now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
             case "memgraph.widen.default":
                 now += op.nbytes / (machine.widen or 1.0)
+            case _ if op.fn == BEGINS:
+                now = send(op.name, "net", trace.nbytes[trace.op[op.reads[0]].holds[0]])
             case "memgraph.free.default" | "memgraph.wait.default":
+                now = max(now, ends[op.reads[0]])
+            case _ if op.fn == ENDS:
                 now = max(now, ends[op.reads[0]])
             case _ if op.phase == "update":
                 now += _update_us(trace, op, machine)

@@ -6,6 +6,7 @@
 - What is handed out has been defined.
 - A value is not read between `free` and `wait`: what was offloaded is read again only as what came back, be it cast for
   its way or not.
+- What an exchange between ranks brings is read by nobody until it has been waited for.
 - Only `reload` and the update read what is far.
 - What an update has read is read by no other op: it has been changed.
 - An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+from .exchanges import BEGINS, ENDS
 from .trace import INPUTS, Op, Trace
 
 
@@ -30,6 +32,7 @@ def check(trace: Trace) -> None:
     made: set[str] = set()
     gone: set[str] = set()
     updated: set[str] = set()
+    under_way: set[str] = set()
     backward = False
     for index, op in enumerate(trace.ops):
         backward = _phases(op, backward)
@@ -39,6 +42,7 @@ def check(trace: Trace) -> None:
         if op.fn == "memgraph.free.default":
             sent = trace.op[op.reads[1]]
             gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
+        _exchanged(op, holds, under_way)
         if op.phase == "update":
             updated.update(held for read in op.reads for held in holds[read])
         elif updated and (late := updated.intersection(held for read in op.reads for held in holds[read])):
@@ -69,6 +73,18 @@ def _names(op: Op, holds: dict[str, tuple[str, ...]], made: set[str]) -> None:
     can = {storage.name for storage in op.makes} | {held for read in op.reads for held in holds[read]}
     if strange := set(op.holds) - can:
         raise BrokenTrace(f"{op.name} holds {strange.pop()}, which neither it nor what it reads has made")
+
+
+def _exchanged(op: Op, holds: dict[str, tuple[str, ...]], under_way: set[str]) -> None:
+    """`under_way` are the storages that exchanges between ranks fill."""
+    if under_way:
+        read = {held for name in op.reads for held in holds[name]}
+        if op.fn == ENDS:
+            under_way -= read
+        elif late := under_way & read:
+            raise BrokenTrace(f"{op.name} reads {min(late)}, which is still under way between ranks")
+    if op.fn == BEGINS:
+        under_way.update(op.holds)
 
 
 def _far(op: Op, trace: Trace) -> None:

@@ -30,7 +30,7 @@ class Life:
 def lifetimes(trace: Trace) -> tuple[Life, ...]:
     """The life of every storage, in the order in which they are made."""
     last = last_reads(trace.ops)
-    said = {"watched": "gradient"}
+    said = {"watched": "gradient", "shard": "gradient"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
     end = len(trace.ops) - 1
     lives = []

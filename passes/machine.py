@@ -17,6 +17,10 @@ class Machine:
 
     `wire` is the type to which values may be cast for their way there and back ("bf16"); empty: none, nothing is lossy.
     `narrow` and `widen` are bytes of the value as it was, per microsecond of compute, that the two casts take.
+
+    `net` is the network between the ranks of a group: bytes per microsecond that one exchange among them takes, and
+    `latency` the microseconds that it takes besides; 0.0 means that nothing is exchanged.  `strain` is what compute
+    loses to one that is under way, as a share of its time: on a CPU, who sends needs the cores that compute.
     """
 
     budget: int
@@ -33,11 +37,20 @@ class Machine:
     wire: str = ""
     narrow: float = 0.0
     widen: float = 0.0
+    net: float = 0.0
+    latency: float = 0.0
+    strain: float = 0.0
 
     def __str__(self) -> str:
         far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"
         cast = f", cast to {self.wire} at {self.narrow:.0f}/{self.widen:.0f} MB/s" if self.wire else ""
-        return f"{self.device} {self.budget} bytes, {far}{cast}"
+        net = f", net {self.net:.0f} MB/s after {self.latency:.0f} us" if self.net else ""
+        return f"{self.device} {self.budget} bytes, {far}{cast}{net}"
+
+    @property
+    def hides(self) -> bool:
+        """Whether an exchange behind which compute goes on takes less time than one for which it waits."""
+        return self.strain < 1.0
 
     def toll_us(self, nbytes: int) -> float:
         """The microseconds that compute loses to one copy of so many bytes."""

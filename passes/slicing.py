@@ -24,6 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .exchanges import placed
 from .gaps import Gaps
 from .machine import Machine
 from .slices import Slices, narrowest
@@ -41,7 +42,7 @@ def sliced(trace: Trace, machine: Machine) -> Trace:
     if not marks:
         return trace
     number = {name: i for part in parts for name, i in part.slices(marks).items()}
-    return _in_order(trace, number, len(marks) + 1)
+    return _in_order(trace, number, len(marks) + 1, not machine.hides)
 
 
 def resliced(trace: Trace, like: Trace) -> Trace:
@@ -150,7 +151,7 @@ def _ends(origin: Sequence[int]) -> tuple[int, ...]:
     return tuple(found[-2::-1])
 
 
-def _in_order(trace: Trace, slices: Mapping[str, int], count: int) -> Trace:
+def _in_order(trace: Trace, slices: Mapping[str, int], count: int, at_once: bool) -> Trace:
     """The ops by slice: forward from the first to the last, backward the other way, each not before what it reads."""
     rank = dict[str, int]()
     for op in trace.ops:
@@ -162,4 +163,4 @@ def _in_order(trace: Trace, slices: Mapping[str, int], count: int) -> Trace:
     for phase in PHASES:
         mine = [replace(op, slice=slices.get(op.name, 0)) for op in trace.ops if op.phase == phase]
         ops += sorted(mine, key=lambda op: -1 if op.is_input else rank[op.name])
-    return early(replace(trace, ops=tuple(ops)))
+    return early(placed(replace(trace, ops=tuple(ops)), at_once))

@@ -52,6 +52,20 @@ class Collectives:
 
         return wait
 
+    def packed(self, whole: Tensor) -> Callable[[], Tensor]:
+        """The mean over ranks of this one's part of elements that are packed already."""
+        is_rounded = wire_type(whole.dtype, self.wire) != whole.dtype
+        sent = narrowed(whole / self.ranks, self.wire) if is_rounded else whole
+        part = sent.new_empty(sent.numel() // self.ranks)
+        work = _reduce_scatter(part, sent, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            assert sent is not None and work is not None  # both have to live until here
+            self.watch.wait(work)
+            return part.to(whole.dtype) if is_rounded else part.div_(self.ranks)
+
+        return wait
+
     def gather(self, bucket: Bucket, views: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
         """What this rank owns, to all."""
         like = next(view for of_rank in views for view in of_rank)

@@ -76,6 +76,15 @@ class Exchange:
             wait = self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
         return self._watched(wait, name)
 
+    def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
+        """The same of elements that lie as the bucket does: this rank's part of it, which is of equal parts."""
+        name = f"averaging of the gradients of {named(bucket.items or [0])} in backward"
+        with self.watch.naming(name):
+            if whole.device.type != "cpu":
+                return self._watched(self.collectives.packed(whole), name)
+            wait = self.pairs.reduce([[part] for part in whole.split(bucket.part)])
+        return self._watched(lambda: wait()[0], name)
+
     def gather(self, bucket: Bucket, views: Sources) -> Done:
         """Begin to send this rank's stretches of a bucket to all, and to put those of the others into their views."""
         if self.is_alone:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..errors import ShardError
 from .exchange import Exchange
+from .ghosts import is_ghost
 from .pieces import Pieces
 
-NONE, DENSE, SPARSE = 0, 1, 2
+NONE, PARTS, DENSE, SPARSE = range(4)  # PARTS: backward has averaged it already, and each rank has its part
 ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
 
 
@@ -48,4 +49,6 @@ def _kind(parameter: Tensor) -> int:
     gradient = parameter.grad
     if gradient is None:
         return NONE
+    if is_ghost(gradient):
+        return PARTS
     return DENSE if gradient.layout == torch.strided else SPARSE

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import Bucket, Piece
 
 from .exchange import Exchange, named
 from .pieces import Laid
 
+LEAST = 1 << 20  # bytes of a bucket that backward averages so: less is sent in the time of the two meetings
 CACHED = 1 << 19  # bytes that are read and added while they are in the cache
 AT_ONCE = 512  # ranges in one call of the kernel, which takes 1024
 BYTES = 1 << 28  # and bytes; it takes 2^31
@@ -73,6 +75,36 @@ class Near:
                 part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
                 self._add([part], mine[begin:end], total[begin:end])
         return list(total.split([piece.count for piece in pieces]))
+
+    def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
+        """Begin to average what all ranks have of a bucket, which lies in equal parts, and stays until that is done.
+
+        Returns:
+            waits, and gives this rank's part
+        """
+        watch, ranks = self.exchange.watch, self.exchange.ranks
+        name = f"averaging of the gradients of {named(bucket.items or [0])} in backward"
+        every = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
+        with watch.naming(name):
+            told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watch.group, async_op=True)
+
+        def wait() -> Tensor:
+            with watch.naming(name):
+                watch.wait(told)
+                mine = whole[self.exchange.rank * bucket.part : (self.exchange.rank + 1) * bucket.part]
+                at = mine.data_ptr() - whole.data_ptr()
+                total: Tensor | None = None
+                for rank in range(ranks):
+                    part = mine
+                    if rank != self.exchange.rank:
+                        part = torch.empty_like(mine)
+                        read(self.processes[rank], [(part, int(every[rank]) + at)])
+                    total = part if total is None else torch.add(total, part, out=part if total is mine else total)
+            assert total is not None
+            self.meet(name)
+            return total.div_(ranks)
+
+        return wait
 
     def gather(self, used: Sequence[Laid]) -> None:
         """Read what the others own, once all have updated what they own; wait until all have read."""

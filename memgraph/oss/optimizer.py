@@ -31,6 +31,7 @@ from .faults import Watch
 from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
 from .held import Held
+from .inside import Inside
 from .near import Near, near
 from .norm import clip
 from .pieces import Pieces, is_dense
@@ -94,6 +95,7 @@ class OSS(Saving):
         self.group_of: list[int] = []  # of each parameter
         self.held: Held | None = None
         self.inner: Any = None  # the optimizer that runs on the pieces of this rank
+        self.inside = Inside(self)
         super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
@@ -186,6 +188,7 @@ class OSS(Saving):
                 with torch.enable_grad():
                     loss = closure()
             self.follow()
+            self.inside.sweep()
             self._refuse()
             if self.held is not None and not self.held.is_of(self.pieces.parameters):
                 self.held = None
@@ -203,6 +206,7 @@ class OSS(Saving):
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
         kinds, found = shared(self.exchange, self.pieces, trouble, flags)
+        self.inside.kinds = kinds
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
         return kinds, found[ANY_INFINITE]
@@ -243,6 +247,7 @@ class OSS(Saving):
 
     def _begin_anew(self) -> None:
         """Spread parameters of which there is no state yet, as they are now."""
+        self.inside.refuse_parts()
         self.pieces, self.items, self.group_of = Pieces(self.exchange.rank, self.exchange.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])

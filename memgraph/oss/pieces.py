@@ -19,6 +19,7 @@ from torch import Tensor
 from passes.shards import Bucket, Piece
 
 from ..errors import ShardError
+from .ghosts import is_ghost
 
 Mark = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
@@ -96,7 +97,7 @@ class Pieces:
     def flatten(self, flats: dict[int, Tensor]) -> None:
         """Put the gradients of all parameters into `flats`."""
         for i, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
+            if parameter.grad is not None and not is_ghost(parameter.grad):
                 self._source(Piece(i, 0, 0, 0, 0), flats)
 
     def own_sources(self, laid: Laid, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
@@ -105,7 +106,7 @@ class Pieces:
 
     def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:
         parameter, known = self.parameters[piece.item], flats.get(piece.item)
-        if parameter.grad is None:
+        if parameter.grad is None or is_ghost(parameter.grad):
             return parameter.detach().new_zeros(piece.count)
         if known is None:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

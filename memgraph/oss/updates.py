@@ -67,6 +67,8 @@ class Updates:
         if optimizer.held is not None:
             held = optimizer.held.gradients_of(laid)
             return lambda: held
+        if (parts := optimizer.inside.averaged(laid)) is not None:
+            return parts
         if optimizer.are_same:
             own = optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
             return lambda: laid.gradients(own)

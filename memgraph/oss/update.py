@@ -1,0 +1,140 @@
+"""What a sharded optimizer keeps on a rank and what its step allocates there, in the text of a step.
+
+    AdamW over 25.3M parameters, 2 ranks  ->  states 101.2 MB, workspace of the update 8.4 MB and that of buckets
+
+The caller's optimizer is stepped on made-up pieces, as `memgraph/update.py` does with parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+
+from passes import Trace
+from passes.wire import WORKSPACE
+
+from ..update import update_nbytes, with_step
+from .groups import Group, options
+from .optimizer import OSS
+from .pieces import Laid
+from .updates import AHEAD
+
+FLAGS = 64, 48  # bytes for what is said of each parameter before a step, and for what each rank says
+TRIED = 4  # bytes for each byte of a tensor that is tried
+_known: dict[object, tuple[int, int]] = {}  # of pieces that are alike
+
+
+def with_sharded_update(trace: Trace, oss: OSS, trained: Collection[Tensor], inside: Collection[int]) -> Trace:
+    """The trace with this rank's states among its inputs and its part of the update as its last op.
+
+    All of `trained` have a gradient then; `inside` are the buckets that backward has averaged.
+    """
+    laid = oss.pieces.laid
+    averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
+    gathered = [_gathered(oss, one) for one in laid]
+    if oss.is_cut:
+        steps = [_of_bucket(oss, one) for one in laid]
+        states = sum(nbytes for nbytes, _ in steps)
+        late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
+        turns = _turns(averaged, [update for _, update in steps], [0] * len(laid) if late else gathered)
+        taken = max(*map(sum, turns), sum(gathered) * late, 0)
+    else:
+        states, update = _of_all(oss, trained)
+        taken = sum(averaged) + max(update, sum(gathered))
+    taken += (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
+    if oss.exchange.wire is not None:
+        taken += WORKSPACE
+    if oss.exchange.wire is torch.float16:  # of which it is tried whether it takes the numbers
+        taken += TRIED * max(parameter.nbytes for parameter in oss.pieces.parameters)
+    return with_step(trace, type(oss.inner).__name__, states, taken)
+
+
+def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """For each bucket what is there while it is updated, and then gathered: the next ones are averaged, and the last
+    ones are gathered."""
+    for i, update in enumerate(updates):
+        yield *averaged[i : i + AHEAD + 1], *gathered[max(0, i - AHEAD) : i], max(update, gathered[i])
+
+
+def _of_bucket(oss: OSS, laid: Laid) -> tuple[int, int]:
+    """Bytes of the states of a bucket's own pieces, and what their update takes."""
+    first = laid.bucket.items[0]
+    views = [view for _, view in laid.own if oss.pieces.parameters[first].requires_grad or view in oss.inner.state]
+    group = options(oss.param_groups[oss.group_of[first]])
+    key = oss.optim, repr(group), tuple((view.shape, view.dtype, view.device) for view in views)
+    if key not in _known:
+        _known[key] = update_nbytes(_stepping(oss, [group | {"params": list(map(_trained, views))}]))
+    return _known[key]
+
+
+def _of_all(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
+    """The same of all own pieces at once."""
+    ids, parameters, sure = set(map(id, trained)), oss.pieces.parameters, list[Tensor]()
+    groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
+    for piece, view in (one for laid in oss.pieces.laid for one in laid.own):
+        parameter = parameters[piece.item]
+        if parameter.requires_grad or view in oss.inner.state:
+            stepped = _trained(view)
+            groups[oss.group_of[piece.item]].append(stepped)
+            sure += [stepped] if id(parameter) in ids else []
+    given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
+    return update_nbytes(_stepping(oss, given), sure)
+
+
+def _stepping(oss: OSS, groups: list[Group]) -> optim.Optimizer:
+    """The caller's own optimizer, of other parameters."""
+    one = copy.copy(oss.inner)
+    one.param_groups = groups
+    return one
+
+
+def _trained(view: Tensor) -> Tensor:
+    """A view as a parameter that has gradients."""
+    return view.detach().requires_grad_()
+
+
+def _averaged(oss: OSS, laid: Laid) -> int:
+    """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
+    others, part = oss.exchange.ranks - 1, _part(oss, laid)
+    if oss.are_same:
+        return 0
+    if oss.neighbours is not None:
+        return (2 + _several(laid)) * part
+    if not _on_cpu(oss):
+        return (others + 2) * part + _copied(oss) * (others + 1) * part
+    return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
+
+
+def _gathered(oss: OSS, laid: Laid) -> int:
+    others, part = oss.exchange.ranks - 1, _part(oss, laid)
+    if not others or oss.neighbours is not None:
+        return 0
+    if not _on_cpu(oss):
+        return (others + 2) * part + _copied(oss) * (others + 1) * part
+    return (others + 1) * (_several(laid) + _cast(oss)) * part
+
+
+def _several(laid: Laid) -> bool:
+    """Whether it has to be put together to be sent."""
+    return any(len(of_rank) > 1 for of_rank in laid.stretches)
+
+
+def _cast(oss: OSS) -> bool:
+    return oss.exchange.wire is not None
+
+
+def _copied(oss: OSS) -> bool:
+    """Whether a collective copies what it is given: gloo does."""
+    return bool(dist.get_backend(oss.exchange.group) == "gloo")
+
+
+def _on_cpu(oss: OSS) -> bool:
+    return oss.pieces.parameters[0].device.type == "cpu"
+
+
+def _part(oss: OSS, laid: Laid) -> int:
+    return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()
