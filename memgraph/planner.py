@@ -334,10 +334,9 @@ class Planner:
 
     def _plan(self, graph: fx.Graph, trained: Trained) -> tuple[Machine, Choice]:
         trace, machine = self._price(graph, trained)
-        if self.wishes.plans:
-            return machine, reused(self.wishes.plans, trace, machine)
+        search = partial(reused, self.wishes.plans) if self.wishes.plans else self._search
         together = self._together(trained)
-        return machine, together.choice(trace, machine, self._search) if together else self._search(trace, machine)
+        return machine, together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine) -> Choice:
         return make_plan(trace, machine, seconds=self.wishes.seconds)

@@ -24,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .exchanges import placed
+from .exchanges import BEGINS, placed
 from .gaps import Gaps
 from .machine import Machine
 from .slices import Slices, narrowest
@@ -46,8 +46,9 @@ def sliced(trace: Trace, machine: Machine) -> Trace:
 
 
 def resliced(trace: Trace, like: Trace) -> Trace:
-    """The step in the order, and in the slices, of one of the same ops; as it is, if that is another step."""
-    if trace.op.keys() != like.op.keys() or not any(op.slice for op in like.ops):
+    """The step in the order, and in the slices, of one of the same ops, if that has any or exchanges; as it is, if it
+    is another step."""
+    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn == BEGINS for op in like.ops):
         return trace
     return replace(trace, ops=tuple(replace(trace.op[op.name], slice=op.slice) for op in like.ops))
 
