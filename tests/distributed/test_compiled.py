@@ -101,9 +101,18 @@ def test_trainings_are_the_plain_ones_and_keep_to_their_budgets_with_one_plan() 
     assert plans == theirs
 
 
-def _averages(rank: int) -> bool:
+def begun_again(compiled: tuple[Net, Any, memgraph.OSS]) -> tuple[Net, Any, memgraph.OSS]:
+    """The same, with parameters as new and without a state; what was planned is kept."""
+    net, _, optimizer = compiled
+    optimizer.zero_grad()
+    optimizer.inner.state.clear()
+    net.load_state_dict(Net().state_dict())
+    return compiled
+
+
+def _averages(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> bool:
     """Against torch's own optimizer, of gradients that are averaged by hand, those of each backward for themselves."""
-    plain, (ours, model, optimizer) = Net(), compiled()
+    plain, (ours, model, optimizer) = Net(), begun_again(once)
     cls, options = KINDS["AdamW"]
     by_hand, batch, again = cls(plain.parameters(), **options), batches(rank, False), batches(rank, False)
     for times in (1, 2, 1):
@@ -125,7 +134,7 @@ def _averages(rank: int) -> bool:
     return same(ours, plain)
 
 
-def _loops(rank: int) -> list[str]:
+def _loops(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> list[str]:
     """What people write around backward and step."""
 
     def twice(model: Any, optimizer: Any, batch: Any, module: nn.Module) -> None:
@@ -186,7 +195,7 @@ def _loops(rank: int) -> list[str]:
 
     wrong = []
     for loop in (twice, zeroed, by_module, one_gone, frozen, outside, hooked, kept, evaluated):
-        plain, (ours, model, optimizer) = Net(), compiled()
+        plain, (ours, model, optimizer) = Net(), begun_again(once)
         cls, options = KINDS["AdamW"]
         for _ in range(2):
             loop(plain, theirs := cls(plain.parameters(), **options), batches(rank, True), plain)
@@ -213,12 +222,40 @@ def _rounded(rank: int) -> bool:
     return all(map(torch.allclose, ours.parameters(), plain.parameters()))
 
 
-def _everyday(rank: int) -> tuple[bool, list[str], bool]:
-    return _averages(rank), _loops(rank), _rounded(rank)
+class Two(nn.Module):
+    """Two losses, each of a parameter of its own and of one that both read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.left, self.right = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.both(x)
+        return self.left(x).square().mean(), self.right(x).square().mean()
+
+
+def _one_loss(rank: int) -> bool:
+    """Of what only the other loss reads there is no gradient, and so no decay of its weights."""
+    plain, ours = Two(), Two()
+    theirs = optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = memgraph.OSS(ours.parameters(), lr=0.1, weight_decay=0.5)
+    model = memgraph.compile(ours, ROOM, optimizer=optimizer)
+    for _ in range(3):
+        for of, one in ((plain, theirs), (model, optimizer)):
+            of(torch.ones(2, 6))[0].backward()
+            one.step()
+            one.zero_grad()
+    return same(ours, plain) and torch.equal(ours.right.weight, Two().right.weight)
+
+
+def _everyday(rank: int) -> tuple[bool, list[str], bool, bool]:
+    once = compiled()
+    return _averages(rank, once), _loops(rank, once), _rounded(rank), _one_loss(rank)
 
 
 def test_averages_and_everyday_loops_are_the_plain_ones() -> None:
-    assert on_ranks(2, _everyday) == [(True, [], True)] * 2
+    assert on_ranks(2, _everyday) == [(True, [], True, True)] * 2
 
 
 def _refused(rank: int) -> None:
