@@ -68,8 +68,7 @@ class Near:
         total = torch.empty_like(mine)
         if len(pieces) > 1:
             self._add(pieces, mine, total)
-        else:
-            whole = pieces[0]
+        for whole in pieces if len(pieces) == 1 else ():
             for begin in range(0, whole.count, CACHED // mine.element_size()):
                 end = min(whole.count, begin + CACHED // mine.element_size())
                 part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)

@@ -256,13 +256,13 @@ class OSS(Saving):
     def _lay_out(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Spread the parameters of a group, behind those that are there."""
         kinds: dict[object, int] = {}
+        fused = bool(self.param_groups[group].get("fused"))  # reads everything once, and rounds a rest in another way
         items = [
-            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.is_cut)
+            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.is_cut, fused)
             for p in parameters
         ]
         on_cpu = all(p.device.type == "cpu" for p in parameters)
-        once = self.param_groups[group].get("fused")  # reads everything once
-        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not once else None)
+        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not fused else None)
         ranks = 1 if self.is_driven else self.exchange.ranks
         loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
         buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
@@ -294,7 +294,7 @@ def _is_fresh(state: Mapping[Any, Any]) -> bool:
     return all("step" in one and float(one["step"]) == 0 for one in state.values() if one)
 
 
-def _item(p: Tensor, kind: int, is_cut: bool) -> Item:
+def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
     whole = not is_cut or not is_dense(p) or p.is_complex()
-    quantum = 1 if p.dtype in EXACT else VECTOR
+    quantum = 1 if p.dtype in EXACT and not fused else VECTOR
     return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)

@@ -24,6 +24,10 @@ KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Rprop": (optim.Rprop, {}),
     "Adafactor": (optim.Adafactor, {}),
 }
+FUSED: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    name: (KINDS[name][0], {"fused": True}) for name in ("Adam", "AdamW", "Adagrad")
+}
+FUSED["SGD"] = (optim.SGD, {"fused": True, "momentum": 0.9})
 
 
 def net() -> nn.Module:
@@ -54,6 +58,29 @@ def _steps(rank: int, gradients: str) -> list[str]:
         found = train(ours, memgraph.OSS(groups(ours), kind, gradients=gradients, **options), steps=7)
         wrong += [name] if not all(map(torch.equal, wanted, found)) else []
     return wrong
+
+
+def _fused(rank: int) -> list[str]:
+    """Kernels that take a rest by itself, on parameters whose ends are in the middle of buckets."""
+    wrong = []
+    for name, (kind, options) in FUSED.items():
+        for size in range(101, 3000, 97):
+            torch.manual_seed(size)
+            plain = [nn.Parameter(torch.randn(count)) for count in (size, 77, size + 5)]
+            ours = [nn.Parameter(p.detach().clone()) for p in plain]
+            optimizers = kind(plain, **options), memgraph.OSS(ours, kind, gradients="same", **options)
+            for _ in range(5):
+                for p, q in zip(plain, ours, strict=True):
+                    p.grad = torch.randn_like(p)
+                    q.grad = p.grad.clone()
+                for optimizer in optimizers:
+                    optimizer.step()
+            wrong += [f"{name} {size}"] if not all(map(torch.equal, plain, ours)) else []
+    return wrong
+
+
+def test_fused_kernels_step_as_alone() -> None:
+    assert on_ranks(3, _fused) == [[]] * 3
 
 
 def test_twelve_optimizers_over_two_groups_step_as_alone() -> None:
