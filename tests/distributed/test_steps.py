@@ -25,9 +25,9 @@ KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adafactor": (optim.Adafactor, {}),
 }
 FUSED: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    name: (KINDS[name][0], {"fused": True}) for name in ("Adam", "AdamW", "Adagrad")
+    name: (KINDS[name][0], {"fused": True, "lr": 0.01}) for name in ("Adam", "AdamW", "Adagrad")
 }
-FUSED["SGD"] = (optim.SGD, {"fused": True, "momentum": 0.9})
+FUSED["SGD"] = (optim.SGD, {"fused": True, "lr": 0.01, "momentum": 0.9})
 
 
 def net() -> nn.Module:
