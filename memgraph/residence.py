@@ -39,7 +39,8 @@ class Residence:
         named = dict(self.module.named_parameters())
         parameters = [named[name] for kind, name in homes if kind == PARAMETER]
         strangers = [parameter for parameter in parameters if place_of(parameter.detach()) is None]
-        wanted = {name: like for (kind, name), like in homes.items() if kind == GRADIENT and name not in self.gradients}
+        gradients = {name: like for (kind, name), like in homes.items() if kind == GRADIENT}
+        wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
         if strangers or wanted:
             self._move(strangers, wanted)
         for state in states:
@@ -75,6 +76,10 @@ class Residence:
         """
         home = Home([form_of(like) for like in likes.values()], self.where)
         return {name: home.tensor(i) for i, name in enumerate(likes)}
+
+    def _has_room(self, name: str, like: Tensor) -> bool:
+        """Whether a gradient has a home, and that is none from when its parameter had another dtype or shape."""
+        return name in self.gradients and self.gradients[name].nbytes == like.nbytes
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
         moved = bring_home([parameter.detach() for parameter in parameters], self.where)

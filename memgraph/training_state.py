@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from . import tensor_file
 from .errors import StateError
+from .interrupts import Interrupts
 from .module import CompiledModule
 from .spill import SpillError
 
@@ -38,7 +39,8 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 
     A name that ends in .safetensors asks for that format, in which what is the model's has its own name, and all else
     one that begins with "memgraph."; every other name for that of `torch.save`.  The file is written beside it, brought
-    to disk, and then takes its name: whatever happens meanwhile, `path` is the old file or the new one.
+    to disk, and then takes its name: whatever happens meanwhile, `path` is the old file or the new one; Ctrl-C leaves
+    nothing beside it.
 
     Raises:
         StateError: the folder does not take it: full, not there, not writable; or the format does not.
@@ -67,6 +69,8 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Bring model, optimizer and random generators to where they were when `path` was saved.
 
+    Ctrl-C waits until all of it is there.
+
     Raises:
         StateError: it is no training state, or one of another model or optimizer.  Nothing was changed.
         FileNotFoundError: there is no such file.
@@ -77,15 +81,8 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     if (optimizer is None) != (state["optimizer"] is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
-    if optimizer is not None:
-        try:
-            optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
-    model.load_state_dict(state["model"])
-    torch.set_rng_state(state["random"])
-    if state["random_cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["random_cuda"])
+    with Interrupts():
+        _restore(path, state, model, optimizer)
 
 
 def _plans(model: nn.Module) -> list[str]:
@@ -95,21 +92,23 @@ def _plans(model: nn.Module) -> list[str]:
 
 def _write(state: Mapping[str, Any], whole: Path) -> None:
     """Write a file beside it, and let that take its name."""
-    handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
-    os.close(handle)
-    try:
-        if whole.suffix == SAFETENSORS:
-            _put_tensors(state, name, whole)
-        else:
-            _put(state, name)
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(name, whole)
-        _sync(whole.parent)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    with Interrupts() as interrupts:
+        handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
+        os.close(handle)
+        try:
+            if whole.suffix == SAFETENSORS:
+                _put_tensors(state, name, whole)
+            else:
+                _put(state, name, interrupts)
+            with open(name, "rb") as file:
+                os.fsync(file.fileno())
+            interrupts.check()
+            os.replace(name, whole)
+            _sync(whole.parent)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
 
 
 def _put_tensors(state: Mapping[str, Any], name: str, whole: Path) -> None:
@@ -119,9 +118,9 @@ def _put_tensors(state: Mapping[str, Any], name: str, whole: Path) -> None:
         raise StateError(f"{whole} can't be written: {error}; name it .pt, which takes all that torch does") from error
 
 
-def _put(state: Mapping[str, Any], name: str) -> None:
+def _put(state: Mapping[str, Any], name: str, interrupts: Interrupts) -> None:
     with open(name, "wb") as file:
-        sink = _Sink(file)
+        sink = _Sink(file, interrupts)
         try:
             torch.save(state, cast(BinaryIO, sink))  # which writes, and no more
         except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
@@ -131,16 +130,17 @@ def _put(state: Mapping[str, Any], name: str) -> None:
 
 
 class _Sink:
-    """A file that remembers why it could not be written."""
+    """A file that remembers why it could not be written; Ctrl-C is a reason too."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.error: OSError | None = None
+    def __init__(self, file: BinaryIO, interrupts: Interrupts) -> None:
+        self.file, self.interrupts = file, interrupts
+        self.error: BaseException | None = None
 
     def write(self, given: bytes) -> int:
         try:
+            self.interrupts.check()
             return self.file.write(given)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
 
@@ -160,6 +160,18 @@ def _read(path: Target) -> Any:
         raise StateError(f"{path} is no training state; give a file of save_state") from error
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
         raise StateError(f"{path} can't be read as a training state: {error}; give a file of save_state") from error
+
+
+def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        try:
+            optimizer.load_state_dict(state["optimizer"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
+    model.load_state_dict(state["model"])
+    torch.set_rng_state(state["random"])
+    if state["random_cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
 def _refuse_unsound(path: Target, state: Any) -> None:
