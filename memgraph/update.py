@@ -208,7 +208,8 @@ class _Trial:
             allocated = [measured(lambda: type(alone).step(alone), kinds[0].device)[1] for _ in range(STEPS)]
         except (TypeError, RuntimeError) as error:
             raise TypeError(
-                f"{name} can't be planned, since its step can't be tried on a dense gradient: {error}"
+                f"{name} can't be planned, since its step can't be tried on a dense gradient: {error}; "
+                "compile without optimizer=, and its states and its update are not counted"
             ) from error
         kept = resident_bytes(state_tensors(alone))
         if len(kinds) == 1:
