@@ -8,6 +8,7 @@ and only the place is added.  Torch's log of what fake tensors see is kept quiet
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,6 +58,7 @@ UNDESCRIBED = (
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
+MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
 UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
 BY_TYPE: tuple[tuple[type[Exception], tuple[str, str]], ...] = (
     (DataDependentOutputException, VALUE),
@@ -136,7 +138,12 @@ def _hidden(error: Exception, mode: KnowingMode) -> tuple[str, str] | None:
         return None
     failed = mode.failed
     if failed is None or failed.error is not error:
-        return UNTRACED if not is_users(error.__traceback__) else None
+        return UNTRACED if not is_users(error.__traceback__) and not _is_miscalled(error) else None
     if not failed.runs():
         return None
     return next((reason for op, reason in BY_OP if op in str(failed.op)), UNDESCRIBED)
+
+
+def _is_miscalled(error: Exception) -> bool:
+    """Whether Python refuses the arguments of a call, before a line of the model's own runs."""
+    return type(error) is TypeError and MISCALLED.search(str(error)) is not None

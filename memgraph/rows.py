@@ -267,7 +267,7 @@ def _near(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same but for rounding of what is as large as the largest of them."""
     if not one.is_floating_point():
         return _same(one, other)
-    finite = one[one.isfinite()].abs()
+    finite = one.detach()[one.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     away = ~(one - other).abs().le(torch.finfo(one.dtype).eps ** 0.5 * (1.0 + largest))
     return _same(one[away], other[away])

@@ -96,8 +96,8 @@ def saved(choice: Choice, machine: Machine) -> SavedPlan:
     """What there is to keep of a plan."""
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), priced(trace, machine)
-    proven = choice.bound_us, choice.any_us
-    return SavedPlan(choice.plan, unpriced(trace), machine, version, prices, forecast.peak, forecast.us, *proven)
+    proven, known = (choice.bound_us, choice.any_us), _roomed(trace, machine)
+    return SavedPlan(choice.plan, unpriced(trace), known, version, prices, forecast.peak, forecast.us, *proven)
 
 
 def saved_plans(given: Saved | Sequence[Saved] | None) -> tuple[SavedPlan, ...]:
@@ -118,10 +118,13 @@ def unpriced(trace: Trace) -> Trace:
 
 
 def priced(trace: Trace, machine: Machine) -> str:
-    """A digest of all that a bound was proven of, but for the budget; room on the far tier for more than there is does
-    not count."""
-    room = min(machine.capacity, sum(trace.nbytes.values()))
-    return _digest(f"{trace}{replace(machine, budget=0, capacity=room)!r}")
+    """A digest of all that a bound was proven of, but for the budget."""
+    return _digest(f"{trace}{replace(_roomed(trace, machine), budget=0)!r}")
+
+
+def _roomed(trace: Trace, machine: Machine) -> Machine:
+    """Without the room on the far tier for more than there is: how much of it is free just then changes no plan."""
+    return replace(machine, capacity=min(machine.capacity, sum(trace.nbytes.values())))
 
 
 def _facts(machine: Machine) -> dict[str, object]:
@@ -142,7 +145,8 @@ def _read(given: object) -> SavedPlan:
     if isinstance(given, SavedPlan):
         return given
     if not isinstance(given, str | PathLike):
-        raise TypeError(f"plan is a {type(given).__name__}; give a SavedPlan, its JSON text, or the path of a file")
+        forms = "give a SavedPlan, its JSON text, or the path of a file; a report's to_json() is such a text"
+        raise TypeError(f"plan is a {type(given).__name__}; {forms}")
     if isinstance(given, str) and not given.strip():
         raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {ANEW}")
     if isinstance(given, str) and given.lstrip().startswith(("{", "[")):

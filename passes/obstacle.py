@@ -75,13 +75,14 @@ def _named(op: Op) -> str:
 
 
 def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[str]:
-    """A line for each of the largest, one for the rest of the `nbytes`, and one for the workspace of `op`."""
+    """A line for each of the largest, and, if there is any, for the rest of the `nbytes` and the workspace of `op`."""
     lines = []
     for life in there[:TOP]:
         maker = trace.op[life.maker]
         lines.append(f"  {life.nbytes:>14} bytes  {life.kind:<10} {life.storage} {maker.type} {maker.where}".rstrip())
     rest = nbytes - op.workspace - sum(life.nbytes for life in there[:TOP])
-    lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
+    if rest or len(there) > TOP:
+        lines.append(f"  {rest:>14} bytes  in {max(0, len(there) - TOP)} smaller tensors and the staging of copies")
     if op.workspace:
         lines.append(f"  {op.workspace:>14} bytes  workspace  of {op.name} itself")
     return lines

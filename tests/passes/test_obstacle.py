@@ -78,7 +78,6 @@ It needs most at n (log_softmax_backward, loss model.py:20); on cpu lie there:
               50 bytes  parameter  w u8[50]
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] loss model.py:21
-               0 bytes  in 0 smaller tensors and the staging of copies
 No plan can do with less than 5558 bytes: so many are in use at n at the same time.
 Give budget=5558, or a smaller batch (the same batch in several parts, whose gradients add up) or a loss that is computed in chunks.
 """,
@@ -98,12 +97,10 @@ It needs most at p (sum_backward, head model.py:9); on cpu lie there:
              100 bytes  temporary  p u8[100] head model.py:9
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] head model.py:9
-               0 bytes  in 0 smaller tensors and the staging of copies
 No plan can do with less than 2200 bytes: so many are in use at b (dropout, layers.1 model.py:7) at the same time:
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              100 bytes  input      x u8[100]
-               0 bytes  in 0 smaller tensors and the staging of copies
 Give budget=3208, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )

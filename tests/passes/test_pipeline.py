@@ -79,7 +79,6 @@ It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
             1000 bytes  activation b u8[1000] layers.0 model.py:8
              100 bytes  input      x u8[100]
               50 bytes  parameter  w u8[50]
-               0 bytes  in 0 smaller tensors and the staging of copies
 No plan can do with less than 2150 bytes: so many are in use at b at the same time.
 Give budget=2150, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
@@ -95,7 +94,6 @@ def test_the_error_tells_of_workspace() -> None:
 9 bytes are allowed; the smallest budget for which a plan was found is 10.
 It needs most at a (f); on cuda:0 lie there:
                8 bytes  output     a
-               0 bytes  in 0 smaller tensors and the staging of copies
                2 bytes  workspace  of a itself
 No plan can do with less than 10 bytes: so many are in use at a at the same time.
 Give budget=10, or a smaller batch (the same batch in several parts, whose gradients add up).
