@@ -74,7 +74,10 @@ class Costs:
         def read(file: sqlite3.Connection) -> Any:
             row = file.execute("SELECT value, digest FROM costs WHERE key = ?", (key,)).fetchone()
             # SQLite checks the shape of its pages, and not what stands in them.
-            return json.loads(row[0]) if row and row[1] == _digest(key, row[0]) else None
+            if row and row[1] != _digest(key, row[0]):
+                self._say("has costs in it that were damaged since they were measured: those are measured anew")
+                return None
+            return json.loads(row[0]) if row else None
 
         # A cache that is not there yet is made when there is something to keep.
         return self._tried(read) if self.readable and self.path.exists() else None
