@@ -12,6 +12,7 @@ from .forecast import Forecast
 from .gaps import COPIES
 from .linear import INFINITY
 from .model import Model
+from .program import Program
 from .rows import MIB
 
 LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
@@ -44,6 +45,19 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
             coefficients[column] = coefficients.get(column, 0.0) + life.nbytes / MIB
     fixed = float(forecast.total[index]) - held
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
+
+
+def broken(program: Program, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
+    """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
+    there, and the index in the step as it runs."""
+    places, worst = program.gaps.index, dict[int, tuple[int, int, int]]()
+    position = program.size - 1
+    for index in reversed(range(len(forecast.trace.ops))):
+        position = places.get(forecast.trace.ops[index].name, position)
+        nbytes = int(forecast.total[index])
+        if nbytes > max(budget, worst.get(position, (0, 0))[1]):
+            worst[position] = position, nbytes, index
+    return list(worst.values())
 
 
 def _waits(model: Model, i: int, position: int) -> bool:

@@ -92,6 +92,11 @@ class Linear:
         self.rows += 1
         return self.rows - 1
 
+    def rewrite(self, rows: list[Row]) -> None:
+        """Put others in place of the rows that have not been handed over."""
+        self.rows += len(rows) - len(self.waiting)
+        self.waiting = rows
+
     def bound_row(self, row: int, most: float) -> None:
         """Give a row another upper end."""
         self._hand_over()

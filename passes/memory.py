@@ -116,6 +116,7 @@ def ran_again(model: Model, position: int) -> dict[int, int]:
         if used and len(made) == 1:
             continue
         again[o] = column = linear.column()
+        model.follows[column] = "again", o
         linear.row(0.0, INFINITY, {model.again[o]: 1.0, column: -1.0})
         # R_o does not say that o has run by now: of its items the one that is used so far may be saved.
         for i in used:
@@ -139,6 +140,7 @@ def direct(model: Model, i: int, again: dict[int, int], came: Terms) -> Terms:
     if made is not None and alone and i not in model.away:
         return {kept: 1.0, made: 1.0}  # what readers that have run again need is one of the two
     column, row, sent = model.linear.column(), model.linear.row, dict.fromkeys(model.sent(i), 1.0)
+    model.follows[column] = "there", i
     for least in read:
         row(0.0, INFINITY, {column: 1.0, least: -1.0})
     if made is None or not alone:
@@ -165,6 +167,7 @@ def indirect(model: Model, i: int, again: dict[int, int], position: int) -> Term
     alone = model.program.makers[item.maker].alone
     made = again.get(item.maker) if alone else None
     column, row = model.linear.column(), model.linear.row
+    model.follows[column] = "there", i
     if len(item.readers) == 1:
         there = {kept: -1.0} if made is None else {kept: -1.0, made: -1.0}
         row(0.0, INFINITY, {column: 1.0, **there, again[item.readers[0]]: 1.0})

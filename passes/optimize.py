@@ -14,8 +14,8 @@ from functools import cached_property
 
 from . import linear
 from .choice import Choice, Proposal
-from .events import event
-from .forecast import Forecast
+from .events import broken, event
+from .folded import folded
 from .gaps import Gaps
 from .greedy import State, descend_from, state_of
 from .linear import INFINITY, Effort, Solved
@@ -56,6 +56,9 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
     if not linear.there():
         return Proposal(())
     program = Program(Gaps(trace), machine)
+    found = folded(program, until)
+    if found and found.gap <= ENOUGH:
+        return Proposal(found.plan, found.bound_us, found.any_us)
     return _Search(program, machine, until).run()
 
 
@@ -223,13 +226,13 @@ class _Search:
             if not self._take(mended):
                 self._take(self._in_time(mended))
         # Other times for its copies may do, and cost too much.
-        broken = (timed if timed.peak > self.machine.budget else states[0]).forecast
-        over = sorted(_over(self.program, broken, self.machine.budget), key=lambda found: -found[1])
+        worst = (timed if timed.peak > self.machine.budget else states[0]).forecast
+        over = sorted(broken(self.program, worst, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
             write(self.model, position)
         if not new:
-            self.events += [event(self.model, broken, index, position) for position, _, index in over]
+            self.events += [event(self.model, worst, index, position) for position, _, index in over]
         return self._is_near()
 
     def _take(self, state: State) -> bool:
@@ -278,16 +281,3 @@ class _Search:
         if self.events:
             self.rows = 0  # the point may be another without them
         self.events.clear()
-
-
-def _over(program: Program, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
-    """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
-    there, and the index in the step as it runs."""
-    places, worst = program.gaps.index, dict[int, tuple[int, int, int]]()
-    position = program.size - 1
-    for index in reversed(range(len(forecast.trace.ops))):
-        position = places.get(forecast.trace.ops[index].name, position)
-        nbytes = int(forecast.total[index])
-        if nbytes > max(budget, worst.get(position, (0, 0))[1]):
-            worst[position] = position, nbytes, index
-    return list(worst.values())

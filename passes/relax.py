@@ -46,12 +46,12 @@ def relax(model: Model) -> Relaxed | None:
     first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
     for position in sorted(first & set(range(program.boundary))):
         write(model, position)
-    anyhow = _converge(model, _any_over, write_any)
+    anyhow = converge(model, _any_over, write_any)
     if anyhow is None:
         return None
     for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
         write(model, position)
-    solved = _converge(model, _over, write)
+    solved = converge(model, over, write)
     return Relaxed(solved, max(0.0, anyhow.us - model.tie))
 
 
@@ -76,7 +76,7 @@ def _backward(model: Model) -> range:
     return range(model.program.boundary, model.program.size)
 
 
-def _converge(model: Model, over: Over, write: Write) -> Solved | None:
+def converge(model: Model, over: Over, write: Write) -> Solved | None:
     """Solve and write rows until no position that is looked at is over the budget."""
     solved: Solved | None = None
     for _ in range(ROUNDS):
@@ -101,7 +101,7 @@ def _any_over(model: Model, occupancy: Occupancy) -> list[int]:
     return found
 
 
-def _over(model: Model, occupancy: Occupancy) -> list[int]:
+def over(model: Model, occupancy: Occupancy) -> list[int]:
     """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
     found = _worst(occupancy.plain, model.budget, model.written)
     bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]
@@ -112,8 +112,8 @@ def _over(model: Model, occupancy: Occupancy) -> list[int]:
 
 
 def _worst(nbytes: Floats, budget: int, written: set[int]) -> list[int]:
-    over = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > budget * OVER]
-    return apart([position for position in over if position not in written], PER_ROUND)
+    found = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > budget * OVER]
+    return apart([position for position in found if position not in written], PER_ROUND)
 
 
 def apart(positions: list[int], most: int) -> list[int]:
