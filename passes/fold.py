@@ -76,7 +76,7 @@ class Folded(Program):
             maker = self.full.makers[o]
             items = tuple(range(count, count + len(maker.items)))
             count += len(items)
-            found.append(replace(maker, us=maker.us * self._size(o), items=items))
+            found.append(replace(maker, us=maker.us * self.stands_for(o), items=items))
         return tuple(found)
 
     @cached_property
@@ -84,14 +84,14 @@ class Folded(Program):
         found = []
         for k, o in enumerate(self.chosen):
             for i in self.full.makers[o].items:
-                item, size = self.full.items[i], self._size(o)
-                readers = dict.fromkeys(self.index[self._standing(w)] for w in item.readers)
+                item, size = self.full.items[i], self.stands_for(o)
+                readers = dict.fromkeys(self.index[self.standing(w)] for w in item.readers)
                 found.append(replace(item, nbytes=item.nbytes * size, maker=k, readers=tuple(readers)))
         return tuple(found)
 
     @cached_property
     def draws(self) -> tuple[tuple[int, int, int], ...]:
-        size = [self._size(o) for o in self.chosen]
+        size = [self.stands_for(o) for o in self.chosen]
         ops, index = self.gaps.trace.op, self.gaps.index
         drawn = ((k, ops[maker.value]) for k, maker in enumerate(self.makers) if not maker.once)
         return tuple((k, op.draws * size[k], index[op.name]) for k, op in drawn if op.draws)
@@ -105,7 +105,7 @@ class Folded(Program):
         """The index of the item that stands for each, by its storage."""
         first = {o: maker.items[0] for o, maker in zip(self.chosen, self.makers, strict=True)}
         return {
-            self.full.items[i].storage: first[self._standing(o)] + j
+            self.full.items[i].storage: first[self.standing(o)] + j
             for o, maker in enumerate(self.full.makers)
             for j, i in enumerate(maker.items)
         }
@@ -143,10 +143,10 @@ class Folded(Program):
     def settled(self) -> tuple[int, ...]:
         return (self.size,) * len(self.makers)
 
-    def _size(self, o: int) -> int:
+    def stands_for(self, o: int) -> int:
         return self.stands.get(self.layers.of(o), 1)
 
-    def _standing(self, o: int) -> int:
+    def standing(self, o: int) -> int:
         """The maker that stands for one of `full`."""
         return self.layers.moved(o, self.window(o))
 

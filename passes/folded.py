@@ -29,9 +29,10 @@ from .whole import fates
 LEAST = 16  # layers: fewer take no more time one by one
 OUTER = 2  # layers at each end that stand for themselves alone
 ENOUGH = 0.005  # of the step: a gap at which a plan is taken
-AIM = 0.5  # of this gap
+AIM = 0.95  # of this gap, so that a simulation may say a little more
 GRAIN = 0.001  # of the step: what a search leaves
-WORK = 3e7  # of one search; see `Linear.work`
+MUCH = 1e-4  # of the step: what costs so much stays as it is
+WORK = 1e7  # of one search; see `Linear.work`
 SIMULATED = 2  # times at most
 ROUNDS = 4  # in which whole columns are found over the budget, before a simulation
 
@@ -140,18 +141,20 @@ def _cuts(least: Least) -> dict[float, float]:
 
 
 def _fixed(model: Model, many: Folded, least: Least, cuts: dict[float, float]) -> Iterator[tuple[int, float]]:
-    """The columns of what blocks keep; of the layers at cuts none."""
-    one, values = least.program, least.solved.values[least.model.kept]
-    for last, size in many.stands.items():
-        if last - 1 in map(int, cuts.values()):
-            continue
-        for o in many.layers.makers(last):
-            for j, i in enumerate(many.made(o)):
-                share = round(float(values[one.made(many.layers.moved(o, one.last))[j]]), 6)
-                if 0.0 < share < 1.0:
-                    above = share in cuts
-                    cut = cuts[share if above else round(1 - share, 6)]
-                    share = float((last - 1 > cut) == above)
+    """The columns of what blocks keep, and of what it costs much not to keep, or to keep; of layers at cuts only these."""
+    one, solved = least.program, least.solved
+    free = {int(cut) + 1 for cut in cuts.values()}
+    for k, o in enumerate(many.chosen):
+        layer = many.layers.of(o)
+        in_block = layer in many.stands and layer not in free
+        standing = one.layers.moved(o, one.last) if in_block else one.standing(o)
+        for i, j in zip(many.makers[k].items, one.made(standing), strict=True):
+            column = least.model.kept[j]
+            share, price = round(float(solved.values[column]), 6), float(solved.prices[column])
+            if in_block and 0.0 < share < 1.0:
+                cut = cuts[share] if share in cuts else cuts[round(1 - share, 6)]
+                yield model.kept[i], float((layer - 1 > cut) == (share in cuts))
+            elif in_block or abs(price) / one.stands_for(standing) > MUCH * one.captured.us:
                 yield model.kept[i], share
 
 
