@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
-
 from .forecast import Forecast
 from .layers import Layers
 from .program import Floats, Item, Maker, Program

@@ -1,9 +1,10 @@
 """Plans of steps with many equal layers, found in a program whose size does not grow with depth.
 
     4 layers, and one for 92   ->   at best 12.31 % are added; of the 92, 0.37 keep one thing and 0.63 another
-    in blocks of 34, 1 and 57  ->   whole columns: 12.35 %   ->   what becomes of each layer   ->   12.36 %, fits
+    in blocks of 57, 1 and 34  ->   whole columns: 12.35 %   ->   what becomes of each layer   ->   12.36 %, fits
 
-The bound is one of all plans of the class, as that of the full program is: see `sums`.  The simulator has the last word.
+The bound is one of all plans of the class, as that of the full program is: see `sums`.  The simulator has the last
+word.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .linear import INFINITY, Effort, Solved
 from .model import LONG, Model
 from .occupancy import Occupancy
 from .program import Program
-from .relax import Write, converge, over
+from .relax import converge, over
 from .sums import sum_rows
 from .whole import fates
 
@@ -48,7 +49,7 @@ class Least:
 
 
 def folded(program: Program, until: float = INFINITY) -> Choice | None:
-    """A plan that fits, with what is proven; None, if there are no such layers, or if a search of all will do better."""
+    """A plan that fits, with what is proven; None, if there are no such layers, or if a search of all does better."""
     found = layers(program, LEAST) if program.size > LONG and not program.machine.out else None
     least = lowest(program, found, until) if found else None
     state = _rounded(program, least, until) if least else None
@@ -141,7 +142,7 @@ def _cuts(least: Least) -> dict[float, float]:
 
 
 def _fixed(model: Model, many: Folded, least: Least, cuts: dict[float, float]) -> Iterator[tuple[int, float]]:
-    """The columns of what blocks keep, and of what it costs much not to keep, or to keep; of layers at cuts only these."""
+    """The columns of what blocks keep, and of what it costs much to keep or not to; of layers at cuts only these."""
     one, solved = least.program, least.solved
     free = {int(cut) + 1 for cut in cuts.values()}
     for k, o in enumerate(many.chosen):

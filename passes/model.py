@@ -110,7 +110,7 @@ class Model:
         self.settled = program.settled if program.size > LONG else (program.size,) * len(program.makers)
         self.written: set[int] = set()  # positions that have rows
         self.anyhow: set[int] = set()  # backward positions that have rows of what no plan does without
-        self.follows: dict[int, tuple[str, int]] = {}  # columns of a position: which maker has run again, which item is there
+        self.follows: dict[int, tuple[str, int]] = {}  # see `memory`: what has run again, what is there
 
     @property
     def whole(self) -> list[int]:

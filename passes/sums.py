@@ -1,9 +1,9 @@
-"""Rows of the folded program that hold of all plans: those between two layers, summed over all layers that one stands for.
+"""Rows of the folded program that hold of all plans: those between two layers, summed over all that one stands for.
 
     A_1 + R_1 >= W_s  and  A_s + R_s >= W_94,  where s stands for 92     ->   A_1 + R_1 + 92 (A_s + R_s - W_s) >= W_94
 
-Of every plan, what holds of each layer holds of the sum; what the columns of s say is the mean.  Rows within a layer are
-means as they are, and so are those of bytes.  A row whose other end is not found is left out, which only lowers a bound.
+What holds of each layer of a plan holds of their sum, and the columns of s are their means.  Rows within a layer are
+means as they are, and so are those of bytes.  A row whose other end is not found is left out: that only lowers a bound.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _places(model: Model, program: Folded) -> dict[int, Place]:
             at = -1 if layers.of(o) < stands else layers.of(o) - stands
             found.update((column, (at, ((o - layers.first) % layers.period, says))) for column, says in columns)
 
-    for k, maker in enumerate(program.makers):
-        kept = ((model.kept[i], ("kept", j)) for j, i in enumerate(maker.items))
+    for k, made in enumerate(program.makers):
+        kept = ((model.kept[i], ("kept", j)) for j, i in enumerate(made.items))
         put([(model.again[k], "again"), *kept], k)
     for column, (says, k) in model.follows.items():
         maker = k if says == "again" else program.items[k].maker

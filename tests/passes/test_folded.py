@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Trace, apply, check, folded, layers, model, optimize, parse, predict, program
+from passes import Machine, Trace, apply, check, folded, layers, model, optimize, parse, predict, program, relax
 from passes.gaps import Gaps
 from passes.layers import Layers
 from tests.oracle.exhaustive import cheapest
@@ -34,14 +34,18 @@ def test_equal_layers_are_found_on_the_text() -> None:
 
 
 def test_a_layer_that_is_slower_is_not_equal() -> None:
-    text = str(network(9)).replace("a7 = linear(y7)  # makes a7:16384 | 40.0 us", "a7 = linear(y7)  # makes a7:16384 | 41.0 us")
+    text = str(network(9)).replace(
+        "a7 = linear(y7)  # makes a7:16384 | 40.0 us", "a7 = linear(y7)  # makes a7:16384 | 41.0 us"
+    )
     found = layers.layers(numbers(parse(text)), 4)
     assert found is not None and found.count == 7
 
 
 def test_layers_that_read_further_back_are_not_folded() -> None:
     lines = str(network(9)).splitlines()
-    far = [line.replace(f"add(x{i}, c{i})", f"add(x{i}, c{i}, c{max(0, i - 2)})") for line in lines for i in [_layer(line)]]
+    far = [
+        line.replace(f"add(x{i}, c{i})", f"add(x{i}, c{i}, c{max(0, i - 2)})") for line in lines for i in [_layer(line)]
+    ]
     assert layers.layers(numbers(parse("\n".join(far))), 4) is None
 
 
@@ -53,24 +57,33 @@ def _layer(line: str) -> int:
 
 
 @st.composite
-def repeated(draw: st.DrawFn) -> Trace:
-    """A step of some equal layers of one to three ops, of which backward reads some."""
-    count, width = draw(st.integers(4, 6)), draw(st.integers(1, 2))
+def repeated(draw: st.DrawFn, outer: int) -> Trace:
+    """A step of a few equal layers of one or two ops, of which backward reads some."""
+    count, width = draw(st.sampled_from([(4, 1), (5, 1), (4, 2)] if outer == 1 else [(6, 1), (7, 1)]))
     nbytes = draw(st.lists(st.integers(1, 40), min_size=width, max_size=width))
-    us = draw(st.lists(st.integers(0, 9), min_size=width, max_size=width))
+    us = draw(st.lists(st.integers(1, 9), min_size=width, max_size=width))
     reads = draw(st.lists(st.sampled_from(("before", "first", "both")), min_size=width, max_size=width))
-    used = draw(st.lists(st.booleans(), min_size=width, max_size=width))
-    work = draw(st.integers(0, 60))
+    used = [True, *draw(st.lists(st.booleans(), min_size=width - 1, max_size=width - 1))]
+    work = draw(st.integers(0, 20))
     head = draw(st.integers(1, 40))
-    lines = ["forward:", "x = input()  # makes x:8", "d = tangent()  # makes d:4", f"v0 = f(x)  # makes v0:{head} | 2.0 us"]
+    lines = [
+        "forward:",
+        "x = input()  # makes x:8",
+        "d = tangent()  # makes d:4",
+        f"v0 = f(x)  # makes v0:{head} | 2.0 us",
+    ]
     for i in range(count):
         names = [f"v{i}", *(f"u{i}_{k}" for k in range(width - 1)), f"v{i + 1}"]
         for k in range(width):
-            read = {"before": (names[k],), "first": (names[0],), "both": tuple(dict.fromkeys((names[0], names[k])))}
+            may = {"before": (names[k],), "first": (names[0],), "both": tuple(dict.fromkeys((names[0], names[k])))}
             lines.append(
-                f"{names[k + 1]} = f({', '.join(read[reads[k]])})  # makes {names[k + 1]}:{100 * nbytes[k]} | {us[k]}.0 us"
+                f"{names[k + 1]} = f({', '.join(may[reads[k]])})  # makes {names[k + 1]}:{100 * nbytes[k]} | {us[k]}.0 us"
             )
-    lines += [f"o = sum(v{count})  # makes o:4 | 2.0 us", "backward:", f"g{count} = f(d, v{count})  # makes g{count}:400 | 1.0 us"]
+    lines += [
+        f"o = sum(v{count})  # makes o:4 | 2.0 us",
+        "backward:",
+        f"g{count} = f(d, v{count})  # makes g{count}:400 | 1.0 us",
+    ]
     for i in reversed(range(count)):
         values = [f"u{i}_{k}" for k in range(width - 1)] + [f"v{i + 1}"]
         read = [f"g{i + 1}", *(value for value, use in zip(values, used, strict=True) if use)]
@@ -84,10 +97,10 @@ def repeated(draw: st.DrawFn) -> Trace:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObject) -> None:
-    trace = data.draw(repeated())
-    step = between(trace, data.draw(st.floats(0.0, 1.0)))
+    trace = data.draw(repeated(outer))
+    step = between(trace, data.draw(st.floats(0.0, 0.7)))
     found = layers.layers(step, 2 * outer + 1)
-    assume(found is not None and len(step.items) <= 9)
+    assume(found is not None)
     best = cheapest(trace, step.machine.budget)
     assume(best is not None)
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +127,7 @@ def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> Non
     step = between(network(40), share)
     found = layers.layers(step, folded.LEAST)
     least = folded.lowest(step, found) if found else None
-    full = optimize.relax(model.Model(step, step.machine.budget))
+    full = relax.relax(model.Model(step, step.machine.budget))
     assert least is not None and full is not None and full.solved is not None
     assert least.solved.us == pytest.approx(full.solved.us, abs=1e-5 * step.captured.us)
     assert len(least.program.items) < len(step.items) / 5
