@@ -27,7 +27,7 @@ from .relax import converge, over
 from .sums import sum_rows
 from .whole import fates
 
-LEAST = 16  # layers: fewer take no more time one by one
+LEAST = 64  # layers: fewer hardly take more time one by one
 OUTER = 2  # layers at each end that stand for themselves alone
 ENOUGH = 0.005  # of the step: a gap at which a plan is taken
 AIM = 0.95  # of this gap, so that a simulation may say a little more

@@ -94,7 +94,7 @@ def repeated(draw: st.DrawFn, outer: int) -> Trace:
 
 
 @pytest.mark.parametrize("outer", [1, 2])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObject) -> None:
     trace = data.draw(repeated(outer))
@@ -114,6 +114,7 @@ def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObjec
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folded, "LONG", 0)
+    monkeypatch.setattr(folded, "LEAST", 16)
     trace = network(40)
     step = between(trace, share)
     found = folded.folded(step)
@@ -125,7 +126,7 @@ def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> None:
     step = between(network(40), share)
-    found = layers.layers(step, folded.LEAST)
+    found = layers.layers(step, 16)
     least = folded.lowest(step, found) if found else None
     full = relax.relax(model.Model(step, step.machine.budget))
     assert least is not None and full is not None and full.solved is not None
@@ -133,5 +134,6 @@ def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> Non
     assert len(least.program.items) < len(step.items) / 5
 
 
-def test_short_steps_are_not_folded() -> None:
+def test_short_steps_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "LEAST", 16)
     assert folded.folded(between(network(40), 0.5)) is None
