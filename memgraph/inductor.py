@@ -60,9 +60,10 @@ def _compile(part: fx.Graph) -> Function:
         with torch.no_grad():
             return standalone_compile(fx.GraphModule({}, part), given, dynamic_shapes="from_example_inputs")
     except Exception as error:
+        count = sum(node.op == "call_function" for node in part.nodes)
         where = next((node.meta.get("where") for node in part.nodes if node.meta.get("where")), "the model")
         raise LoweringError(
-            f"Inductor can't compile {len(part.nodes)} ops at {where}: {type(error).__name__}: {error}\n"
+            f"Inductor can't compile {count} ops at {where}: {type(error).__name__}: {error}\n"
             "it wants a C++ compiler for a CPU and Triton for a GPU; give lower=None to do without it"
         ) from error
 

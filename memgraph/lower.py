@@ -41,9 +41,10 @@ class Lowering:
     """The segments of one step's text, compiled and priced."""
 
     def __init__(self, graph: fx.Graph, trace: Trace, prober: Prober) -> None:
-        self.graph, self.trace = graph, trace
+        self.graph = graph
         self.nodes = {node.name: node for node in graph.nodes}
         found = segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
+        self.trace = self._alone(trace, found, prober)
         self.run = {each.name: inductor.compiled(self._part(each)) for each in found}
         priced = {each.name: self._price(each, prober) for each in found}
         self.prices = {name: price for name, price in priced.items() if price is not None}
@@ -68,6 +69,14 @@ class Lowering:
             took = times.ops.get(segment.name, 0.0)
             found |= {name: self.trace.op[name].us / alone * took for name in segment.ops}
         return replace(times, ops=found)
+
+    def _alone(self, trace: Trace, found: Iterable[Segment], prober: Prober) -> Trace:
+        """The text with what the ops of segments take by themselves.
+
+        A plan was made at the prices that they have in segments, beside which no segment is faster than its ops.
+        """
+        us = {name: prober(self.nodes[name]).us for segment in found for name in segment.ops}
+        return replace(trace, ops=tuple(replace(op, us=us.get(op.name, op.us)) for op in trace.ops))
 
     def _part(self, segment: Segment) -> fx.Graph:
         """A segment's own graph."""

@@ -198,16 +198,17 @@ class Planner:
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
         lowering = Lowering(planned, choice.forecast.trace, self._prober()) if self._lowers else None
-        lowered = None
+        lowered, apart_us = None, 0.0
         if lowering is not None:
             planned, text = lowering.lowered(machine)
-            lowered = predict(text, machine)
+            lowered, apart_us = predict(text, machine), predict(lowering.trace, machine).us
         its = slots(planned, captured)
         tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
-        report = Report(machine, choice, planned_us=us, counted=self.wishes.optimizer is not None, lowered=lowered)
+        counted = self.wishes.optimizer is not None
+        report = Report(machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us)
         homes = self._homes(its, captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused

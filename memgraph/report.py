@@ -42,6 +42,7 @@ class Report:
         counted: whether an optimizer was given, so that its states are in the forecast.
         retained: whether the step that was measured went through a backward that kept its graph.
         lowered: the forecast of the step with parts of it compiled, which is what runs then.
+        apart_us: microseconds of the same plan with nothing compiled.
     """
 
     machine: Machine
@@ -54,6 +55,7 @@ class Report:
     counted: bool = True
     retained: bool = False
     lowered: Forecast | None = None
+    apart_us: float = 0.0
 
     @property
     def predicted_us(self) -> float:
@@ -161,8 +163,12 @@ class Report:
 
     def _compiled(self) -> list[str]:
         """What Inductor has compiled of the step, beside the plan as it was made."""
-        count = sum(op.fn == "memgraph.segment" for op in self.forecast.trace.ops)
-        return [f"compiled: {count} segments; with their ops one by one {ms(self.choice.forecast.us)}"] if count else []
+        if self.lowered is None:
+            return []
+        count = sum(op.fn == "memgraph.segment" for op in self.lowered.trace.ops)
+        if not count:
+            return ["nothing is compiled, as no segment is faster than its ops and within the budget"]
+        return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(self.apart_us)}"]
 
     def _taken(self) -> list[str]:
         """What the step took, beside what was foretold, before and with what its own ops took."""
