@@ -29,6 +29,7 @@ def between(trace: Trace, share: float) -> program.Program:
 def test_equal_layers_are_found_on_the_text() -> None:
     found = numbers(network(6))
     layer = layers.layers(found, 4)
+    assert layer is not None
     assert layer == Layers(first=0, period=5, count=5)
     assert [found.makers[o].value for o in layer.makers(1)] == ["n1", "a1", "b1", "c1", "x2"]
 
