@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import AgreementError
+from ..errors import AgreementError, MemgraphError
 from .faults import Watch
 from .texts import equal_texts, texts
 
@@ -43,23 +44,41 @@ def agree(watch: Watch, lines: Sequence[str], advice: str) -> None:
         raise AgreementError(_difference([each.decode().split("\n") for each in found], watch.members, advice))
 
 
+@contextmanager
+def telling(watch: Watch, advice: str) -> Iterator[None]:
+    """Around what comes before `agree` over `parameter_lines`: what fails here on a rank, the others are told there.
+
+    The rank itself raises its own error.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(MemgraphError):
+            agree(watch, [_line_of_optimizer(f"{type(error).__name__}: {error}")], advice)
+        raise
+
+
 def parameter_lines(optimizer: str, groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What has to be the same on all ranks: class, options, order, shapes, types, strides and values."""
-    yield f"the optimizer: {optimizer}"
+    yield _line_of_optimizer(optimizer)
     for place, group in enumerate(groups):
-        options = (f"{name}={_written(value)}" for name, value in sorted(group.items()) if name != "params")
+        options = (f"{name}={written(value)}" for name, value in sorted(group.items()) if name != "params")
         yield f"the options of group {place}: {', '.join(options)}"
         for position, parameter in enumerate(group["params"]):
             yield f"group {place} parameter {position}: {_described(parameter)}"
         yield f"the end of group {place}: {len(group['params'])} parameters"
 
 
-def _written(value: object) -> str:
+def _line_of_optimizer(what: str) -> str:
+    return f"the optimizer: {what}"
+
+
+def written(value: object) -> str:
     """An option as text that is the same in every process."""
     if isinstance(value, Tensor):
         return f"tensor({value.tolist()}, {value.dtype})"
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(_written, value))})"
+        return f"({', '.join(map(written, value))})"
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))

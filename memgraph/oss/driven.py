@@ -85,7 +85,7 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
         loss, trouble = optimizer.prepare(closure)
         losses.append(loss)
         try:
-            kinds, _ = shared(optimizer.exchange, optimizer.pieces, trouble, {})
+            kinds, _ = shared(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
         except BaseException as error:
             raise Together from error
         optimizer.updates.give(kinds)

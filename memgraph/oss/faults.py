@@ -117,7 +117,11 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def _own_store(group: dist.ProcessGroup) -> Any:
     """Another connection to the group's store: on the first one somebody may be waiting."""
     store: Any = group.get_group_store()
-    return store.clone()
+    try:
+        return store.clone()
+    except RuntimeError as error:  # torch's are, also those of its network
+        verdict = Verdict((), "the store of the process group does not answer")
+        raise _error("meeting of the ranks", verdict, error) from error
 
 
 def _life(rank: int) -> str:

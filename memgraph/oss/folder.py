@@ -46,6 +46,7 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         StateError: it can't be written; says on which rank, and why.
         CollectiveError: a rank is gone.
     """
+    _refuse_plain(optimizer)
     whole = Path(folder).absolute()
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
     rank = str(optimizer.watch.group.rank())
@@ -70,6 +71,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
         CollectiveError: a rank is gone.
     """
+    _refuse_plain(optimizer)
     whole, rank = Path(folder).absolute(), str(optimizer.watch.group.rank())
     name = f"loading of {whole}"
     if not whole.exists() and _beside(whole, "old").exists():
@@ -91,6 +93,12 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     model.load_state_dict(there)
     if "random" in state:
         _draw_as(state["random"][rank])
+
+
+def _refuse_plain(optimizer: object) -> None:
+    if not isinstance(optimizer, OSS):
+        found = type(optimizer).__name__
+        raise ShardError(f"the optimizer is a {found}; give a memgraph.OSS, or use memgraph.save_state and load_state")
 
 
 def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:

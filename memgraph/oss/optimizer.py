@@ -14,6 +14,7 @@ bits that it gives on whole parameters; any other gets whole parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
-from .agreement import agree, parameter_lines
+from .agreement import agree, parameter_lines, telling
 from .driven import drive
 from .exchange import Exchange
 from .faults import Watch
@@ -82,21 +83,21 @@ class OSS(Saving):
         bucket_bytes: int = BUCKET,
         **defaults: Any,
     ) -> None:
-        if gradients not in GRADIENTS:
-            raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
-        groups = groups_of(params)
         self.watch = Watch(_ready(group))
-        self.exchange = Exchange(self.watch, wire_dtype)
-        self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
-        plain = template(optim, groups, defaults)
-        self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
-        self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
-        self.items: list[Item] = []
-        self.group_of: list[int] = []  # of each parameter
-        self.held: Held | None = None
-        self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-        self.inside = Inside(self)
-        super().__init__(groups, dict(plain.defaults))
+        with telling(self.watch, ADVICE):
+            _refuse_arguments(optim, gradients)
+            groups = groups_of(params)
+            self.exchange = Exchange(self.watch, wire_dtype)
+            self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
+            plain = template(optim, groups, defaults)
+            self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
+            self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
+            self.items: list[Item] = []
+            self.group_of: list[int] = []  # of each parameter
+            self.held: Held | None = None
+            self.inner: Any = None  # the optimizer that runs on the pieces of this rank
+            self.inside = Inside(self)
+            super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
         self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
@@ -107,19 +108,13 @@ class OSS(Saving):
 
     def add_param_group(self, param_group: Group) -> None:
         """One more group, complete at once, in buckets of its own."""
-        before, added = list(self.param_groups), copied(param_group)
-        if self.held is not None:
-            raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
-        if self.inner is not None:
-            template(self.optim, [*before, added], self.given)  # which refuses what it does not take
-        super().add_param_group(added)
-        parameters = self.param_groups[-1]["params"]
+        before = list(self.param_groups)
         try:
-            if len(set(parameters)) != len(parameters):
-                raise ShardError("a parameter is twice in one group; give each parameter once")
+            with nullcontext() if self.inner is None else telling(self.watch, ADVICE):
+                self._take(param_group)
             if self.inner is not None:
                 self._compare(self.param_groups[-1:])
-            self._lay_out(len(before), parameters)
+            self._lay_out(len(before), self.param_groups[-1]["params"])
         except ShardError:
             self.param_groups[:] = before
             raise
@@ -129,6 +124,20 @@ class OSS(Saving):
             self.inner.add_param_group(dict(group))
             # Adagrad makes its states where it is made, and not for groups that come later.
             self.inner.state.update(self.optim([group], **self.given).state)
+
+    def _take(self, param_group: Group) -> None:
+        """One more group, as far as this rank alone can tell."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict")
+        added = copied(param_group)
+        if self.held is not None:
+            raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
+        if self.inner is not None:
+            template(self.optim, [*self.param_groups, added], self.given)  # which refuses what it does not take
+        super().add_param_group(added)
+        parameters = self.param_groups[-1]["params"]
+        if len(set(parameters)) != len(parameters):
+            raise ShardError("a parameter is twice in one group; give each parameter once")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update all parameters, on all ranks; every rank of the group has to call it.
@@ -149,7 +158,9 @@ class OSS(Saving):
 
     def _compare(self, groups: Sequence[Group]) -> None:
         """See that all ranks were given the same."""
-        agree(self.watch, list(parameter_lines(self.optim.__qualname__, groups)), ADVICE)
+        sent = f"gradients={self.gradients!r}, wire_dtype={self.exchange.wire}, bucket_bytes={self.bucket_bytes}"
+        first, *others = parameter_lines(self.optim.__qualname__, groups)
+        agree(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, owned or not."""
@@ -169,7 +180,7 @@ class OSS(Saving):
         """
         with torch.no_grad():
             _, trouble = self.prepare(None)
-            kinds, _ = self._agree(trouble)
+            kinds, _ = self._agree(trouble, clips=True)
             held = self.held or self.updates.hold(kinds)
             total = clip(self, held, float(max_norm), float(norm_type), error_if_nonfinite)
             self.held = None if self.are_same else held.seen_now()
@@ -196,16 +207,17 @@ class OSS(Saving):
             return loss, error
         return loss, None
 
-    def _agree(self, trouble: BaseException | None) -> tuple[list[int], bool]:
+    def _agree(self, trouble: BaseException | None, clips: bool = False) -> tuple[list[int], bool]:
         """Which gradients there are, and whether a GradScaler has found that a rank's are not finite."""
         scale, infinite = vars(self).get("grad_scale"), vars(self).get("found_inf")
         flags = {
+            "a call of clip_grad_norm_": clips,
             "clipped gradients": self.held is not None,
             "a GradScaler": infinite is not None,
             "scaled gradients": scale is not None,
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
-        kinds, found = shared(self.exchange, self.pieces, trouble, flags)
+        kinds, found = shared(self.exchange, self.pieces, self.param_groups, trouble, flags)
         self.inside.kinds = kinds
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
@@ -287,6 +299,15 @@ def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     ready = dist.group.WORLD if group is None else group
     assert ready is not None
     return ready
+
+
+def _refuse_arguments(kind: object, gradients: object) -> None:
+    if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
+        found = repr(kind) if isinstance(kind, str | type) else f"a {type(kind).__name__}"
+        example = "OSS(params, torch.optim.AdamW, lr=3e-4)"
+        raise ShardError(f"optim is {found}; give the class of an optimizer, and its options by name: {example}")
+    if gradients not in GRADIENTS:
+        raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
 
 
 def _is_fresh(state: Mapping[Any, Any]) -> bool:

@@ -47,10 +47,12 @@ class Saving(optim.Optimizer):
         Every rank has to call it. The copy lies in host memory until the next step.
 
         Raises:
+            AgreementError: ranks were given others.
             StateError: something in the state can't be sent, or there is no such rank.
             CollectiveError: a rank did not come.
         """
         count = len(self.watch.members)
+        agree(self.watch, [f"where the state goes: to={to}"], "Give the same on all ranks")
         if to is not None and not -1 <= to < count:
             raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
         self.gathered = gather(self, None if to == -1 else to)
