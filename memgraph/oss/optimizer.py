@@ -145,6 +145,7 @@ class OSS(Saving):
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another. Nothing has changed.
         """
+        self._refuse_torn()
         self.gathered = None
         with torch.no_grad():
             if self.is_driven:
@@ -178,6 +179,7 @@ class OSS(Saving):
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another.
         """
+        self._refuse_torn()
         with torch.no_grad():
             _, trouble = self.prepare(None)
             kinds, _ = self._agree(trouble, clips=True)
@@ -229,11 +231,14 @@ class OSS(Saving):
         parameters = self.pieces.parameters
         return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
 
-    def _refuse(self) -> None:
-        """Raise what is in the way of a step on this rank."""
+    def _refuse_torn(self) -> None:
+        """Raise if a step has failed halfway; other ranks may be anywhere in it, so that nothing can be sent to them."""
         if self.updates.is_torn:
             message = "a step failed when some parameters were updated, and ranks may differ"
             raise ShardError(f"{message}; load a saved state into a new process group and optimizer")
+
+    def _refuse(self) -> None:
+        """Raise what is in the way of a step on this rank."""
         pairs = [(i, p, p.grad) for i, p in enumerate(self.pieces.parameters) if p.grad is not None]
         for i, p, gradient in pairs:
             if gradient.dtype != p.dtype or gradient.device != p.device:

@@ -47,12 +47,33 @@ def _told(rank: int) -> list[str]:
         assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3, 4)
     optimizer.step()  # goes on as before
+    said += _at_a_step(optimizer, rank)
     said.append(
         refusal(ShardError, memgraph.save_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
     said.append(
         refusal(ShardError, memgraph.load_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
+    if rank:  # which asks nobody any more
+        optimizer.updates.is_torn = True
+        for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            assert refusal(ShardError, call).startswith("a step failed when some parameters were updated")
+    return said
+
+
+def _at_a_step(optimizer: memgraph.OSS, rank: int) -> list[str]:
+    """Refused on all ranks alike, and nothing has changed."""
+    group, parameter = optimizer.param_groups[0], optimizer.param_groups[0]["params"][0]
+    before, lr = parameter.detach().clone(), group["lr"]
+    group["lr"] = lr * (1 + rank)
+    said = [refusal(ShardError, optimizer.step)]
+    group["lr"] = lr
+    said.append(refusal(ShardError, optimizer.step if rank else lambda: optimizer.clip_grad_norm_(1.0)))
+    said.append(refusal(AgreementError, lambda: optimizer.consolidate_state_dict(to=rank)))
+    assert torch.equal(parameter, before)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert not torch.equal(parameter, before)
     return said
 
 
@@ -65,6 +86,10 @@ def test_what_one_rank_is_refused_is_told_on_the_others() -> None:
     assert all(told.startswith("the ranks disagree on what is sent: gradients='average', wire") for told in sent)
     assert "wire_dtype=None, " in sent[0] and "wire_dtype=torch.bfloat16, " in sent[0]
     assert "param_group is a int; give a dict on rank 1" in others[len(OWN) + len(SENT)]
+    step = others[-5:-2]
+    assert step == own[-5:-2] and step[0].startswith("the options of groups, such as lr, differ between ranks; set")
+    assert step[1] == "some ranks have a call of clip_grad_norm_, others have not; call the same on all ranks"
+    assert "where the state goes: to=0 on rank 0; to=1 on rank 1. Give the same" in step[2]
     assert others[-1] == own[-1] and others[-1].startswith("the optimizer is a SGD; give a memgraph.OSS, or use")
 
 
