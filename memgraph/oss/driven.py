@@ -88,6 +88,7 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
             kinds, _ = shared(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
         except BaseException as error:
             raise Together from error
+        optimizer.inside.kinds = kinds
         optimizer.updates.give(kinds)
         optimizer.held = None
         return optimizer.exchange.mean(torch.as_tensor(loss))

@@ -232,7 +232,7 @@ class OSS(Saving):
         return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
 
     def _refuse_torn(self) -> None:
-        """Raise if a step has failed halfway; other ranks may be anywhere in it, so that nothing can be sent to them."""
+        """Raise if a step has failed halfway; others may be anywhere in it, so nothing can be asked of them."""
         if self.updates.is_torn:
             message = "a step failed when some parameters were updated, and ranks may differ"
             raise ShardError(f"{message}; load a saved state into a new process group and optimizer")
