@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import ShardError, StateError
 from .admission import trouble
+from .agreement import agree
 from .optimizer import OSS
 from .room import METADATA, compare, metadata, room
 from .texts import texts
@@ -44,10 +45,10 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be written; says on which rank, and why.
+        AgreementError: ranks were given different folders.
         CollectiveError: a rank is gone.
     """
-    _refuse_plain(optimizer)
-    whole = Path(folder).absolute()
+    whole = _agreed(folder, optimizer)
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
     rank = str(optimizer.watch.group.rank())
     state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
@@ -69,10 +70,10 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
+        AgreementError: ranks were given different folders.
         CollectiveError: a rank is gone.
     """
-    _refuse_plain(optimizer)
-    whole, rank = Path(folder).absolute(), str(optimizer.watch.group.rank())
+    whole, rank = _agreed(folder, optimizer), str(optimizer.watch.group.rank())
     name = f"loading of {whole}"
     if not whole.exists() and _beside(whole, "old").exists():
         whole = _beside(whole, "old")  # a save has died between two names
@@ -95,10 +96,14 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         _draw_as(state["random"][rank])
 
 
-def _refuse_plain(optimizer: object) -> None:
+def _agreed(folder: Target, optimizer: object) -> Path:
+    """The folder, the same on all ranks: parts in different ones are no checkpoint."""
     if not isinstance(optimizer, OSS):
         found = type(optimizer).__name__
         raise ShardError(f"the optimizer is a {found}; give a memgraph.OSS, or use memgraph.save_state and load_state")
+    whole = Path(folder).absolute()
+    agree(optimizer.watch, [f"the folder: {whole}"], "Give the same on all ranks")
+    return whole
 
 
 def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:

@@ -69,6 +69,9 @@ def _at_a_step(optimizer: memgraph.OSS, rank: int) -> list[str]:
     said = [refusal(ShardError, optimizer.step)]
     group["lr"] = lr
     said.append(refusal(ShardError, optimizer.step if rank else lambda: optimizer.clip_grad_norm_(1.0)))
+    for call in (memgraph.save_sharded, memgraph.load_sharded):
+        told = refusal(AgreementError, call, f"/nowhere/{rank}", nn.Linear(1, 1), optimizer)
+        assert told.startswith("the ranks disagree on the folder: /nowhere/0 on rank 0; /nowhere/1 on rank 1. Give the")
     said.append(refusal(AgreementError, lambda: optimizer.consolidate_state_dict(to=rank)))
     assert torch.equal(parameter, before)
     optimizer.clip_grad_norm_(1.0)
