@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.alone import ALONE
-from memgraph.update import update_nbytes
+from memgraph.far_update import FarUpdate
 from tests.updates import OPTIMIZERS, ROOM, batch, net, square, step
 
 
@@ -37,8 +38,13 @@ def test_a_budget_error_lists_the_workspace_of_the_update() -> None:
     with pytest.raises(memgraph.BudgetError) as caught:
         memgraph.plan(module, torch.randn(8, 256), budget=1000, optimizer=optim.AdamW(module.parameters()), loss=square)
     assert "It needs most at optimizer_step (AdamW.step)" in str(caught.value)
-    _, workspace = update_nbytes(optim.AdamW(module.parameters()))
-    assert f"{workspace} bytes  workspace  of optimizer_step itself" in str(caught.value)
+    # At the smallest budget it runs in windows.
+    window = FarUpdate(optim.AdamW(module.parameters())).nbytes(list(module.parameters()))
+    assert f"{window} bytes  workspace  of optimizer_step itself" in str(caught.value)
+    listed = re.findall(r"^ +(\d+) bytes  ", str(caught.value).partition("No plan")[0], re.MULTILINE)
+    smallest = re.search(r"smallest budget for which a plan was found is (\d+)", str(caught.value))
+    assert smallest is not None
+    assert sum(map(int, listed)) == int(smallest[1])
 
 
 def test_the_update_is_measured_as_well() -> None:
