@@ -38,17 +38,24 @@ def peak(model: nn.Module, batch: Iterable[Tensor], step: Step) -> int:
     return resident_bytes([*model.parameters(), *model.buffers(), *batch]) + allocation.peak
 
 
-def in_turn(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """The seconds of every step in every round; each round begins with another of them."""
+def seconds_of(step: Step) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def in_turn(
+    steps: dict[str, Step], rounds: int, warm: int = 1, timed: Callable[[Step], float] = seconds_of
+) -> dict[str, list[float]]:
+    """The seconds of every step in every round; each round begins with another of them, and the first only warm up."""
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-1, rounds):  # the first only warms up
+    for turn in range(-warm, rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            begin = time.perf_counter()
-            steps[name]()
+            seconds = timed(steps[name])
             if turn >= 0:
-                taken[name].append(time.perf_counter() - begin)
+                taken[name].append(seconds)
     return taken
 
 

@@ -15,8 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +29,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import memgraph
-from benchmarks.clock import middle
+from benchmarks.clock import Step, in_turn, middle, seconds_of
 from benchmarks.records import write
 
 BATCH = 4
 PLAIN = "DDP, Adam"
-Timed = Callable[[], None]
+WARM = 2  # rounds: the first ones make states
 
 
 def main(
@@ -80,11 +79,11 @@ def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
     for fused in (False, True):
         optimizers = _optimizers(alone, wrapped, fused)
         training = {name: _training(module, one, x) for name, (module, one) in optimizers.items()}
-        trained = _in_turn(training, rounds)
+        trained = in_turn(training, rounds, WARM, _together)
         bytes_of = {name: _most(_state_bytes(one)) for name, (_, one) in optimizers.items()}
-        steps: dict[str, Timed] = {name: _step(module, one) for name, (module, one) in optimizers.items()}
+        steps: dict[str, Step] = {name: _step(module, one) for name, (module, one) in optimizers.items()}
         steps.pop("OSS")  # averages, too, which is not its step alone
-        stepped = _in_turn(steps, rounds)
+        stepped = in_turn(steps, rounds, WARM, _together)
         kind = "fused" if fused else "default"
         rows += [
             {"adam": kind, "name": name, "state": bytes_of[name], "training": trained[name], "step": stepped.get(name)}
@@ -107,7 +106,7 @@ def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, 
     }
 
 
-def _training(module: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Timed:
+def _training(module: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Step:
     def step() -> None:
         module(x).square().mean().backward()
         optimizer.step()
@@ -116,27 +115,17 @@ def _training(module: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Timed
     return step
 
 
-def _step(module: nn.Module, optimizer: optim.Optimizer) -> Timed:
+def _step(module: nn.Module, optimizer: optim.Optimizer) -> Step:
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad = torch.full_like(parameter, 1e-3)
     return lambda: optimizer.step()
 
 
-def _in_turn(steps: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step in every round, until the last rank is done; each round begins with another of them."""
-    names = list(steps)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-2, rounds):  # the first ones make states
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
-            dist.barrier()
-            begin = time.perf_counter()
-            steps[name]()
-            seconds = _most(time.perf_counter() - begin)
-            if turn >= 0:
-                taken[name].append(seconds)
-    return taken
+def _together(step: Step) -> float:
+    """Seconds until the last rank is done."""
+    dist.barrier()
+    return _most(seconds_of(step))
 
 
 def _most(value: float) -> float:

@@ -64,7 +64,7 @@ class Place:
     def like(self, tensor: Tensor) -> Tensor:
         """Its bytes in memory of the host, laid out as `tensor`."""
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
-        return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return shaped(flat, tensor)
 
 
 class Ground:
@@ -186,6 +186,11 @@ def _within(mapping: Mapping, offset: int, nbytes: int) -> Place | None:
     until = sum(mapping.slots[slot])
     whole = offset % PAGE == 0 and (end == until or (end < until and end % PAGE == 0))
     return Place(offset, nbytes, mapping) if whole else None
+
+
+def shaped(flat: Tensor, tensor: Tensor) -> Tensor:
+    """A run of bytes, seen as a tensor of this type, shape and strides."""
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def form_of(tensor: Tensor) -> Form:

@@ -78,14 +78,18 @@ class Lowering:
         us = {name: prober(self.nodes[name]).us for segment in found for name in segment.ops}
         return replace(trace, ops=tuple(replace(op, us=us.get(op.name, op.us)) for op in trace.ops))
 
+    def _begun(self, segment: Segment) -> tuple[fx.Graph, dict[str, fx.Node]]:
+        """A graph with nothing in it but what a segment reads, by name."""
+        graph = fx.Graph()
+        given = {read: graph.placeholder(read) for read in segment.reads}
+        for read, node in given.items():
+            node.meta = {"val": self.nodes[read].meta["val"]}
+        return graph, given
+
     def _part(self, segment: Segment) -> fx.Graph:
         """A segment's own graph."""
-        part = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        for read in segment.reads:
-            source = self.nodes[read]
-            env[source] = part.placeholder(read)
-            env[source].meta = {"val": source.meta["val"]}
+        part, given = self._begun(segment)
+        env = {self.nodes[read]: node for read, node in given.items()}
         for name in segment.ops:
             source = self.nodes[name]
             if all(read in env for read in source.all_input_nodes):
@@ -96,12 +100,8 @@ class Lowering:
 
     def _price(self, segment: Segment, prober: Prober) -> Price | None:
         """What it takes; None if it can't be run here, or makes what the graph does not foretell."""
-        graph = fx.Graph()
-        reads = []
-        for read in segment.reads:
-            reads.append(graph.placeholder(read))
-            reads[-1].meta = {"val": self.nodes[read].meta["val"]}
-        node = graph.create_node("call_function", self.run[segment.name], tuple(reads), name=segment.name)
+        graph, given = self._begun(segment)
+        node = graph.create_node("call_function", self.run[segment.name], tuple(given.values()), name=segment.name)
         expected = [tensors(self.nodes[value])[0] for value in segment.gives]
         node.meta = {"val": tuple(expected)}
         made = prober.made(node)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .homes import Place
+from .homes import Place, shaped
 from .slab import SLABS, Slab, Slabs
 from .spill import PAGE
 
@@ -136,8 +136,7 @@ class PinnedLease:
         if home := self.homes.get(slot):
             return home.like(tensor)
         begin = self.tier.offsets[slot]
-        flat = self.slab.bytes[begin : begin + self.tier.slots[slot]].view(tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.stride())
+        return shaped(self.slab.bytes[begin : begin + self.tier.slots[slot]], tensor)
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         self.last[stream] = event = copied(self.cuda, self.device, stream, into, of)

@@ -10,8 +10,8 @@ from passes import Machine, Trace, model, parse, program
 from passes.gaps import Gaps
 from passes.optimize import optimize
 from passes.relax import write
-from tests.oracle.exhaustive import all_fates, best_of, cheapest
-from tests.passes.test_optimize import SINGLE, SMALL, between
+from tests.oracle.exhaustive import all_fates, best_of
+from tests.passes.test_optimize import SINGLE, SMALL, assert_no_keep_set_beats_the_bound, between
 from tests.strategies import machines, traces
 
 # m is wanted by nobody; n may not run again.
@@ -49,12 +49,7 @@ def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
 @settings(max_examples=60)
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
 def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(Gaps(trace).maker) <= 9)
-    machine = between(trace, Machine(0), share)
-    best = cheapest(trace, machine.budget)
-    assume(best is not None)
-    found = optimize(trace, machine)
-    assert best is not None and found.any_us <= best + SMALL and found.bound_us <= best + SMALL
+    assert_no_keep_set_beats_the_bound(trace, share)
 
 
 @settings(max_examples=40)
