@@ -10,16 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .agreement import checksum, written
+from .first_state import FirstState
+from .pieces import flat, is_dense
+from .sharded_state import place_of
 
 if TYPE_CHECKING:
     from .saving import Saving
 
+WHAT = "the state dict"
+SAMPLED = 4096  # elements of a tensor that are compared between ranks
+Group = Mapping[str, Any]
 
-def trouble(oss: Saving, given: object) -> str | None:
-    """What stands against loading it; None if nothing does."""
+
+def trouble(oss: Saving, given: object, sharded: bool = False) -> str | None:
+    """What stands against loading it; None if nothing does.
+
+    Args:
+        sharded: it has this rank's rows of tensors, and of what is no row only what this rank owns.
+    """
     try:
-        return next(_troubles(oss, given), None)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        return next(_troubles(oss, given, sharded), None)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"it is not made as one ({error!r})"
 
 
@@ -29,17 +43,20 @@ def by_place(given: Mapping[str, Any]) -> dict[int, Any]:
     return {place: given["state"][number] for place, number in enumerate(numbers) if number in given["state"]}
 
 
-def lines(given: object, found: str | None) -> Iterator[str]:
+def lines(given: object, found: str | None, sharded: bool = False) -> Iterator[str]:
     """What has to be the same on all ranks that load it."""
-    yield f"the state dict: {found or 'fits'}"
+    yield f"{WHAT}: {found or 'fits'}"
     if found is None and isinstance(given, Mapping):
         for place, group in enumerate(given["param_groups"]):
-            yield f"the options in group {place} of the state dict: {sorted(map(str, group.items()))}"
+            options = ", ".join(f"{name}={written(value)}" for name, value in sorted(group.items()))
+            yield f"the options in group {place} of the state dict: {options}"
         for place, entries in by_place(given).items():
-            yield f"the state of parameter {place} in the state dict: {sorted(map(_described, entries.items()))}"
+            told = [each for each in entries.items() if not sharded or isinstance(each[1], DTensor)]
+            if told or not sharded:
+                yield f"the state of parameter {place} in the state dict: {', '.join(map(_described, told))}"
 
 
-def _troubles(oss: Saving, given: object) -> Iterator[str]:
+def _troubles(oss: Saving, given: object, sharded: bool) -> Iterator[str]:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
         return
@@ -47,11 +64,12 @@ def _troubles(oss: Saving, given: object) -> Iterator[str]:
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
         yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
-    for place, entries in by_place(given).items():
-        yield from _of_entries(oss, place, entries)
+    entries = _Entries(oss, _completed(oss, given["param_groups"]), sharded)
+    for place, each in by_place(given).items():
+        yield from entries.troubles(place, each)
 
 
-def _of_groups(own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]], oss: Saving) -> Iterator[str]:
+def _of_groups(own: Sequence[Group], given: Sequence[Group], oss: Saving) -> Iterator[str]:
     if len(own) != len(given):
         yield f"it has {_counted(len(given), 'group')}, and the optimizer has {len(own)}"
         return
@@ -68,7 +86,7 @@ def _of_groups(own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, An
             yield f"its group {place} has no {missing[0]!r}, so it is of another optimizer than {oss.optim.__name__}"
 
 
-def _completed(oss: Saving, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _completed(oss: Saving, given: Sequence[Group]) -> list[dict[str, Any]]:
     """The groups with what the optimizer adds to those that an older version has written."""
     groups = [{**group, "params": []} for group in given]
     stand_in = oss.optim.__new__(oss.optim)
@@ -77,26 +95,74 @@ def _completed(oss: Saving, given: Sequence[Mapping[str, Any]]) -> list[dict[str
     return groups
 
 
-def _of_entries(oss: Saving, place: int, entries: object) -> Iterator[str]:
-    if not isinstance(entries, Mapping):
-        yield f"the state of parameter {place} is a {type(entries).__name__}"
-        return
-    parameter = oss.pieces.parameters[place]
-    if not oss.is_cut:
-        return  # nobody but the optimizer knows what it has to be
-    for name, value in entries.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            continue
-        if value.shape != parameter.shape:
-            shapes = f"{list(value.shape)}, and the parameter is {list(parameter.shape)}"
-            yield f"{name!r} of parameter {place} is {shapes}"
-        elif torch.promote_types(value.dtype, parameter.dtype) != parameter.dtype:
-            yield f"{name!r} of parameter {place} is {value.dtype}, which does not fit into its {parameter.dtype}"
+class _Entries:
+    """What the states of parameters have to have in them."""
+
+    def __init__(self, oss: Saving, groups: Sequence[Group], sharded: bool) -> None:
+        self.oss, self.groups, self.sharded = oss, groups, sharded
+        self.name, self.first = oss.optim.__name__, FirstState(oss.optim, oss.given)
+        self.own = {piece.item for laid in oss.pieces.laid for piece, _ in laid.own}
+
+    def troubles(self, place: int, entries: object) -> Iterator[str]:
+        if not isinstance(entries, Mapping):
+            yield f"the state of parameter {place} is a {type(entries).__name__}, and has to be a dict"
+            return
+        parameter = self.oss.pieces.parameters[place]
+        group = self.groups[self.oss.group_of[place]]
+        wanted = self.first.entries(group, parameter)
+        there = {name: value for name, value in entries.items() if value is not None}
+        missing = sorted(set(wanted) - set(there))
+        is_whole = not self.sharded or place in self.own
+        if there and missing and is_whole and self.first.needs(group, parameter, list(there)):
+            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {_kind(wanted[missing[0]])}"
+        for name, value in there.items():
+            if (wrong := self._wrong(parameter, value, wanted.get(name))) is not None:
+                yield f"{name!r} of parameter {place} is {wrong}"
+
+    def _wrong(self, parameter: Tensor, value: Any, wanted: Any) -> str | None:
+        """What an entry is and should not be; `wanted` is None where nobody knows."""
+        if isinstance(value, Tensor) and value.is_meta:
+            return f"{_kind(value)} on the meta device, where it has no values"
+        if isinstance(value, DTensor) and not self.sharded:
+            return f"{_kind(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
+        if wanted is None and self.oss.is_cut and isinstance(value, Tensor) and value.dim():
+            wanted = parameter  # an entry that an option has left, which is cut as the others
+        if isinstance(wanted, Tensor) and not _fits(value, wanted):
+            return f"{_kind(value)}, which does not fit into {self.name}'s {_kind(wanted)}"
+        if self.sharded and (place := place_of(self.oss, parameter, value)):
+            return f"{_kind(value)} {place}"
+        return None
+
+
+def _fits(value: Any, wanted: Tensor) -> bool:
+    """Whether it is what torch makes of it in its place, without a loss."""
+    if wanted.dim() == 0 and isinstance(value, int | float):
+        return True
+    if not isinstance(value, Tensor) or value.shape != wanted.shape:
+        return False
+    if wanted.dim() == 0:  # counts and products, which may be of another type
+        return not value.is_complex()
+    alike = value.is_floating_point() == wanted.is_floating_point() and value.is_complex() == wanted.is_complex()
+    return alike and torch.promote_types(value.dtype, wanted.dtype) == wanted.dtype
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _described(entry: tuple[str, Any]) -> str:
+    """An entry with some of its values."""
     name, value = entry
-    return f"{name} {value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else f"{name} {type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return f"{name} {written(value)}"
+    if isinstance(value, DTensor) or not is_dense(value):
+        return f"{name} {_kind(value)}"
+    if value.dim() == 0:
+        return f"{name} {value.item()}"
+    sample = flat(value)[:: max(1, value.numel() // SAMPLED)]
+    return f"{name} {_kind(value)} with values of checksum {checksum(sample):08x}"
 
 
 def _counted(count: int, what: str) -> str:

@@ -25,6 +25,7 @@ from .texts import equal_texts, texts
 
 CHUNK = 1 << 22  # elements that are brought to host memory at once
 SHOWN = 300  # characters of a line in an error
+OPTIMIZER = "the optimizer"  # what the first of `parameter_lines` is about
 
 
 def agree(watch: Watch, lines: Sequence[str], advice: str) -> None:
@@ -45,8 +46,9 @@ def agree(watch: Watch, lines: Sequence[str], advice: str) -> None:
 
 
 @contextmanager
-def telling(watch: Watch, advice: str) -> Iterator[None]:
-    """Around what comes before `agree` over `parameter_lines`: what fails here on a rank, the others are told there.
+def telling(watch: Watch, what: str, advice: str) -> Iterator[None]:
+    """Around what comes before `agree` over lines of which the first is about `what`: what fails here on a rank, the
+    others are told there.
 
     The rank itself raises its own error.
     """
@@ -54,23 +56,19 @@ def telling(watch: Watch, advice: str) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(MemgraphError):
-            agree(watch, [_line_of_optimizer(f"{type(error).__name__}: {error}")], advice)
+            agree(watch, [f"{what}: {type(error).__name__}: {error}"], advice)
         raise
 
 
 def parameter_lines(optimizer: str, groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What has to be the same on all ranks: class, options, order, shapes, types, strides and values."""
-    yield _line_of_optimizer(optimizer)
+    yield f"{OPTIMIZER}: {optimizer}"
     for place, group in enumerate(groups):
         options = (f"{name}={written(value)}" for name, value in sorted(group.items()) if name != "params")
         yield f"the options of group {place}: {', '.join(options)}"
         for position, parameter in enumerate(group["params"]):
             yield f"group {place} parameter {position}: {_described(parameter)}"
         yield f"the end of group {place}: {len(group['params'])} parameters"
-
-
-def _line_of_optimizer(what: str) -> str:
-    return f"the optimizer: {what}"
 
 
 def written(value: object) -> str:

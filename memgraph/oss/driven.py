@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import ShardError
+from ..errors import CollectiveError, ShardError
 from ..pointwise import unhooked
+from .failures import failures, in_words
 from .flags import shared
+from .updates import FAILURE
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -32,10 +34,9 @@ def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, A
     """Step on rank 0, and evaluate on all; returns what the first evaluation returned here.
 
     Raises:
-        ShardError: rank 0, or the closure on another rank, failed.
+        ShardError: rank 0, or the closure on another rank, failed. Parameters are where the search had come to, the
+            same on all ranks.
     """
-    if closure is None:
-        raise TypeError(f"{optimizer.optim.__name__} evaluates the loss again and again; call step(closure)")
     losses: list[Any] = []
     exchange = optimizer.exchange
 
@@ -43,20 +44,29 @@ def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, A
         device = optimizer.pieces.parameters[0].device
         return int(exchange.most(exchange.numbers([word], torch.int32, device)))
 
+    def loss() -> Any:
+        if closure is None:
+            raise TypeError(f"{optimizer.optim.__name__} evaluates the loss again and again; call step(closure)")
+        found = closure()
+        float(found.detach() if isinstance(found, Tensor) else found)  # as LBFGS does, but where all ranks are told
+        return found
+
     def evaluate() -> Tensor:
         said(EVALUATE)
-        return _evaluate(optimizer, closure, losses)
+        return _evaluate(optimizer, loss, losses)
 
     if exchange.rank == 0:
         _lead(optimizer, evaluate, said, kwargs)
     else:
         while (word := said(0)) == EVALUATE:
             try:
-                _evaluate(optimizer, closure, losses)
+                _evaluate(optimizer, loss, losses)
             except Together as together:
                 raise _cause(together) from None
         if word == FAILED:
-            raise ShardError("the step failed on rank 0, which says why")
+            told = failures(optimizer.watch, None, FAILURE)
+            _spread(optimizer)
+            raise ShardError(f"the step has failed on another rank: {in_words(told)}")
     _spread(optimizer)
     return losses[0] if losses else None
 
@@ -68,8 +78,12 @@ def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], 
         unhooked(type(inner))(inner, closure=evaluate, **kwargs)
     except Together as together:
         raise _cause(together) from None
-    except BaseException:
+    except CollectiveError:  # nobody can be told anything
+        raise
+    except BaseException as error:
         said(FAILED)
+        failures(optimizer.watch, error, FAILURE)
+        _spread(optimizer)
         raise
     finally:
         for view in inner.param_groups[0]["params"]:

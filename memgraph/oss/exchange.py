@@ -101,6 +101,31 @@ class Exchange:
 
         return watched
 
+    @property
+    def tells(self) -> bool:
+        """Whether ranks can tell each other something in the end of a step without holding up a device."""
+        return self.watch.device.type == "cpu"
+
+    def anywhere(self, flag: bool) -> Callable[[], bool]:
+        """Begin to tell each rank a flag, in a message behind those on their way.
+
+        Returns:
+            waits, and says whether any rank has it, as far as it `tells`
+        """
+        if self.is_alone or not self.tells:
+            return lambda: flag
+        flags = torch.zeros(self.ranks, dtype=torch.uint8)
+        flags[self.rank] = flag
+        name = "exchange of whether the update has failed"
+        with self.watch.naming(name):
+            wait = self.pairs.gather([[one] for one in flags.split(1)])
+
+        def found() -> bool:
+            wait()
+            return bool(flags.any())
+
+        return self._watched(found, name)
+
     def each(self, numbers: Tensor) -> Tensor:
         """The numbers of each rank, a row for each."""
         rows = [torch.empty_like(numbers) for _ in range(self.ranks)]

@@ -77,7 +77,7 @@ class Watch:
             if isinstance(error, MemgraphError) or len(self.members) == 1:
                 raise
             verdict = self._verdict(collective, begun + self.limit)
-            raise _error(collective, verdict, error) from error
+            raise _error(collective, verdict, error, self.members[self.group.rank()]) from error
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, so long that its failure can still be looked into before the group's timeout."""
@@ -203,8 +203,12 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-def _error(collective: str, verdict: Verdict, error: RuntimeError) -> CollectiveError:
+def _error(collective: str, verdict: Verdict, error: RuntimeError, me: int | None = None) -> CollectiveError:
     said = str(error).splitlines()[0]
     advice = "look into the log of that process" if verdict.ranks else "look into the first error of each process"
-    text = f"the {collective} has failed: {verdict.fate}; {advice} and start again from the last checkpoint ({said})"
+    fate = verdict.fate
+    if me in verdict.ranks:
+        fate = f"the others have gone on without rank {me}, which is this process ({fate})"
+        advice = "see why it was stopped or late"
+    text = f"the {collective} has failed: {fate}; {advice} and start again from the last checkpoint ({said})"
     return CollectiveError(text, collective, verdict.ranks)

@@ -9,57 +9,80 @@ A rank that fails tells the others, so that none of them waits for it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from .agreement import written
+from .agreement import agree, written
 from .exchange import Exchange
+from .failures import failures, in_words
 from .ghosts import is_ghost
 from .groups import Group, options
 from .pieces import Pieces
 
 NONE, PARTS, DENSE, SPARSE = range(4)  # PARTS: backward has averaged it already, and each rank has its part
 ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
+ADVICE = "Set the same on all ranks, and give a scheduler that looks at a loss their mean; nothing has been updated."
 
 
 def shared(
-    exchange: Exchange, pieces: Pieces, groups: Iterable[Group], trouble: BaseException | None, flags: dict[str, bool]
+    exchange: Exchange,
+    pieces: Pieces,
+    groups: Sequence[Group],
+    trouble: BaseException | None,
+    flags: dict[str, bool],
+    asked: str = "",
 ) -> tuple[list[int], dict[str, bool]]:
     """Of each parameter the most of a gradient that any rank has, and which flags any rank has.
+
+    Args:
+        trouble: why this rank can't step.
+        asked: what has to be the same on all ranks, besides options and what is frozen.
 
     Raises:
         ShardError: another rank is in trouble, or ranks disagree on a flag or an option; nothing has been sent.
     """
     parameters = pieces.parameters
     mine = [trouble is not None, *flags.values(), *(not flag for flag in flags.values()), *map(_kind, parameters)]
-    chosen = _checksum(groups)
+    chosen = _checksum(groups, parameters, asked)
     mine += [pieces.checksum, -pieces.checksum, chosen, -chosen]
     *found, most, least, most_chosen, least_chosen = exchange.most(
         exchange.numbers(mine, torch.int32, parameters[0].device)
     ).tolist()
-    if trouble is not None:
-        raise trouble
     if found[0]:
-        raise ShardError("another rank can't step, and says why; nothing has changed here")
+        told = failures(exchange.watch, trouble, "exchange of why a rank can't step")
+        raise trouble or ShardError(f"another rank can't step, so none does: {in_words(told)}")
     if most != -least:
         raise ShardError("ranks have parameters of different shapes, types or strides; do the same to all of them")
-    if most_chosen != -least_chosen:
-        advice = "set the same, and give a scheduler that looks at a loss the mean over ranks"
-        raise ShardError(f"the options of groups, such as lr, differ between ranks; {advice}")
     yes, no = found[1 : 1 + len(flags)], found[1 + len(flags) : 1 + 2 * len(flags)]
     for name, is_there, is_missing in zip(flags, yes, no, strict=True):
         if is_there and is_missing and name != ANY_INFINITE:
             raise ShardError(f"some ranks have {name}, others have not; call the same on all ranks")
+    if most_chosen != -least_chosen:
+        agree(exchange.watch, list(_lines(groups, parameters, asked)), ADVICE)
     return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
 
 
-def _checksum(groups: Iterable[Group]) -> int:
-    """Of the options of all groups, as a number that int32 takes."""
-    lines = (f"{name}={written(value)}" for group in groups for name, value in sorted(options(group).items()))
-    return zlib.crc32("\n".join(lines).encode()) >> 1
+def _checksum(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> int:
+    """Of the options of all groups, of what is frozen, and of what is asked, as a number that int32 takes."""
+    frozen = bytes([parameter.requires_grad for parameter in parameters])
+    return zlib.crc32("\n".join([asked, *_options(groups)]).encode(), zlib.crc32(frozen)) >> 1
+
+
+def _options(groups: Sequence[Group]) -> Iterator[str]:
+    for place, group in enumerate(groups):
+        for name, value in sorted(options(group).items()):
+            yield f"{name} of group {place}: {written(value)}"
+
+
+def _lines(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> Iterator[str]:
+    """The same in words."""
+    yield f"what is asked for: {asked}"
+    yield from _options(groups)
+    for place, parameter in enumerate(parameters):
+        yield f"parameter {place}: {'trained' if parameter.requires_grad else 'frozen'}"
 
 
 def _kind(parameter: Tensor) -> int:

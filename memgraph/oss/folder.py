@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import ShardError, StateError
-from .admission import trouble
 from .agreement import agree
+from .failures import failures
 from .optimizer import OSS
 from .room import METADATA, compare, metadata, room
-from .texts import texts
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
@@ -86,7 +85,10 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         state["random"] = {rank: _random()}
     _together(optimizer, name, lambda: _read(optimizer, state, whole))
     given = {**state["optimizer"], "state": {int(item): each for item, each in state["optimizer"]["state"].items()}}
-    _together(optimizer, name, lambda: _admit(optimizer, given))
+    try:
+        optimizer.refuse_sharded(given)
+    except StateError as error:
+        raise StateError(f"the {name} has failed: {error}") from error
     _together(
         optimizer, f"{name}, which has changed the model by now,", lambda: _read(optimizer, {"model": there}, whole)
     )
@@ -113,10 +115,9 @@ def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
         with optimizer.watch.naming(name):
             found = work()
     except (OSError, ShardError, StateError, CheckpointException) as error:
-        trouble = f"on rank {optimizer.watch.members[optimizer.watch.group.rank()]}: {_reason(error)}"
-    told = [each.decode() for each in texts(optimizer.watch, trouble.encode(), name) if each]
-    if told:
-        raise StateError(f"the {name} has failed {told[0]}")
+        trouble = _reason(error) or type(error).__name__
+    for rank, told in failures(optimizer.watch, trouble, name).items():
+        raise StateError(f"the {name} has failed on rank {rank}: {told}")
     return cast(T, found)
 
 
@@ -180,11 +181,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _admit(optimizer: OSS, given: Mapping[str, Any]) -> None:
-    if found := trouble(optimizer, given):
-        raise StateError(f"it is of another optimizer: {found}; nothing was changed")
 
 
 def _random() -> dict[str, torch.Tensor]:

@@ -105,10 +105,15 @@ class Near:
 
         return wait
 
-    def gather(self, used: Sequence[Laid]) -> None:
-        """Read what the others own, once all have updated what they own; wait until all have read."""
+    def gather(self, used: Sequence[Laid], failed: bool) -> bool:
+        """Read what the others own, once all have updated what they own; wait until all have read.
+
+        Returns:
+            whether that has failed on any rank; then nothing is read
+        """
         name = f"gathering of {named([item for laid in used for item in laid.bucket.items] or [0])}"
-        self.meet(name)
+        if self.meet(name, failed):
+            return True
         for rank in range(self.exchange.ranks):
             if rank != self.exchange.rank:
                 every = [one for laid in used for one in zip(laid.stretches[rank], laid.views[rank], strict=True)]
@@ -117,11 +122,11 @@ class Near:
                         self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count]
                     )
                 torch.autograd.graph.increment_version([view for _, view in every])
-        self.meet(name)
+        return self.meet(name)
 
-    def meet(self, name: str) -> None:
-        """Wait until all ranks are here."""
-        self.exchange.most(torch.zeros(1, dtype=torch.int32), name)
+    def meet(self, name: str, flag: bool = False) -> bool:
+        """Wait until all ranks are here; whether any of them has the flag."""
+        return bool(self.exchange.most(torch.tensor([flag], dtype=torch.int32), name))
 
     def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of these pieces, into `total`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,17 +23,29 @@ if TYPE_CHECKING:
 SMALL = 1e-6  # torch adds it to the norm
 
 
-def clip(optimizer: OSS, held: Held, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale the held gradients down to a norm of `max_norm`, if theirs is larger; returns theirs.
+@dataclass(frozen=True)
+class Limit:
+    """What a norm is to be at most."""
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+
+    def __str__(self) -> str:
+        return f"clip_grad_norm_({self.max_norm}, {self.norm_type}, error_if_nonfinite={self.error_if_nonfinite})"
+
+
+def clip(optimizer: OSS, held: Held, limit: Limit) -> Tensor:
+    """Scale the held gradients down to the limit, if their norm is larger; returns that.
 
     Raises:
         RuntimeError: it is not finite, and that was to be an error. Nothing is scaled.
     """
-    total = _total(optimizer, held, norm_type)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        found = f"the total norm of order {norm_type} of the gradients is {total.item()}, so it can't be clipped"
+    total = _total(optimizer, held, limit.norm_type)
+    if limit.error_if_nonfinite and not bool(total.isfinite()):
+        found = f"the total norm of order {limit.norm_type} of the gradients is {total.item()}, so it can't be clipped"
         raise RuntimeError(f"{found}; with error_if_nonfinite=False it is returned instead")
-    coefficient = max_norm / (total + SMALL)
+    coefficient = limit.max_norm / (total + SMALL)
     # Gradients that are not numbers are left as they are: that the norm is none says so.
     if bool(coefficient < 1):
         held.scale(coefficient)

@@ -25,7 +25,7 @@ from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
-from .agreement import agree, parameter_lines, telling
+from .agreement import OPTIMIZER, agree, parameter_lines, telling
 from .driven import drive
 from .exchange import Exchange
 from .faults import Watch
@@ -34,11 +34,11 @@ from .groups import Group, copied, groups_of, options, template
 from .held import Held
 from .inside import Inside
 from .near import Near, near
-from .norm import clip
+from .norm import Limit, clip
 from .pieces import Pieces, is_dense
 from .saving import Saving
 from .scaling import unscale
-from .updates import Updates
+from .updates import MEND, Updates
 
 BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
@@ -84,7 +84,7 @@ class OSS(Saving):
         **defaults: Any,
     ) -> None:
         self.watch = Watch(_ready(group))
-        with telling(self.watch, ADVICE):
+        with telling(self.watch, OPTIMIZER, ADVICE):
             _refuse_arguments(optim, gradients)
             groups = groups_of(params)
             self.exchange = Exchange(self.watch, wire_dtype)
@@ -110,7 +110,7 @@ class OSS(Saving):
         """One more group, complete at once, in buckets of its own."""
         before = list(self.param_groups)
         try:
-            with nullcontext() if self.inner is None else telling(self.watch, ADVICE):
+            with nullcontext() if self.inner is None else telling(self.watch, OPTIMIZER, ADVICE):
                 self._take(param_group)
             if self.inner is not None:
                 self._compare(self.param_groups[-1:])
@@ -138,12 +138,19 @@ class OSS(Saving):
         parameters = self.param_groups[-1]["params"]
         if len(set(parameters)) != len(parameters):
             raise ShardError("a parameter is twice in one group; give each parameter once")
+        if empty := [i for i, parameter in enumerate(parameters) if parameter.is_meta]:
+            found = f"parameter {empty[0]} of the group is on the meta device, where it has no values"
+            raise ShardError(f"{found}; give the module a device (to_empty) and values, then make the optimizer")
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update all parameters, on all ranks; every rank of the group has to call it.
 
         Raises:
-            ShardError: a parameter is no longer what it was, on this rank or another. Nothing has changed.
+            ShardError: a parameter is no longer what it was, or the closure failed, on this rank or another, and
+                nothing has changed; or the optimizer failed on another rank, and no step is made until an earlier state
+                of model and optimizer is loaded on all ranks. The rank itself raises its own error.
+            AgreementError: options of groups, or frozen parameters, are not the same on all ranks. Nothing has changed.
+            CollectiveError: a rank is gone or late.
         """
         self._refuse_torn()
         self.gathered = None
@@ -178,13 +185,14 @@ class OSS(Saving):
 
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another.
+            AgreementError: ranks were given different arguments, options or frozen parameters. Nothing is scaled.
         """
         self._refuse_torn()
         with torch.no_grad():
-            _, trouble = self.prepare(None)
-            kinds, _ = self._agree(trouble, clips=True)
+            limit, trouble = self.prepare(lambda: Limit(float(max_norm), float(norm_type), bool(error_if_nonfinite)))
+            kinds, _ = self._agree(trouble, limit)
             held = self.held or self.updates.hold(kinds)
-            total = clip(self, held, float(max_norm), float(norm_type), error_if_nonfinite)
+            total = clip(self, held, limit)
             self.held = None if self.are_same else held.seen_now()
             return total
 
@@ -209,17 +217,18 @@ class OSS(Saving):
             return loss, error
         return loss, None
 
-    def _agree(self, trouble: BaseException | None, clips: bool = False) -> tuple[list[int], bool]:
+    def _agree(self, trouble: BaseException | None, limit: Limit | None = None) -> tuple[list[int], bool]:
         """Which gradients there are, and whether a GradScaler has found that a rank's are not finite."""
         scale, infinite = vars(self).get("grad_scale"), vars(self).get("found_inf")
         flags = {
-            "a call of clip_grad_norm_": clips,
+            "a call of clip_grad_norm_": limit is not None,
             "clipped gradients": self.held is not None,
             "a GradScaler": infinite is not None,
             "scaled gradients": scale is not None,
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
-        kinds, found = shared(self.exchange, self.pieces, self.param_groups, trouble, flags)
+        asked = "a step" if limit is None else str(limit)
+        kinds, found = shared(self.exchange, self.pieces, self.param_groups, trouble, flags, asked)
         self.inside.kinds = kinds
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
@@ -235,7 +244,7 @@ class OSS(Saving):
         """Raise if a step has failed halfway; others may be anywhere in it, so nothing can be asked of them."""
         if self.updates.is_torn:
             message = "a step failed when some parameters were updated, and ranks may differ"
-            raise ShardError(f"{message}; load a saved state into a new process group and optimizer")
+            raise ShardError(f"{message}; {MEND}, or start again from it if a collective has failed")
 
     def _refuse(self) -> None:
         """Raise what is in the way of a step on this rank."""

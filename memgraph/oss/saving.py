@@ -10,7 +10,7 @@ optimizer.load_state_dict(torch.load(path))  # on all ranks, however many: each 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import optim
 
 from ..errors import ShardError, StateError
 from . import admission
-from .agreement import agree
+from .agreement import agree, telling
+from .failures import failures, in_words
 from .faults import Watch
 from .moves import Key
 from .pieces import Pieces
@@ -37,6 +38,8 @@ class Saving(optim.Optimizer):
     pieces: Pieces
     inner: Any
     optim: type[optim.Optimizer]
+    given: dict[str, Any]  # its options
+    group_of: list[int]  # of each parameter
     is_cut: bool
     updates: Updates
     gathered: dict[int, Entries] | None = None  # a copy of the state, since the last change
@@ -85,12 +88,13 @@ class Saving(optim.Optimizer):
             AgreementError: the ranks were given different ones. Nothing was changed.
         """
         given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, given)
-            given = given if changed is None else changed
-        found = self._trouble(given)
+        with telling(self.watch, admission.WHAT, ADVICE):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = before(self, given)
+                given = given if changed is None else changed
+            found = self._trouble(given)
         self._admit(found, list(admission.lines(given, found)))
-        self._install(given["param_groups"], cut(self, admission.by_place(given)))
+        self._install(given["param_groups"], lambda: cut(self, admission.by_place(given)))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """A state dict that torch.distributed.checkpoint saves: each rank has rows of each tensor, as a DTensor.
@@ -105,18 +109,28 @@ class Saving(optim.Optimizer):
         Raises:
             StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
         """
-        found = self._trouble(state_dict)
-        options = {"state": {}, "param_groups": state_dict["param_groups"]} if found is None else None
-        self._admit(found, list(admission.lines(options, found)))
-        self._install(state_dict["param_groups"], pieced(self, admission.by_place(state_dict)))
+        self.refuse_sharded(state_dict)
+        entries = pieced(self, admission.by_place(state_dict))
+        self._install(state_dict["param_groups"], lambda: entries)
 
-    def _trouble(self, given: object) -> str | None:
+    def refuse_sharded(self, state_dict: Mapping[str, Any]) -> None:
+        """Look at a sharded state dict on all ranks, of which each has its own part.
+
+        Raises:
+            StateError: some rank can't take it; on all of them.
+        """
+        found = self._trouble(state_dict, sharded=True)
+        for rank, told in failures(self.watch, found, "comparison of the parts of a state").items():
+            raise StateError(f"the state dict on rank {rank} is not this optimizer's: {told}; nothing was changed")
+        self._admit(None, list(admission.lines(state_dict, None, sharded=True)))
+
+    def _trouble(self, given: object, sharded: bool = False) -> str | None:
         """What stands against loading it into the parameters as they are now."""
         try:
             self.follow()
         except ShardError as error:
             return str(error)
-        return admission.trouble(self, given)
+        return admission.trouble(self, given, sharded)
 
     def follow(self) -> None:
         """Look for parameters that lie elsewhere now."""
@@ -136,8 +150,26 @@ class Saving(optim.Optimizer):
         finally:
             self.state = kept
 
-    def _install(self, groups: list[dict[str, Any]], entries: Mapping[Key, Entries]) -> None:
-        """Replace options and states; what can fail has been looked at."""
+    def _install(self, groups: list[dict[str, Any]], entries: Callable[[], Mapping[Key, Entries]]) -> None:
+        """Replace options and states, on all ranks or on none."""
+        before, error = (self.inner.state, self.inner.param_groups), None
+        try:
+            self.inner.load_state_dict(self._inner_state(groups, entries()))
+        except Exception as caught:  # there is no memory for it, or the class itself refuses it
+            error = caught
+        if told := failures(self.watch, error, "loading of a state"):
+            self.inner.state, self.inner.param_groups = before
+            raise StateError(f"the state could not be taken: {in_words(told)}; nothing was changed") from error
+        self.param_groups = [
+            {**_options(own), **{name: now[name] for name in APART if name in now}, **_options(mine)}
+            for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
+        ]
+        self.gathered, self.updates.is_torn = None, False
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _inner_state(self, groups: list[dict[str, Any]], entries: Mapping[Key, Entries]) -> dict[str, Any]:
+        """The state dict of the optimizer that runs on pieces."""
         number = {
             id(view): i for i, view in enumerate(view for group in self.inner.param_groups for view in group["params"])
         }
@@ -151,14 +183,7 @@ class Saving(optim.Optimizer):
             {**_options(group), "params": [number[id(view)] for view in mine["params"]]}
             for group, mine in zip(groups, self.inner.param_groups, strict=True)
         ]
-        self.inner.load_state_dict({"state": state, "param_groups": inner})
-        self.param_groups = [
-            {**_options(own), **{name: now[name] for name in APART if name in now}, **_options(mine)}
-            for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
-        ]
-        self.gathered = None
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        return {"state": state, "param_groups": inner}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,22 @@ def pieced(oss: Saving, state: Mapping[int, Entries]) -> Mapping[Key, Entries]:
     return found
 
 
+def place_of(oss: Saving, parameter: Tensor, value: Any) -> str | None:
+    """Where an entry of a sharded state is that it should not be: in rows, or whole; None if it is right."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not _has_rows(parameter):
+        return "in rows, a DTensor, and is whole in sharded_state_dict()" if isinstance(value, DTensor) else None
+    if not isinstance(value, DTensor):
+        return None if not oss.is_cut else "as a whole, and in rows in sharded_state_dict(), a DTensor"
+    kind, ranks = _like(parameter, value.dtype), value.device_mesh.mesh.tolist()
+    if ranks != oss.watch.members:
+        return f"on ranks {ranks}, and the optimizer is on {oss.watch.members}"
+    rows = rows_of(kind, len(ranks))
+    wanted, found = rows.local(oss.watch.group.rank(), kind, torch.device("meta")), value.to_local()
+    if list(value.placements) != [Shard(rows.dim)] or _lies(found) != _lies(wanted):
+        return f"in rows as sharded_state_dict() has none: {value.placements}, {list(found.shape)} on this rank"
+    return None
+
+
 def empty(oss: Saving, item: int, dtype: torch.dtype) -> DTensor:
     """Room for an entry of the shape of its parameter."""
     kind = _like(oss.pieces.parameters[item], dtype)
@@ -73,12 +89,22 @@ def mesh_of(oss: Saving) -> DeviceMesh:
 
 def _divisible(parameter: Tensor, pieces: Sequence[Piece], given: Outline) -> Kind | None:
     """What the whole of an entry is, if it has the shape of its parameter."""
-    if not isinstance(given, dict) or "tensor" not in given or not parameter.dim() or not parameter.numel():
+    if not isinstance(given, dict) or "tensor" not in given or not _has_rows(parameter):
         return None
     (kind,) = kinds(given)
     if is_elementwise(given, pieces[0]) if len(pieces) > 1 else kind.shape == parameter.shape:
         return _like(parameter, kind.dtype)
     return None
+
+
+def _lies(tensor: Tensor) -> list[tuple[int, int]]:
+    """Its shape and strides, as far as these matter."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride) for size, stride in pairs if size != 1] if tensor.numel() else []
+
+
+def _has_rows(parameter: Tensor) -> bool:
+    return bool(parameter.dim() and parameter.numel())
 
 
 def _like(parameter: Tensor, dtype: torch.dtype) -> Kind:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import ShardError
 from ..pointwise import unhooked
+from .failures import failures, in_words
 from .flags import SPARSE
 from .groups import Group, options
 from .held import Held, Same
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .optimizer import OSS
 
 AHEAD = 2  # buckets that are averaged, and that are gathered, while one is updated
+FAILURE = "exchange of what has failed in the update"
+MEND = "load an earlier state into model and optimizer, on all ranks"
 Gradients = Callable[[], list[Tensor]]  # waits; one for each of the own pieces of a bucket
 
 
@@ -42,17 +45,20 @@ class Updates:
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
         self.is_torn = False  # a step has failed when some parameters were updated
         self.is_left = False  # parameters of some rank are beyond what their way allows
+        self.failed: Exception | None = None  # what the caller's optimizer has raised here
+        self.has_failed = False  # whether it has, on this rank or another
 
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         """Update all parameters of which some rank has a gradient."""
         used = self._used(kinds)
         self.near = self.optimizer.neighbours
-        self.is_torn = True
+        self.is_torn, self.failed, self.has_failed = True, None, False
         if self.optimizer.is_cut:
             self._by_bucket(used, kinds, kwargs)
         else:
             self._at_once(used, kinds, kwargs, loss)
         self.flats.clear()
+        self._refuse_failed()
         self.is_torn = False
         if self.is_left:
             self.is_left = False
@@ -60,6 +66,17 @@ class Updates:
                 f"parameters leave the range of {self.optimizer.exchange.wire}, so this step sent them as they are"
             )
             raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
+
+    def _refuse_failed(self) -> None:
+        """Raise if the caller's optimizer has failed; all ranks have come to the end, and can tell each other."""
+        error, exchange = self.failed, self.optimizer.exchange
+        told = failures(exchange.watch, error, FAILURE) if self.has_failed and exchange.tells else {}
+        if error is not None:
+            error.add_note(f"some parameters were updated, on this rank and others; {MEND}")
+            raise error
+        if told:
+            text = f"the update has failed on another rank: {in_words(told)}; some parameters were updated, and ranks"
+            raise ShardError(f"{text} may differ: {MEND}")
 
     def averaged(self, laid: Laid) -> Gradients:
         """Begin to average the gradients of a bucket."""
@@ -143,10 +160,12 @@ class Updates:
             going.append(self._gathered(laid))
             if len(going) > AHEAD:
                 going.popleft()()
-        for wait in going:
-            wait()
         if late:
             self._gather_all(used)
+            return
+        going.append(self._telling())
+        for wait in going:
+            wait()
 
     def _at_once(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
         self.give(kinds)
@@ -162,15 +181,24 @@ class Updates:
         """Gather all buckets; exactly, where a rank has numbers that would not survive the way."""
         exchange = self.optimizer.exchange
         if self.near is not None:
-            self.near.gather(used)
+            self.has_failed = self.near.gather(used, self.failed is not None)
             return
         device = self.optimizer.pieces.parameters[0].device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
         if exchange.wire is torch.float16:
             self.is_left = bool(exchange.most(exchange.numbers([left], torch.int32, device)))
         way = exchange.exact() if self.is_left else exchange
-        for wait in [way.gather(laid.bucket, laid.views) for laid in used]:
+        for wait in [*(way.gather(laid.bucket, laid.views) for laid in used), self._telling()]:
             wait()
+
+    def _telling(self) -> Callable[[], None]:
+        """Begin to tell the others whether the caller's optimizer has failed here, behind the last bucket."""
+        wait = self.optimizer.exchange.anywhere(self.failed is not None)
+
+        def done() -> None:
+            self.has_failed = wait()
+
+        return done
 
     def _groups(self) -> list[tuple[Group, Group]]:
         """Each group, with that of the optimizer that runs on pieces."""
@@ -187,11 +215,14 @@ class Updates:
         group.update(options(given))
 
     def _step(self, groups: list[Group], kwargs: Group) -> None:
-        """Run the caller's own optimizer on these groups."""
+        """Run the caller's own optimizer on these groups; once it has failed, only what others wait for is done."""
         inner = self.optimizer.inner
         before, inner.param_groups = inner.param_groups, groups
         try:
-            unhooked(type(inner))(inner, **kwargs)
+            if self.failed is None:
+                unhooked(type(inner))(inner, **kwargs)
+        except Exception as error:
+            self.failed = error
         finally:
             inner.param_groups = before
             for group in groups:

@@ -57,11 +57,16 @@ def cut(oss: Saving, state: Mapping[int, Entries]) -> dict[Key, Entries]:
             if item in state and piece.rank == oss.watch.group.rank():
                 parameter = oss.pieces.parameters[item]
                 alone = len(pieces) == 1
+                entries = {name: _strided(value) if oss.is_cut else value for name, value in state[item].items()}
                 found[key(piece)] = {
-                    name: copied(value) if alone else _part(value, parameter, piece)
-                    for name, value in state[item].items()
+                    name: copied(value) if alone else _part(value, parameter, piece) for name, value in entries.items()
                 }
     return found
+
+
+def _strided(value: Any) -> Any:
+    """What sparse gradients have left, as it is where they are made dense."""
+    return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
 def own_entries(oss: Saving) -> dict[Key, Entries]:

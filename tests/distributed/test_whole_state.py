@@ -203,11 +203,11 @@ def test_what_is_no_state_dict_of_it_is_refused_on_all_ranks_and_changes_nothing
     assert told["groups"] == "it has 1 group, and the optimizer has 2"
     assert told["length"] == "it has 2 parameters in group 0, and the optimizer has 3"
     assert told["twice"] == "it has a parameter twice"
-    assert told["order"] == "'exp_avg' of parameter 0 is [7], and the parameter is [7, 11]"
-    assert told["dtype"] == "'exp_avg' of parameter 1 is torch.float64, which does not fit into its torch.float32"
+    assert told["order"] == "'exp_avg' of parameter 0 is float32[7], which does not fit into Adam's float32[7, 11]"
+    assert told["dtype"] == "'exp_avg' of parameter 1 is float64[5, 7], which does not fit into Adam's float32[5, 7]"
     assert told["strange"] == "it has a state of parameter 77, which is in none of its groups"
     assert told["kind"] == "its group 0 has no 'betas', so it is of another optimizer than Adam"
-    assert told["state"] == "'exp_avg' of parameter 2 is [3], and the parameter is [3, 5]"
+    assert told["state"] == "'exp_avg' of parameter 2 is float32[3], which does not fit into Adam's float32[3, 5]"
     assert (
         told["nothing"] == told["list"] == "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
     )

@@ -1,0 +1,148 @@
+"""What fails on one rank in the middle of a step is told on all at once, and by name; a loaded state goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, optim
+
+import memgraph
+from memgraph import ShardError, StateError
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_gradients import give, go, same, tensors
+from tests.distributed.test_whole_state import refusal
+
+SHAPES = ((400, 700), (5, 7), (3,), (41,))
+
+
+class Whole(optim.Adam):
+    """Not known to be pointwise, so that each rank has whole parameters, and steps once."""
+
+
+def _starving(kind: type[optim.Optimizer], calls: int) -> Callable[..., Any]:
+    """A step that fails the last time."""
+    plain, left = kind.step, [calls]
+
+    def step(self: optim.Optimizer) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no room")
+        return plain(self)
+
+    return step
+
+
+def _failed(rank: int, way: str, kind: type[optim.Optimizer], wire: torch.dtype | None) -> list[str]:
+    go(way)
+    ours, plain = tensors(*SHAPES), tensors(*SHAPES)
+    spread, alone = memgraph.OSS(ours, kind, wire_dtype=wire, bucket_bytes=1 << 18), optim.Adam(plain)
+    give(ours, 0, 3, rank)
+    spread.step()
+    saved, values = spread.state_dict(all_ranks=True), [p.detach().clone() for p in ours]
+    give(ours, 1, 3, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(kind, "step", _starving(kind, 1 if kind is Whole else 2))
+        said = [refusal(MemoryError if rank == 1 else ShardError, spread.step)]
+    said.append(refusal(ShardError, spread.step))
+    said.append(refusal(ShardError, lambda: spread.clip_grad_norm_(1.0)))
+    said.append(refusal(StateError, spread.consolidate_state_dict))
+    spread.load_state_dict(saved)
+    for parameter, value in zip(ours, values, strict=True):
+        parameter.data.copy_(value)
+    for step in range(2):
+        give(plain, step, 3)
+        alone.step()
+    spread.step()
+    if wire is None and way != "collectives":  # which add in an order of their own
+        assert same(ours, plain)
+    return said
+
+
+@pytest.mark.parametrize(
+    "way, kind, wire",
+    [
+        *[("near", kind, None) for kind in (optim.Adam, Whole)],
+        *[("pairs", kind, None) for kind in (optim.Adam, Whole)],
+        ("pairs", optim.Adam, torch.float16),
+        ("collectives", optim.Adam, None),
+    ],
+)
+def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_loaded_state(
+    way: str, kind: type[optim.Optimizer], wire: torch.dtype | None
+) -> None:
+    first, own, last = on_ranks(3, _failed, way, kind, wire, seconds=60)
+    assert first == last
+    assert own[0] == "no room"
+    assert first[0].startswith("the update has failed on another rank: MemoryError: no room on rank 1; some parameters")
+    assert first[0].endswith("may differ: load an earlier state into model and optimizer, on all ranks")
+    assert first[1] == first[2] == own[1]
+    assert first[1].startswith("a step failed when some parameters were updated, and ranks may differ; load an earlier")
+    assert first[3].startswith("rank 0 has no state to save: a step has failed when some parameters were updated")
+
+
+def _searched(rank: int) -> list[str]:
+    """LBFGS, which rank 0 steps alone: its own failure, and what closures return."""
+    ours = tensors((5, 7), (3,))
+    spread = memgraph.OSS(ours, optim.LBFGS, max_iter=3)
+    calls: list[int] = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        spread.zero_grad()
+        loss = torch.stack([p.square().sum() for p in ours]).sum()
+        loss.backward()
+        return loss
+
+    say = lambda kind, *given: refusal(kind, spread.step, *given)  # noqa: E731
+    spread.step(closure)
+    said = [say(TypeError if rank else ShardError, None if rank else closure)]
+    said.append(say(TypeError if rank == 0 else ShardError, lambda: None if rank == 0 else 1.0))
+    said.append(say(ValueError if rank else ShardError, lambda: "x" if rank else 1.0))
+    before = len(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.LBFGS, "_gather_flat_grad", _no_direction)
+        said.append(say(ArithmeticError if rank == 0 else ShardError, closure))
+    assert len(calls) == before + 1
+    spread.step(closure)
+    return [*said, str(sum(float(p.sum()) for p in ours))]
+
+
+def _no_direction(*_: object) -> None:
+    raise ArithmeticError("no direction")
+
+
+def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
+    leads, follows = on_ranks(2, _searched, seconds=60)
+    wants = "LBFGS evaluates the loss again and again; call step(closure)"
+    assert follows[0] == wants and leads[0] == f"another rank can't step, so none does: TypeError: {wants} on rank 1"
+    assert follows[1] == f"another rank can't step, so none does: TypeError: {leads[1]} on rank 0"
+    assert leads[2] == f"another rank can't step, so none does: ValueError: {follows[2]} on rank 1"
+    assert leads[3] == "no direction"
+    assert follows[3] == "the step has failed on another rank: ArithmeticError: no direction on rank 0"
+    assert leads[4] == follows[4]
+
+
+def _returned(rank: int) -> list[str]:
+    """Closures of an optimizer that does not look at what they return, and gradients that are wrong on one rank."""
+    ours = tensors((5, 7), (3,))
+    spread = memgraph.OSS(ours, optim.SGD, lr=0.1)
+    spread.step()  # before backward
+    give(ours, 0, 2, rank)
+    assert spread.step(lambda: "any" if rank else None) == ("any" if rank else None)
+
+    def failing() -> float:
+        if rank:
+            raise KeyError("no batch")
+        return 1.0
+
+    return [refusal(KeyError if rank else ShardError, spread.step, failing)]
+
+
+def test_what_one_rank_can_not_step_with_is_told_by_name() -> None:
+    first, own = on_ranks(2, _returned, seconds=60)
+    assert own == ["'no batch'"]
+    assert first == ["another rank can't step, so none does: KeyError: 'no batch' on rank 1"]
