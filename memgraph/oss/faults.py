@@ -36,6 +36,7 @@ CALM = 10.0  # seconds of silence that are nothing but a busy machine, where the
 SHARE = 0.4  # of a timeout that leaves none
 BEATS = 6  # signs of life in that time
 VERDICT = "memgraph/verdict"
+NEVER = 6  # the tag of a message that nobody sends
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,28 @@ class Watch:
                 raise
             verdict = self._verdict(collective, begun + self.limit)
             raise _error(collective, verdict, error, self.members[self.group.rank()]) from error
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Around what others wait for, and nobody can do in this rank's place: if it fails, they wait no longer."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except BaseException as error:
+            if self.store is not None:
+                self._leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def _leave(self, why: str) -> None:
+        """Leave word, and close the group's connections, on which others wait: gloo does that when time is up."""
+        me = self.group.rank()
+        with suppress(RuntimeError):
+            self.store.set(_left(me), why)
+            if self.is_gloo:
+                never = dist.irecv(torch.empty(1), group=self.group, group_src=int(me == 0), tag=NEVER)
+                assert never is not None
+                never.wait(timedelta(milliseconds=1))
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a collective, so long that its failure can still be looked into before the group's timeout."""
@@ -132,6 +155,10 @@ def _came(rank: int) -> str:
     return f"memgraph/came/{rank}"
 
 
+def _left(rank: int) -> str:
+    return f"memgraph/left/{rank}"
+
+
 def _beat(store: Any, key: str, pause: float, ended: threading.Event) -> None:
     """Say every `pause` seconds that this process lives, until it does not, or the store is gone."""
     with suppress(RuntimeError):
@@ -178,6 +205,9 @@ def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verd
         now, came = _read(store, _life, members), _read(store, _came, members)
         absent = [place for place in range(len(members)) if came[place] is None]
         silent = [place for place in absent if now[place] == first[place]]
+        if words := {members[place]: why for place, why in enumerate(_read(store, _left, members)) if why is not None}:
+            rank, why = next(iter(words.items()))
+            return Verdict((rank,), f"rank {rank} could not go on: {why.decode()}")
         if not absent:
             return Verdict((), "every rank has come")
         if silent and time.monotonic() > begun + calm:

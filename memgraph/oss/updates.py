@@ -53,10 +53,11 @@ class Updates:
         used = self._used(kinds)
         self.near = self.optimizer.neighbours
         self.is_torn, self.failed, self.has_failed = True, None, False
-        if self.optimizer.is_cut:
-            self._by_bucket(used, kinds, kwargs)
-        else:
-            self._at_once(used, kinds, kwargs, loss)
+        with self.optimizer.watch.awaited():
+            if self.optimizer.is_cut:
+                self._by_bucket(used, kinds, kwargs)
+            else:
+                self._at_once(used, kinds, kwargs, loss)
         self.flats.clear()
         self._refuse_failed()
         self.is_torn = False

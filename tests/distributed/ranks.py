@@ -28,13 +28,19 @@ FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
 
 
 def on_ranks(
-    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, lost: Collection[int] = ()
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = SECONDS,
+    lost: Collection[int] = (),
+    meet: bool = True,
 ) -> list[Any]:
     """What the function returns on each rank.
 
     Args:
         seconds: the timeout of the process group, and about that of all.
         lost: ranks that are not waited for, since they are to be killed or stopped; they have returned None.
+        meet: whether ranks wait for each other in the end, if none is lost.
 
     Raises:
         AssertionError: it failed on some rank, or took too long.
@@ -43,12 +49,12 @@ def on_ranks(
         pipes = [FORKS.Pipe(duplex=False) for _ in range(ranks)]
         started = []
         for rank, (_, end) in enumerate(pipes):
-            given = (rank, ranks, Path(folder), seconds, end, not lost, function, args)
+            given = (rank, ranks, Path(folder), seconds, end, meet and not lost, function, args)
             started.append(FORKS.Process(target=_one, args=given, daemon=True))
             started[-1].start()
             end.close()
         try:
-            return _answers([begin for begin, _ in pipes], seconds + (SECONDS if lost else 0), lost)
+            return _answers([begin for begin, _ in pipes], seconds + (SECONDS if lost or not meet else 0), lost)
         finally:
             for process in started:
                 process.kill()

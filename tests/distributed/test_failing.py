@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, optim
 
 import memgraph
-from memgraph import ShardError, StateError
+from memgraph import CollectiveError, ShardError, StateError
+from memgraph.oss.faults import VERDICT
+from memgraph.oss.pairs import Pairs
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_gradients import give, go, same, tensors
 from tests.distributed.test_whole_state import refusal
@@ -82,6 +84,32 @@ def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_l
     assert first[1] == first[2] == own[1]
     assert first[1].startswith("a step failed when some parameters were updated, and ranks may differ; load an earlier")
     assert first[3].startswith("rank 0 has no state to save: a step has failed when some parameters were updated")
+
+
+def _left(rank: int) -> list[Any]:
+    """No memory for what comes of other ranks, so that one can't send either."""
+    go("pairs")
+    ours = tensors(*SHAPES)
+    spread = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
+    give(ours, 0, 3, rank)
+    if rank == 1:
+        Pairs.reduce = _no_room  # type: ignore[method-assign]
+    with pytest.raises(MemoryError if rank == 1 else CollectiveError) as caught:
+        spread.step()
+    spread.watch.store.wait([VERDICT])  # this process is there, and so are its connections
+    return [*getattr(caught.value, "ranks", ()), str(caught.value)]
+
+
+def _no_room(*_: object) -> Any:
+    raise MemoryError("no room")
+
+
+def test_a_rank_that_can_not_do_what_others_wait_for_is_named_before_their_time_is_up() -> None:
+    first, own, last = on_ranks(3, _left, seconds=60, meet=False)
+    assert own == ["no room"] and first[0] == last[0] == 1
+    for text in (first[1], last[1]):
+        assert "has failed: rank 1 could not go on: MemoryError: no room; look into the log of that process and" in text
+        assert "Connection closed" in text and "timed out" not in text
 
 
 def _searched(rank: int) -> list[str]:
