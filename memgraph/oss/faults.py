@@ -75,7 +75,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:  # torch has no type of its own for what gloo reports
-            if isinstance(error, MemgraphError) or len(self.members) == 1:
+            if isinstance(error, MemgraphError) or len(self.members) == 1 or _is_of_memory(error):
                 raise
             verdict = self._verdict(collective, begun + self.limit)
             raise _error(collective, verdict, error, self.members[self.group.rank()]) from error
@@ -85,7 +85,7 @@ class Watch:
         """Around what others wait for, and nobody can do in this rank's place: if it fails, they wait no longer."""
         try:
             yield
-        except CollectiveError:
+        except MemgraphError:  # which all ranks raise
             raise
         except BaseException as error:
             if self.store is not None:
@@ -231,6 +231,10 @@ def _late(ranks: Sequence[int]) -> Verdict:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _error(collective: str, verdict: Verdict, error: RuntimeError, me: int | None = None) -> CollectiveError:

@@ -58,7 +58,8 @@ class Saving(optim.Optimizer):
         agree(self.watch, [f"where the state goes: to={to}"], "Give the same on all ranks")
         if to is not None and not -1 <= to < count:
             raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
-        self.gathered = gather(self, None if to == -1 else to)
+        with self.watch.awaited():
+            self.gathered = gather(self, None if to == -1 else to)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The plain optimizer's state dict: of a copy that is as old as the last step, with the options of now.
@@ -101,7 +102,8 @@ class Saving(optim.Optimizer):
 
         Every rank has to call it. It is a copy.
         """
-        return {**self._packed({}), "state": sharded(self)}
+        with self.watch.awaited():
+            return {**self._packed({}), "state": sharded(self)}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what torch.distributed.checkpoint has loaded into a sharded state dict; every rank has to call it.
@@ -110,7 +112,8 @@ class Saving(optim.Optimizer):
             StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
         """
         self.refuse_sharded(state_dict)
-        entries = pieced(self, admission.by_place(state_dict))
+        with self.watch.awaited():
+            entries = pieced(self, admission.by_place(state_dict))
         self._install(state_dict["param_groups"], lambda: entries)
 
     def refuse_sharded(self, state_dict: Mapping[str, Any]) -> None:

@@ -195,7 +195,7 @@ def _was_sparse(rank: int) -> bool:
     ):
         torch.manual_seed(0)
         table = nn.Embedding(11, 3, sparse=True)
-        optimizer = optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+        optimizer: optim.Optimizer = optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
         for turn in range(4):
             if turn == 2:
                 state = optimizer.state_dict()
