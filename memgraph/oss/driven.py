@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 STEPPED, EVALUATE, FAILED = 1, 2, 3  # what rank 0 says; the others say 0
 
 
-class Together(Exception):
-    """All ranks have failed in the same evaluation."""
+class AllFailed(Exception):
+    """All ranks have failed in the same evaluation, this one with `error`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
@@ -61,8 +64,8 @@ def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, A
         while (word := said(0)) == EVALUATE:
             try:
                 _evaluate(optimizer, loss, losses)
-            except Together as together:
-                raise _cause(together) from None
+            except AllFailed as failed:
+                raise failed.error from None
         if word == FAILED:
             told = failures(optimizer.watch, None, FAILURE)
             _spread(optimizer)
@@ -76,8 +79,8 @@ def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], 
     inner.param_groups[0].update({k: v for k, v in optimizer.param_groups[0].items() if k in inner.defaults})
     try:
         unhooked(type(inner))(inner, closure=evaluate, **kwargs)
-    except Together as together:
-        raise _cause(together) from None
+    except AllFailed as failed:
+        raise failed.error from None
     except CollectiveError:  # nobody can be told anything
         raise
     except BaseException as error:
@@ -101,7 +104,7 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
         try:
             kinds, _ = shared(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
         except BaseException as error:
-            raise Together from error
+            raise AllFailed(error) from error
         optimizer.inside.kinds = kinds
         optimizer.updates.give(kinds)
         optimizer.held = None
@@ -113,8 +116,3 @@ def _spread(optimizer: OSS) -> None:
     exact = optimizer.exchange.exact()  # a search along a line is lost in what rounding changes
     for wait in [exact.gather(laid.bucket, laid.views) for laid in optimizer.pieces.laid]:
         wait()
-
-
-def _cause(together: Together) -> BaseException:
-    assert together.__cause__ is not None
-    return together.__cause__

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..errors import ShardError, StateError
+from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from .agreement import agree
 from .failures import failures
 from .optimizer import OSS
@@ -92,7 +92,11 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     _together(
         optimizer, f"{name}, which has changed the model by now,", lambda: _read(optimizer, {"model": there}, whole)
     )
-    optimizer.load_sharded_state_dict(given)
+    _together(
+        optimizer,
+        f"{name}, which has changed the model by now,",
+        lambda: optimizer.load_sharded_state_dict(given),
+    )
     model.load_state_dict(there)
     if "random" in state:
         _draw_as(state["random"][rank])
@@ -110,21 +114,25 @@ def _agreed(folder: Target, optimizer: object) -> Path:
 
 def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
     """What this rank does; fails on all ranks if it does on one, and ends when all have done it."""
-    trouble, found = "", None
+    trouble: BaseException | None = None
+    found = None
     try:
         with optimizer.watch.naming(name):
             found = work()
-    except (OSError, ShardError, StateError, CheckpointException) as error:
-        trouble = _reason(error) or type(error).__name__
-    for rank, told in failures(optimizer.watch, trouble, name).items():
-        raise StateError(f"the {name} has failed on rank {rank}: {told}")
+    except CollectiveError:
+        raise
+    except (Exception, CheckpointException) as error:  # which is no Exception
+        trouble = error
+    for rank, told in failures(optimizer.watch, None if trouble is None else _reason(trouble), name).items():
+        raise StateError(f"the {name} has failed on rank {rank}: {told}") from trouble
     return cast(T, found)
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({_reason(each) for each, _ in error.failures.values()}))
-    return str(error)
+    known = isinstance(error, OSError | MemgraphError) and str(error)
+    return known or f"{type(error).__name__}: {error}"
 
 
 def _beside(whole: Path, kind: str) -> Path:

@@ -162,7 +162,7 @@ class Saving(optim.Optimizer):
             error = caught
         if told := failures(self.watch, error, "loading of a state"):
             self.inner.state, self.inner.param_groups = before
-            raise StateError(f"the state could not be taken: {in_words(told)}; nothing was changed") from error
+            raise StateError(f"the state could not be taken: {in_words(told)}; the optimizer is as it was") from error
         self.param_groups = [
             {**_options(own), **{name: now[name] for name in APART if name in now}, **_options(mine)}
             for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
