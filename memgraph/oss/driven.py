@@ -44,8 +44,7 @@ def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, A
     exchange = optimizer.exchange
 
     def said(word: int) -> int:
-        device = optimizer.pieces.parameters[0].device
-        return int(exchange.most(exchange.numbers([word], torch.int32, device)))
+        return int(exchange.most(exchange.numbers([word], torch.int32, optimizer.pieces.device)))
 
     def loss() -> Any:
         if closure is None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from ..errors import CollectiveError, MemgraphError
+from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 
 T = TypeVar("T")
 CALM = 10.0  # seconds of silence that are nothing but a busy machine, where the timeout leaves room for that
@@ -85,7 +85,7 @@ class Watch:
         """Around what others wait for, and nobody can do in this rank's place: if it fails, they wait no longer."""
         try:
             yield
-        except MemgraphError:  # which all ranks raise
+        except (CollectiveError, ShardError, StateError):  # which all ranks raise
             raise
         except BaseException as error:
             if self.store is not None:

@@ -49,7 +49,7 @@ def shared(
     chosen = _checksum(groups, parameters, asked)
     mine += [pieces.checksum, -pieces.checksum, chosen, -chosen]
     *found, most, least, most_chosen, least_chosen = exchange.most(
-        exchange.numbers(mine, torch.int32, parameters[0].device)
+        exchange.numbers(mine, torch.int32, pieces.device)
     ).tolist()
     if found[0]:
         told = failures(exchange.watch, trouble, "exchange of why a rank can't step")

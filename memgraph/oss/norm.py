@@ -60,11 +60,11 @@ def _total(optimizer: OSS, held: Held, norm_type: float) -> Tensor:
             norms[item].append(_norm(gradient, norm_type))
     identity = math.inf if norm_type < 0 else 0.0
     mine = [float(_joint(parts, norm_type)) if parts else identity for parts in norms]
-    every = optimizer.exchange.each(optimizer.exchange.numbers(mine, torch.float64, parameters[0].device))
+    every = optimizer.exchange.each(optimizer.exchange.numbers(mine, torch.float64, optimizer.pieces.device))
     used = [item for item, kind in enumerate(held.kinds) if kind and parameters[item].numel()]
     dtype = torch.float64 if any(parameters[item].dtype in WIDE for item in used) else torch.float32
     total = _joint([_joint(list(every[:, item]), norm_type) for item in used], norm_type, nested=True)
-    return total.to(parameters[0].device, dtype)
+    return total.to(optimizer.pieces.device, dtype)
 
 
 WIDE = (torch.float64, torch.complex128)

@@ -68,6 +68,11 @@ class Pieces:
         words = [str(laid.bucket) for laid in self.laid] + [str(mark[1:4]) for mark in self.marks]
         self.checksum = zlib.crc32("\n".join(words).encode()) >> 1
 
+    @property
+    def device(self) -> torch.device:
+        """Where what ranks tell each other about all parameters comes from."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
+
     def are_others(self) -> bool:
         """Whether a parameter has become another in shape, type, strides or device."""
         return [mark[1:] for mark in map(_mark, self.parameters)] != [mark[1:] for mark in self.marks]

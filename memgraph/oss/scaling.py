@@ -44,7 +44,7 @@ def unscale(optimizer: OSS, scale: Tensor) -> None:
     inverse = scale.double().reciprocal().float()
     if optimizer.held is not None:
         number = float(scale)
-        device = optimizer.pieces.parameters[0].device
+        device = optimizer.pieces.device
         most = optimizer.exchange.most(optimizer.exchange.numbers([number, -number], torch.float64, device))
         if float(most[0]) != -float(most[1]):
             message = f"gradients were clipped while ranks had scaled them by {float(most[0])} and {-float(most[1])}"

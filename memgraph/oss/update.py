@@ -133,7 +133,7 @@ def _copied(oss: OSS) -> bool:
 
 
 def _on_cpu(oss: OSS) -> bool:
-    return oss.pieces.parameters[0].device.type == "cpu"
+    return oss.pieces.device.type == "cpu"
 
 
 def _part(oss: OSS, laid: Laid) -> int:

@@ -184,7 +184,7 @@ class Updates:
         if self.near is not None:
             self.has_failed = self.near.gather(used, self.failed is not None)
             return
-        device = self.optimizer.pieces.parameters[0].device
+        device = self.optimizer.pieces.device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
         if exchange.wire is torch.float16:
             self.is_left = bool(exchange.most(exchange.numbers([left], torch.int32, device)))

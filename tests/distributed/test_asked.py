@@ -52,3 +52,20 @@ def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
     assert first[4] == "some ranks have a call of clip_grad_norm_, others have not; call the same on all ranks"
     assert first[5].startswith("the ranks disagree on lr of group 1: 0.1 on rank 0; 0.2 on rank 1. Set the same on all")
     assert first[6].startswith("the ranks disagree on parameter 2: trained on rank 0; frozen on rank 1. ")
+
+
+def _none_yet(rank: int) -> list[float]:
+    ours = tensors((3,))
+    spread = memgraph.OSS([{"params": []}], optim.SGD, lr=1.0)
+    assert spread.clip_grad_norm_(1.0) == 0
+    spread.step()
+    assert spread.state_dict(all_ranks=True)["state"] == {}
+    spread.add_param_group({"params": ours})
+    ours[0].data.zero_()
+    ours[0].grad = torch.full((3,), 1.0 + rank)
+    spread.step()
+    return ours[0].tolist()
+
+
+def test_parameters_may_all_come_later() -> None:
+    assert on_ranks(2, _none_yet) == [[-1.5] * 3] * 2
