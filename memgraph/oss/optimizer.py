@@ -308,9 +308,14 @@ class OSS(Saving):
 
 def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
-        call = 'torch.distributed.init_process_group("gloo")  # "nccl" with GPUs'
-        raise ShardError(f"there is no process group to spread over: start with torchrun, and call {call} before")
-    if group is not None and dist.get_rank(group) < 0:
+        call = 'torch.distributed.init_process_group("gloo"), or "nccl" with GPUs'
+        raise ShardError(f"there is no process group to spread over: start with torchrun, and first call {call}")
+    try:
+        is_out = dist.get_rank(group) < 0
+    except (TypeError, ValueError) as error:  # torch's own, of what it does not know
+        found = "torch.distributed.new_group(ranks), which all ranks have to call"
+        raise ShardError(f"group={group!r} is no process group that there is now; make one with {found}") from error
+    if is_out:
         raise ShardError(f"rank {dist.get_rank()} is not in the group; build the optimizer on the group's ranks alone")
     ready = dist.group.WORLD if group is None else group
     assert ready is not None

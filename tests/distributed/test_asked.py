@@ -56,6 +56,8 @@ def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
 
 def _none_yet(rank: int) -> list[float]:
     ours = tensors((3,))
+    said = refusal(ShardError, memgraph.OSS, ours, optim.SGD, [0, 1])
+    assert said.startswith("group=[0, 1] is no process group that there is now; make one with torch.distributed.new_")
     spread = memgraph.OSS([{"params": []}], optim.SGD, lr=1.0)
     assert spread.clip_grad_norm_(1.0) == 0
     spread.step()
