@@ -71,13 +71,18 @@ def _failed(rank: int, path: Path, way: str, kind: type[optim.Optimizer], wire: 
     return said
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "way, kind, wire",
     [
-        *[("near", kind, None) for kind in (optim.Adam, Whole)],
-        *[("pairs", kind, None) for kind in (optim.Adam, Whole)],
+        ("near", optim.Adam, None),
+        pytest.param("near", Whole, None, marks=SLOW),
+        pytest.param("pairs", optim.Adam, None, marks=SLOW),
+        ("pairs", Whole, None),
         ("pairs", optim.Adam, torch.float16),
-        ("collectives", optim.Adam, None),
+        pytest.param("collectives", optim.Adam, None, marks=SLOW),
     ],
 )
 def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_loaded_state(
@@ -115,7 +120,7 @@ def _no_room(*_: object) -> Any:
     return torch.empty(1 << 50)
 
 
-@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("in_step", [True, pytest.param(False, marks=SLOW)])
 def test_a_rank_that_can_not_do_what_others_wait_for_is_named_before_their_time_is_up(in_step: bool) -> None:
     first, own, last = on_ranks(3, _left, in_step, seconds=60, meet=False)
     assert "can't allocate memory" in own[0] and first[0] == last[0] == 1
