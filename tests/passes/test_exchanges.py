@@ -9,19 +9,14 @@ from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, parse, predict
 from passes.exchanges import placed
+from tests.passes.layered import backward, forward, lines
 
-STEP = parse("""
+BACKWARD = "\n".join(backward("v", "w"))
+STEP = parse(f"""
     forward:
-    v = parameter()  # u8[100] | makes v:100
-    w = parameter()  # u8[100] | makes w:100
-    x = input()  # u8[100] | makes x:100
-    d = tangent()  # u8[100] | makes d:100
-    a = f(x, v)  # u8[100] | makes a:100 | 10.0 us
-    b = f(a, w)  # u8[100] | makes b:100 | 10.0 us
+    {forward("v", "w")}
     backward:
-    dw = g(d, a)  # u8[100] | makes dw:100 | 10.0 us
-    p = g(d, w)  # u8[100] | makes p:100 | 10.0 us
-    dv = g(p, x)  # u8[100] | makes dv:100 | 10.0 us
+    {BACKWARD}
     t = memgraph_oss.piece.default(dw)  # u8[10] | makes t:10 | 1.0 us
     q = memgraph_oss.pack.default(dv, t)  # u8[110] | makes q:110 | 1.0 us
     q_part = memgraph.reduce_scatter.default(q)  # u8[55] | makes q_part:55
@@ -34,10 +29,6 @@ STEP = parse("""
     return output b, shard q_shard, shard r_shard
 """)
 MACHINE = Machine(1 << 20, net=10.0, latency=2.0)
-
-
-def lines(trace: Trace) -> str:
-    return "\n".join(str(op).partition("  #")[0] for op in trace.ops if not op.is_input) + "\n"
 
 
 def test_an_exchange_begins_behind_its_last_gradient_and_ends_before_the_next() -> None:

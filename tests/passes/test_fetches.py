@@ -8,23 +8,14 @@ from passes import Machine, apply, check, parse
 from passes.gaps import Gaps
 from passes.schedule import Fate, schedule
 from tests.passes.interpreter import run
+from tests.passes.layered import backward, forward, lines
 
-STEP = parse("""
+BACKWARD = "\n".join(backward("u", "v", "w"))
+STEP = parse(f"""
     forward:
-    u = parameter()  # u8[100] | makes u:100
-    v = parameter()  # u8[100] | makes v:100
-    w = parameter()  # u8[100] | makes w:100
-    x = input()  # u8[100] | makes x:100
-    d = tangent()  # u8[100] | makes d:100
-    a = f(x, u)  # u8[100] | makes a:100 | 10.0 us
-    b = f(a, v)  # u8[100] | makes b:100 | 10.0 us
-    c = f(b, w)  # u8[100] | makes c:100 | 10.0 us
+    {forward("u", "v", "w")}
     backward:
-    dw = g(d, b)  # u8[100] | makes dw:100 | 10.0 us
-    p = g(d, w)  # u8[100] | makes p:100 | 10.0 us
-    dv = g(p, a)  # u8[100] | makes dv:100 | 10.0 us
-    q = g(p, v)  # u8[100] | makes q:100 | 10.0 us
-    du = g(q, x)  # u8[100] | makes du:100 | 10.0 us
+    {BACKWARD}
     r = g(q, u)  # u8[100] | makes r:100 | 10.0 us
     return output c, gradient du, gradient dv, gradient dw, input_gradient r
 """)
@@ -37,7 +28,7 @@ def streamed(fate: Fate) -> str:
     applied = apply(STEP, plan)
     check(applied)
     assert run(applied).computed == run(STEP).computed
-    return "\n".join(str(op).partition("  #")[0] for op in applied.ops if not op.is_input) + "\n"
+    return lines(applied)
 
 
 def test_parameters_are_fetched_ahead_and_in_backward_in_reverse() -> None:

@@ -1,4 +1,4 @@
-"""A trace as numbers: when what re-runs read is wanted."""
+"""A trace as numbers: when what re-runs read is wanted, and when nobody wants it any more."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> Non
     assert makers == items  # each makes one
     last = dict(zip(names, program.due, strict=True))
     assert last == {name: place[at] for name, at in zip(names, ("h", "h", "g", "g", "i", "never"), strict=True)}
+
+
+def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
+    """a is wanted at g already, where c is made again, but b may want it at h."""
+    program = Program(Gaps(STEP), Machine(0))
+    place = program.gaps.index | {"never": program.size}
+    settled = dict(zip((maker.value for maker in program.makers), program.settled, strict=True))
+    names = {"a": "h", "b": "h", "c": "g", "e": "g", "n": "i", "m": "never"}
+    assert settled == {name: place[at] for name, at in names.items()}

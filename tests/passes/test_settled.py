@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Trace, model, parse, program
+from passes import Machine, Trace, model, program
 from passes.gaps import Gaps
 from passes.optimize import optimize
 from passes.relax import write
@@ -14,36 +14,11 @@ from tests.oracle.exhaustive import all_fates, best_of
 from tests.passes.test_optimize import SINGLE, SMALL, assert_no_keep_set_beats_the_bound, between
 from tests.strategies import machines, traces
 
-# m is wanted by nobody; n may not run again.
-STEP = parse("""
-    forward:
-    x = input()  # makes x:8
-    d = tangent()  # makes d:8
-    a = f(x)  # makes a:8 | 1.0 us
-    b = f(a)  # makes b:8 | 1.0 us
-    c = f(b)  # makes c:8 | 1.0 us
-    n = once(c)  # makes n:8 | 1.0 us | once
-    m = f(n)  # makes m:8 | 1.0 us
-    backward:
-    g = f(d, a)  # makes g:8
-    h = f(g, c)  # makes h:8
-    i = f(h, n)  # makes i:8
-    return gradient i
-""")
-
 
 @pytest.fixture(autouse=True)
 def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "LONG", 0)
     monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
-
-
-def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
-    """Backward reads a at g already, but b may want it at h, when c is made again."""
-    found = program.Program(Gaps(STEP), Machine(0))
-    place = found.gaps.index | {"never": found.size}
-    settled = dict(zip((maker.value for maker in found.makers), found.settled, strict=True))
-    assert settled == {name: place[at] for name, at in {"a": "h", "b": "h", "c": "h", "n": "i", "m": "never"}.items()}
 
 
 @settings(max_examples=60)

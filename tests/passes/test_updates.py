@@ -12,25 +12,22 @@ from passes import BrokenTrace, Machine, Recompute, Trace, apply, check, parse, 
 from passes.gaps import Gaps
 from passes.schedule import Fate, schedule
 from passes.updates import early
+from tests.passes.layered import backward, forward, lines
 from tests.strategies import traces
 
-STEP = parse("""
+DW, P, DV = backward("v", "w")
+STEP = parse(f"""
     forward:
     s = state()  # u8[200] | makes s:200
     r = state()  # u8[200] | makes r:200
-    v = parameter()  # u8[100] | makes v:100
-    w = parameter()  # u8[100] | makes w:100
-    x = input()  # u8[100] | makes x:100
-    d = tangent()  # u8[100] | makes d:100
-    a = f(x, v)  # u8[100] | makes a:100 | 10.0 us
-    b = f(a, w)  # u8[100] | makes b:100 | 10.0 us
+    {forward("v", "w")}
     backward:
-    dw = g(d, a)  # u8[100] | makes dw:100 | 10.0 us
-    p = g(d, w)  # u8[100] | makes p:100 | 10.0 us
+    {DW}
+    {P}
     update:
     w_update = SGD.step(s, w, dw)  # workspace 40
     backward:
-    dv = g(p, x)  # u8[100] | makes dv:100 | 10.0 us
+    {DV}
     update:
     v_update = SGD.step(r, v, dv)  # workspace 40
     return output b
@@ -42,10 +39,6 @@ def planned(*storages: str, fate: Fate = Fate.OFFLOAD) -> Trace:
     applied = apply(STEP, schedule(Gaps(STEP), dict.fromkeys(storages, fate), LINKED))
     check(applied)
     return applied
-
-
-def lines(trace: Trace) -> str:
-    return "\n".join(str(op).partition("  #")[0] for op in trace.ops if not op.is_input) + "\n"
 
 
 def test_an_update_stands_behind_the_last_use_of_what_it_changes() -> None:

@@ -1,0 +1,42 @@
+"""Steps of layers with a parameter each, as lines of text between which a test puts what it is about.
+
+forward("v", "w")    v = parameter(), w = parameter(), ..., a = f(x, v), b = f(a, w)
+backward("v", "w")   dw = g(d, a), p = g(d, w), dv = g(p, x)
+lines(trace)         its ops as they are called, without notes and inputs
+"""
+
+from __future__ import annotations
+
+from passes import Trace
+
+VALUES, TANGENTS = "abc", "pqr"
+
+
+def forward(*parameters: str) -> str:
+    """Inputs, and a layer of each parameter; x is what the first one reads, and d the gradient of the last one's."""
+    inputs = [f"{name} = parameter()" for name in parameters] + ["x = input()", "d = tangent()"]
+    reads = zip(f"x{VALUES}", parameters, strict=False)
+    return "\n".join(
+        [
+            *(f"{line}  # u8[100] | makes {line[0]}:100" for line in inputs),
+            *(_op(name, "f", *read) for name, read in zip(VALUES, reads, strict=False)),
+        ]
+    )
+
+
+def backward(*parameters: str) -> list[str]:
+    """The gradient of each parameter, from the last to the first, and between them those of what its layer read."""
+    made = [*zip(f"x{VALUES}", parameters, strict=False)]
+    found, above = list[str](), "d"
+    for (value, parameter), below in zip(reversed(made), TANGENTS, strict=False):
+        found += [_op(f"d{parameter}", "g", above, value), _op(below, "g", above, parameter)]
+        above = below
+    return found[:-1]
+
+
+def lines(trace: Trace) -> str:
+    return "\n".join(str(op).partition("  #")[0] for op in trace.ops if not op.is_input) + "\n"
+
+
+def _op(name: str, fn: str, *reads: str) -> str:
+    return f"{name} = {fn}({', '.join(reads)})  # u8[100] | makes {name}:100 | 10.0 us"
