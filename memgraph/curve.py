@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from passes import Choice, Offload, Recompute, Trace
+from passes.linear import INSTALL, MISSING
 
 from .tables import mb, ms, printed, table
 
@@ -51,6 +52,7 @@ class Sweep:
     Attributes:
         smallest: the smallest budget for which a plan was found, in bytes; `compile` finds it as well.
         needs, plain_us: the bytes and the microseconds of the step as it is.
+        greedy: whether the plans were made without a search, as HiGHS is not installed: nothing is proven then.
     """
 
     points: tuple[Point, ...]
@@ -58,6 +60,7 @@ class Sweep:
     needs: int
     plain_us: float
     device: str = "cpu"
+    greedy: bool = False
 
     @property
     def knee(self) -> Point | None:
@@ -88,6 +91,8 @@ class Sweep:
 
     def __rich__(self) -> RenderableType:
         title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {mb(self.smallest)} will do"
+        if self.greedy:
+            title += f"\n{MISSING}: greedy plans, of which nothing is proven; {INSTALL}"
         lines, knee = table(title, *COLUMNS, right=COLUMNS[:-1]), self.knee
         for point in self.points:
             _add(lines, point, "knee" if point == knee else "smallest" if point.budget == self.smallest else "")

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute, Stream
+from passes.linear import INSTALL, MISSING
 
 from .saved import saved
 from .tables import mb, ms, printed, table
@@ -143,6 +144,7 @@ class Report:
             *self._compiled(),
             *self._taken(),
             *self._proven(),
+            *self._greedy(),
             *self._rounded(),
         ]
         if not self.counted:
@@ -189,6 +191,12 @@ class Report:
         each = "in which each value runs again and comes back at most once"
         which = each if single else "that runs values again in backward only, however often,"
         return [f"proven: no plan {which} takes less than {ms(self.lower_bound)}; this one is {self.gap:.1%} above"]
+
+    def _greedy(self) -> list[str]:
+        """Why no more is proven, and what to do."""
+        if not self.choice.greedy:
+            return []
+        return [f"{MISSING}: the greedy planner made this plan, and nothing more is proven of it; {INSTALL}"]
 
     def _rounded(self) -> list[str]:
         """What is lossy, because `wire_dtype` asked for it."""

@@ -29,13 +29,18 @@ class Proposal:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A plan, the step as captured and as it will run, each with its forecast, and what every plan adds."""
+    """A plan, the step as captured and as it will run, each with its forecast, and what every plan adds.
+
+    Attributes:
+        greedy: whether it was made without a search, as HiGHS is not installed: nothing is proven then.
+    """
 
     plan: Plan
     captured: Forecast
     forecast: Forecast
     bound_us: float = 0.0
     any_us: float = 0.0
+    greedy: bool = False
 
     @property
     def lower_bound(self) -> float:

@@ -25,6 +25,7 @@ try:
 except ImportError:  # the greedy pass does without
     highspy = cast(Any, None)
 
+MISSING, INSTALL = "highspy is not installed", "pip install highspy"
 INFINITY = math.inf
 OPTIONS = {
     "output_flag": False,

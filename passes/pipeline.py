@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from . import linear
 from .chain import rerun_slices
 from .choice import Choice, Proposal
 from .cuts import cut_backward
@@ -83,7 +84,9 @@ def make_plan(
         if found.forecast.peak <= machine.budget:
             return found
         lowest = min(lowest, found, key=lambda choice: choice.forecast.peak)
-    raise BudgetError(obstacle(lowest.forecast, machine, lowest.captured.trace), machine.budget, lowest.forecast.peak)
+    text = obstacle(lowest.forecast, machine, lowest.captured.trace)
+    more = "" if linear.there() else f"\n{linear.MISSING}: with it a smaller budget may do; {linear.INSTALL}"
+    raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
 
 def _captured(trace: Trace, machine: Machine) -> Choice:
@@ -95,7 +98,7 @@ def _captured(trace: Trace, machine: Machine) -> Choice:
 
 def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
-    trace = best.captured.trace
+    trace, best = best.captured.trace, replace(best, greedy=not linear.there())
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or _is_good(best, machine)):
