@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from memgraph.capture import capture, losses
-from memgraph.planner import Planner, Wishes
+from memgraph.planner import Planner
 from memgraph.probe import Prober
 from memgraph.rewrite import rewrite
 from memgraph.split import split
 from memgraph.summarize import summarize
 from memgraph.tiers import linked
+from memgraph.wishes import Wishes
 from passes import Machine, make_plan, predict
 
 

@@ -13,6 +13,7 @@ from .errors import (
     PlanError,
     ShardError,
     StateError,
+    UpdateError,
 )
 from .module import CompiledModule
 from .oss import OSS, GradScaler, load_sharded, save_sharded
@@ -43,6 +44,7 @@ __all__ = [
     "SpillError",
     "StateError",
     "Sweep",
+    "UpdateError",
     "compile",
     "load_sharded",
     "load_state",

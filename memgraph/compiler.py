@@ -8,9 +8,7 @@ All take the same wishes; what they ask for is written down with `compile`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -20,18 +18,14 @@ from torch import nn
 from .capture import losses
 from .errors import ShardError
 from .fused import refuse_fused
-from .lower import LOWER
 from .microbatches import REDUCTIONS, MicroBatches
 from .module import CompiledModule
 from .oss import OSS
-from .planner import Planner, Wishes
+from .planner import Planner
 from .report import Report
-from .saved import Saved, saved_plans
+from .saved import Saved
 from .shared import WithLoss
-from .spill import spill_folder
-from .wire import wire_name
-
-Budget = str | int | float | None
+from .wishes import Budget, Wishes, wishes
 
 
 def compile(
@@ -102,21 +96,13 @@ def compile(
         FusedError: `fuse_update` with an optimizer whose update can't be run parameter by parameter; later: something
             wants gradients that are gone.
         LoweringError: at a call: Inductor can't compile a part of the step.
+        UpdateError: the optimizer's step wants a closure, or fails on a dense gradient; or its states can't live far,
+            and with parameters and buffers they are more than the budget.
     """
-    wire = wire_name(wire_dtype)
-    wishes = Wishes(
-        budget,
-        optimizer,
-        offload,
-        spill_dir,
-        saved_plans(plan),
-        seconds_of(time_limit),
-        fuse_update,
-        wire,
-        lower,
-        strict,
-    )
-    return CompiledModule(planner_of(in_parts(model, loss, microbatches, reduction), wishes))
+    asked = wishes(budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict)
+    planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
+    planner.refuse_optimizer()
+    return CompiledModule(planner)
 
 
 def plan(
@@ -127,27 +113,8 @@ def plan(
     fuse_update: bool = False, lower: str | None = "auto", **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    wire = wire_name(wire_dtype)
-    wishes = Wishes(
-        budget, optimizer, offload, spill_dir, saved_plans(plan), seconds_of(time_limit), fuse_update, wire, lower
-    )
-    return planner_of(in_parts(model, loss, microbatches, reduction), wishes).step(args, kwargs, losses).report
-
-
-def seconds_of(time_limit: float | None) -> float:
-    """The seconds that a time limit means.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, or not a number.
-    """
-    if time_limit is None:
-        return math.inf
-    if isinstance(time_limit, bool) or not isinstance(time_limit, Real):
-        raise TypeError(f"time_limit is a {type(time_limit).__name__}, {time_limit!r}; give seconds, or None for none")
-    if not time_limit >= 0:
-        raise ValueError(f"time_limit={time_limit!r}; give seconds, 0 for the quickest plan, or None for no limit")
-    return float(time_limit)
+    asked = wishes(budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower)
+    return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
 
 def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
@@ -171,27 +138,18 @@ def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, redu
     return cut if loss is None else WithLoss(cut, loss)
 
 
-def planner_of(model: nn.Module, wishes: Wishes) -> Planner:
-    """What plans the steps of `model`, if all that was asked for makes sense; errors as in `compile`."""
-    if wishes.lower not in LOWER:
-        raise ValueError(f"lower={wishes.lower!r}; give one of {', '.join(map(repr, LOWER))}")
-    if wishes.optimizer is not None and not isinstance(wishes.optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a {type(wishes.optimizer).__name__}; give a torch.optim.Optimizer")
-    if wishes.spill_dir is not None:
-        if not isinstance(wishes.spill_dir, str | PathLike):
-            raise TypeError(f"spill_dir is a {type(wishes.spill_dir).__name__}; give the path of a folder")
-        spill_folder(wishes.spill_dir)
-    if wishes.optimizer is not None:
+def planner_of(model: nn.Module, asked: Wishes) -> Planner:
+    """What plans the steps of `model`, if its optimizer is one that can be planned; errors as in `compile`."""
+    optimizer = asked.optimizer
+    if optimizer is not None:
         owned = set(model.parameters())
-        if not any(parameter in owned for group in wishes.optimizer.param_groups for parameter in group["params"]):
+        if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
-        if isinstance(wishes.optimizer, OSS) and wishes.lower == "inductor" and not wishes.optimizer.exchange.is_alone:
+        if isinstance(optimizer, OSS) and asked.lower == "inductor" and not optimizer.exchange.is_alone:
             raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
-        if wishes.fuse:
-            refuse_fused(wishes.optimizer)
-    elif wishes.fuse:
-        raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
-    return Planner(model, wishes)
+        if asked.fuse:
+            refuse_fused(optimizer)
+    return Planner(model, asked)
 
 
 def _refuse_parts(model: nn.Module) -> None:

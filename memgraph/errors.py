@@ -23,6 +23,11 @@ class FusedError(MemgraphError):
     """What would need gradients that `fuse_update=True` has done away with; says what to do."""
 
 
+class UpdateError(MemgraphError, TypeError):
+    """An optimizer whose update can't be planned, or can't be run in windows where it has to be; says why, and what to
+    do."""
+
+
 class LoweringError(MemgraphError):
     """What Inductor can't compile of a step, although `lower="inductor"` wants it; says what it is, and why."""
 

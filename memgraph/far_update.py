@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import UpdateError
 from .homes import Where
-from .pointwise import is_pointwise
+from .pointwise import obstacle_to_windows
 from .state_parts import is_large
+from .update import states_nbytes
 from .window_bytes import Far, window_bytes
 from .windowed import Windowed
 from .windows import Update
@@ -45,7 +47,14 @@ class FarUpdate:
 
     @property
     def can_stream(self) -> bool:
-        return self.optimizer is None or is_pointwise(self.optimizer)
+        return self.obstacle is None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why nothing of the state can live far with this optimizer, and what to do."""
+        if self.optimizer is None:
+            return None
+        return obstacle_to_windows(self.optimizer, lambda parameter: parameter.requires_grad)
 
     def nbytes(self, trained: Collection[Tensor]) -> int:
         """What an update allocates at most, whatever lives far."""
@@ -53,6 +62,21 @@ class FarUpdate:
             return 0
         far = Far(is_large, is_large, is_large)
         return max(taken.total for taken in window_bytes(self.optimizer, self.window, far, trained))
+
+    def refuse_at_home(self, there: int, budget: float) -> None:
+        """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
+        `there`: the bytes of parameters and buffers.
+
+        Raises:
+            UpdateError: its update can't be planned, or all that has to stay is more than the budget.
+        """
+        if self.optimizer is None or (obstacle := self.obstacle) is None:
+            return
+        needed = there + states_nbytes(self.optimizer)
+        if needed > budget:
+            raise UpdateError(
+                f"{obstacle}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
+            )
 
     def begin(self) -> None:
         """Let the optimizer step in windows."""

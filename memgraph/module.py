@@ -22,13 +22,14 @@ from .attributes import Attributes
 from .capture import Captured, Wanted, everything, losses, scalars
 from .eager import eager_gradients
 from .errors import FusedError, NoPlanError
-from .planner import Planner, Wishes
+from .planner import Planner
 from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
 from .step import Step, Unforeseen
 from .transforms import refuse_duals, refuse_transforms
 from .trees import Spec, flatten, tensors_of
+from .wishes import Wishes
 
 PLANS = 8  # kept; the one that was used longest ago goes first
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ from .residence import Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
-from .saved import SavedPlan
 from .signature import has_gradients, is_watched
 from .slots import Homes, Slot, slots
 from .split import split
@@ -63,22 +61,7 @@ from .times import Times
 from .trees import flatten
 from .truth import correct
 from .update import STATE, with_update
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the caller asked for; see `memgraph.compile`."""
-
-    budget: str | int | float | None
-    optimizer: torch.optim.Optimizer | None = None
-    offload: str | None = "auto"
-    spill_dir: str | PathLike[str] | None = None
-    plans: tuple[SavedPlan, ...] = ()
-    seconds: float = math.inf  # after which planning takes what it has
-    fuse: bool = False  # updates run in backward
-    wire: str = ""  # the type that values may be cast to for their way to the far tier
-    lower: str | None = None  # what compiles parts of the step
-    strict: bool = False  # the allocator refuses more than the budget
+from .wishes import Wishes
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +117,16 @@ class Planner:
                 hold_to(self.budget, device)
             self.residence.where = self.update.where = ground(device, self.wishes.spill_dir)
             self.device = device
+
+    def refuse_optimizer(self) -> None:
+        """
+        Raises:
+            UpdateError: the optimizer is one with which no call can be planned.
+        """
+        if self.sharded is None:
+            there = resident_bytes([*self.module.parameters(), *self.module.buffers()])
+            # Without a far tier it is not the optimizer that keeps all on the device.
+            self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
         """The step of this call, planned and ready.

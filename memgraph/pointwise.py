@@ -21,26 +21,41 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .errors import MemgraphError
+from .errors import UpdateError
 from .peak import measured, resident_bytes
 
 POINTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
     *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
+OPTIONS = ("differentiable", "capturable")  # with which no update is run in windows
 EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
 TRIED = 4096  # elements of a made-up parameter
 STEPS = 7  # RAdam's update takes more from the sixth on
 
 
-class UpdateError(MemgraphError, TypeError):
-    """An optimizer whose update can't be run in windows; says why, and what to do."""
-
-
 def is_pointwise(optimizer: optim.Optimizer) -> bool:
     """Whether its update can be run in windows, whatever gradients there will be."""
-    options = ("differentiable", "capturable")
-    return type(optimizer) in POINTWISE and not any(group.get(o) for group in optimizer.param_groups for o in options)
+    return type(optimizer) in POINTWISE and not any(group.get(o) for group in optimizer.param_groups for o in OPTIONS)
+
+
+def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
+    """What is in the way of running its update in windows, whatever gradients those that are `trained` will have, in
+    words, with what to do."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in POINTWISE:
+        known = ", ".join(one.__name__ for one in POINTWISE)
+        message = f"{name} is not known to change each element by itself, so its state can't be streamed"
+        return f"{message}; use one of {known} itself, or leave state and parameters on the device"
+    for i, group in enumerate(optimizer.param_groups):
+        for option in OPTIONS:
+            if group.get(option):
+                return f"{name} with {option}=True can't be run in windows; set {option}=False"
+        for parameter in filter(trained, group["params"]):
+            if is_unsteady(optimizer, i, parameter.dtype):
+                message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
+                return f"{message}, so it can't be run in windows; set fused=False"
+    return None
 
 
 def refuse(optimizer: optim.Optimizer) -> None:
@@ -49,21 +64,12 @@ def refuse(optimizer: optim.Optimizer) -> None:
     Raises:
         UpdateError: it is none of those that are known to be pointwise, or an option or a gradient stands against it.
     """
-    name = type(optimizer).__name__
-    if type(optimizer) not in POINTWISE:
-        known = ", ".join(one.__name__ for one in POINTWISE)
-        message = f"{name} is not known to change each element by itself, so its state can't be streamed"
-        raise UpdateError(f"{message}; use one of {known} itself, or leave state and parameters on the device")
-    for i, group in enumerate(optimizer.param_groups):
-        for option in ("differentiable", "capturable"):
-            if group.get(option):
-                raise UpdateError(f"{name} with {option}=True can't be run in windows; set {option}=False")
+    if found := obstacle_to_windows(optimizer, lambda parameter: parameter.grad is not None):
+        raise UpdateError(found)
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _refuse_gradient(name, parameter, parameter.grad)
-                if is_unsteady(optimizer, i, parameter.dtype):
-                    message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
-                    raise UpdateError(f"{message}, so it can't be run in windows; set fused=False")
+                _refuse_gradient(type(optimizer).__name__, parameter, parameter.grad)
 
 
 def is_unsteady(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from .errors import UpdateError
 from .homes import Form, Home, Place, Where, form_of, is_dense, place_of
 from .movement import bring_home
 from .pieces import Row
-from .pointwise import EXACT, Alone, UpdateError
+from .pointwise import EXACT, Alone
 
 Whose = Callable[[Tensor], bool]  # of a parameter
 

@@ -24,10 +24,9 @@ from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
 
 from .budget import budget_nbytes
 from .capture import losses
-from .compiler import in_parts, planner_of, seconds_of
+from .compiler import in_parts, planner_of
 from .curve import Point, Sweep, fitting, missing
-from .planner import Wishes
-from .wire import wire_name
+from .wishes import wishes
 
 POINTS = 12  # between the two ends
 
@@ -53,12 +52,11 @@ def sweep(
         TypeError, ValueError, SpillError, CaptureError, FusedError: as `compile` and its first call.
     """
     # A budget of a byte, so that the links are measured.
-    seconds, wire = seconds_of(time_limit), wire_name(wire_dtype)
-    wishes = Wishes(1, optimizer, offload, spill_dir, seconds=seconds, fuse=fuse_update, wire=wire, lower=lower)
-    planner = planner_of(in_parts(model, loss, microbatches, reduction), wishes)
+    asked = wishes(1, optimizer, offload, spill_dir, None, time_limit, wire_dtype, fuse_update, lower)
+    planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
     trace, machine = planner.priced(args, kwargs, losses)
-    return _Sweeping(trace, machine, wishes.seconds).run(wanted)
+    return _Sweeping(trace, machine, asked.seconds).run(wanted)
 
 
 def _all_nbytes(budgets: Sequence[str | int | float], device: torch.device) -> list[int]:
@@ -87,7 +85,8 @@ class _Sweeping:
         if budgets is None:
             known.add(self.smallest)
         points = tuple(map(self._point, sorted(known, reverse=True)))
-        return Sweep(points, self.smallest, self.plain.peak, self.plain.us, self.machine.device)
+        greedy = any(choice.greedy for _, choice in self.found)
+        return Sweep(points, self.smallest, self.plain.peak, self.plain.us, self.machine.device, greedy)
 
     def _spread(self) -> list[int]:
         least, most = self.smallest, self.plain.peak

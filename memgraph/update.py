@@ -25,6 +25,7 @@ from passes.updates import early
 
 from .costs import once
 from .device import keeping_freed_memory
+from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .place import place
 from .signature import kernel_modes
@@ -117,20 +118,21 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     """Bytes of all states, and at most what one update allocates and frees.
 
     Raises:
-        TypeError: its step can't be called without a closure, or not with dense gradients.
+        UpdateError: its step can't be called without a closure, or not with dense gradients.
     """
     sure = None if trained is None else set(map(id, trained))
-    rows = [[p for p in group["params"] if p.requires_grad or p in optimizer.state] for group in optimizer.param_groups]
-    trial = _Trial(optimizer)
+    trial, rows = _Trial(optimizer), _rows(optimizer)
     kinds = [[(_kind(i, p), sure is None or id(p) in sure) for p in row] for i, row in enumerate(rows)]
-    for row in kinds:
-        for kind, _ in row:
-            trial.run(kind)
+    states = trial.all_states([kind for row in kinds for kind, _ in row])
     together = [i for i, row in enumerate(kinds) if row and _foreach(optimizer.param_groups[i], row[0][0].device)]
     works = [sum(trial.works[kind,] for kind, _ in kinds[i]) for i in together]
     apart = [pair for pair in _in_a_row(kinds) if not {pair[0].group, pair[1].group} & set(together)]
-    states = sum(trial.states[kind] for row in kinds for kind, _ in row)
     return states, max([*trial.works.values(), *works, trial.most(apart)], default=0)
+
+
+def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all states, once they are made; errors as in `update_nbytes`."""
+    return _Trial(optimizer).all_states([_kind(i, p) for i, row in enumerate(_rows(optimizer)) for p in row])
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -145,6 +147,12 @@ class _Trial:
         self.optimizer = optimizer
         self.works: dict[tuple[Kind, ...], int] = {}
         self.states: dict[Kind, int] = {}
+
+    def all_states(self, kinds: Collection[Kind]) -> int:
+        """Bytes of the states of parameters of these kinds."""
+        for kind in kinds:
+            self.run(kind)
+        return sum(self.states[kind] for kind in kinds)
 
     def most(self, pairs: Collection[Pair]) -> int:
         """The most that two take of which one follows the other: its last temporaries are there while those of the
@@ -206,8 +214,8 @@ class _Trial:
         name = type(alone).__name__
         try:
             allocated = [measured(lambda: type(alone).step(alone), kinds[0].device)[1] for _ in range(STEPS)]
-        except (TypeError, RuntimeError) as error:
-            raise TypeError(
+        except Exception as error:
+            raise UpdateError(
                 f"{name} can't be planned, since its step can't be tried on a dense gradient: {error}; "
                 "compile without optimizer=, and its states and its update are not counted"
             ) from error
@@ -234,6 +242,11 @@ def _in_a_row(rows: Sequence[Sequence[tuple[Kind, bool]]]) -> set[Pair]:
         pairs |= {(kind, other) for other in after}
         after = {kind} if sure else after | {kind}
     return pairs
+
+
+def _rows(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    """The parameters of each group that are trained or were."""
+    return [[p for p in group["params"] if p.requires_grad or p in optimizer.state] for group in optimizer.param_groups]
 
 
 def _kind(group: int, parameter: Tensor) -> Kind:

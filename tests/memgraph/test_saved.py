@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import planner
-from memgraph.compiler import seconds_of
 from memgraph.saved import priced, saved_plans
+from memgraph.wishes import seconds_of
 from passes import Machine, parse, parse_plan
 from tests.nets import batch, net
 from tests.zoo import CASES, fresh

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memgraph.pointwise import UpdateError
+from memgraph.errors import UpdateError
 from memgraph.windowed import Windowed
 from tests.training import (
     ALL,
