@@ -43,8 +43,9 @@ REPAIRS = 8
 GRAIN = 0.001  # of the step: what a search with columns fixed leaves
 MENDED = 1_500  # ops of plans that are mended beside the best
 POLISHED = 200_000  # ops that are simulated to make a plan better
-FEW = 1_000  # ops: with fewer a search takes no less
 WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
+FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
+WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
 NARROW = 1 / 6  # of it, for one search, if a wider one follows
 
 
@@ -76,6 +77,11 @@ def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> 
     return Proposal(optimize(trace, replace(machine, wire=""), until).plan)
 
 
+def work_for(size: int, step_us: float) -> float:
+    """What all searches of a pass together may take: by the ops of the step, and if they are few by its time."""
+    return max(WORK_PER_OP * size, min(WORK_PER_OP * FEW, WORK_PER_US * step_us))
+
+
 class _Search:
     """The best plan so far, and what is proven."""
 
@@ -85,7 +91,7 @@ class _Search:
         self.until = until
         self.model = Model(program, machine.budget, until)
         self.step_us = program.captured.us
-        self.work = WORK_PER_OP * max(FEW, program.size)
+        self.work = work_for(program.size, self.step_us)
         self.best: Choice | None = None
         self.state: State  # of the best
         self.polished: list[State] = []  # what is no point's

@@ -33,6 +33,7 @@ class _Polished:
 
     def __init__(self, program: Program, state: State, tries: int, until: float) -> None:
         self.program, self.state, self.tries, self.until = program, state, tries, until
+        self.failed: set[Change] = set()  # tried with the state as it is, and no better
 
     def take(self, changes: Iterable[Change]) -> bool:
         """Try them in their order; whether one was good."""
@@ -40,7 +41,7 @@ class _Polished:
         for storage, fate in changes:
             if self.tries <= 0 or time.monotonic() >= self.until:
                 return False
-            if self.state.fates.get(storage, Fate.KEEP) is not fate:
+            if self.state.fates.get(storage, Fate.KEEP) is not fate and (storage, fate) not in self.failed:
                 self.tries -= 1
                 self._try(storage, fate)
         return self.state is not before
@@ -49,6 +50,9 @@ class _Polished:
         new = state_of(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
         if new.peak <= self.program.machine.budget and new.forecast.us < self.state.forecast.us:
             self.state = new
+            self.failed.clear()
+        else:
+            self.failed.add((storage, fate))
 
 
 def _others(program: Program, state: State) -> Iterator[Change]:

@@ -67,7 +67,7 @@ def test_what_no_step_can_be_planned_with_is_refused_before_there_is_one(
 def test_with_a_closure_a_model_trains_far_once_its_optimizer_is_left_out() -> None:
     plain = chain()
     model = copy.deepcopy(plain)
-    theirs, ours = (optim.LBFGS(module.parameters(), max_iter=3) for module in (plain, model))
+    theirs, ours = (optim.LBFGS(module.parameters(), max_iter=2) for module in (plain, model))
     with pytest.raises(TypeError, match=r"LBFGS can't be planned.*compile without optimizer="):
         memgraph.compile(model, ROOM, optimizer=ours)
     compiled = streamed(model, tightest(kind=None), loss=None)

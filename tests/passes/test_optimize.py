@@ -26,7 +26,7 @@ from passes import (
     program,
 )
 from passes.gaps import Gaps
-from passes.optimize import optimize
+from passes.optimize import WORK_PER_US, optimize, work_for
 from passes.schedule import Fate, schedule
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import all_fates, best_of, cheapest, cheapest_of_all
@@ -272,6 +272,13 @@ def test_the_budget_may_be_what_no_plan_can_lower() -> None:
         assert not proposal.plan or predict(apply(trace, proposal.plan), Machine(budget)).peak <= budget
 
 
+def test_a_step_of_few_ops_is_searched_for_as_far_as_its_time_pays() -> None:
+    short, long, endless = (work_for(100, us) for us in (20e3, 60e3, 1e9))
+    assert short == work_for(100, 0.0) < long < endless == work_for(1_000, 1e9)
+    assert long == 3 * WORK_PER_US * 20e3
+    assert work_for(2_000, 0.0) == work_for(2_000, 1e9) == 2 * work_for(1_000, 0.0)
+
+
 def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = layers(4)
     machine = between(trace, Machine(0), 0.5)
@@ -279,6 +286,7 @@ def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(linear, "highspy", None)
     choice = make_plan(trace, machine)
     assert choice.forecast.peak <= machine.budget
+    assert choice.greedy and not with_it.greedy
     assert (choice.bound_us, choice.any_us) == (0.0, 0.0)
     assert choice.lower_bound == choice.captured.us
     assert with_it.forecast.us <= choice.forecast.us and with_it.gap <= choice.gap
