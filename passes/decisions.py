@@ -32,7 +32,8 @@ place in the trace and never a matter of time.
                                          w__back_1 = wait(w__in_1)
                                          b = mm(x, w__back_1)
 
-The update reads what is far where it lies: a streamed input itself, and a gradient that has left as its ticket.
+The update reads what is far where it lies: a streamed input itself, and a gradient that has left as its ticket.  With
+Stream("s", on="host") states are updated there, with the parameters whose they are.
 """
 
 from __future__ import annotations
@@ -87,9 +88,13 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The bytes of `value`, an input, live in the far tier; the step fetches them when it has a use for them."""
+    """The bytes of `value`, an input, live in the far tier; the step fetches them when it has a use for them.
+
+    States may stay there for their update, `on` the host.
+    """
 
     value: str
+    on: str = ""
 
     def __str__(self) -> str:
         return _say(self)
@@ -97,7 +102,9 @@ class Stream:
 
 Decision = Recompute | Offload | Reload | Stream
 KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload, "stream": Stream}
-PLACES = {kind: tuple(field.name for field in fields(kind) if field.name != "wire") for kind in KINDS.values()}
+EXTRAS = ("wire", "on")  # facts that are said only where there is something to say
+PLACES = {kind: tuple(field.name for field in fields(kind) if field.name not in EXTRAS) for kind in KINDS.values()}
+HOST = "host"
 Plan = tuple[Decision, ...]
 Line = Callable[[Op, str], object]
 
@@ -105,9 +112,7 @@ Line = Callable[[Op, str], object]
 def _say(decision: Decision) -> str:
     said = asdict(decision)
     value = said.pop("value")
-    if not said.get("wire", "said"):
-        del said["wire"]
-    facts = ", ".join(f"{name} {fact}" for name, fact in said.items())
+    facts = ", ".join(f"{name} {fact}" for name, fact in said.items() if fact or name not in EXTRAS)
     return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
@@ -125,7 +130,7 @@ def _parse_decision(line: str) -> Decision:
     if found and (kind := KINDS.get(found[1])):
         facts = dict(part.split(" ", 1) for part in (found[3] or "").split(", ") if " " in part)
         names = [field.name for field in fields(kind)][1:]
-        if list(facts) in (names, [name for name in names if name != "wire"]):
+        if list(facts) in (names, [name for name in names if name not in EXTRAS]):
             decision = kind(found[2], **facts)
             if str(decision) == line:
                 return decision
@@ -139,6 +144,8 @@ def apply(trace: Trace, plan: Plan) -> Trace:
         ValueError: a decision names an op that the trace does not have, or a cast of what may not be cast.
     """
     for decision in plan:
+        if isinstance(decision, Stream) and decision.on not in ("", HOST):
+            raise ValueError(f"{decision}: nothing is updated on {decision.on!r}")
         for name in PLACES[type(decision)]:
             if (place := getattr(decision, name)) not in trace.op:
                 raise ValueError(f"{decision}: the trace has no op {place!r}")
@@ -153,7 +160,7 @@ class _Writer:
         self.trace = trace
         self.newest: dict[str, Op] = {}
         self.far: dict[str, Op] = {}
-        self.streamed = {decision.value for decision in plan if isinstance(decision, Stream)}
+        self.streamed = {decision.value: decision.on for decision in plan if isinstance(decision, Stream)}
         self.copies: dict[str, int] = {}
         self.trips: dict[str, int] = {}
         self.wires: dict[str, str] = {}  # the type on the way of each value that is cast
@@ -183,7 +190,8 @@ class _Writer:
     def _define(self, op: Op) -> None:
         new = self._renamed(op)
         if op.name in self.streamed:
-            new = replace(new, makes=tuple(Storage(made.name, 0) for made in op.makes), far=True)
+            makes = tuple(Storage(made.name, 0) for made in op.makes)
+            new = replace(new, makes=makes, far=True, hosted=self.streamed[op.name] == HOST)
             self.far[op.name] = new
         self.newest[op.name] = self._add(new)
 

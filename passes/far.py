@@ -1,14 +1,16 @@
 """The rows of what of the state lives far: where it is, what of it comes and goes, and what the update takes.
 
 w, 2 MB, is far, read by ops 5 and 90   ->   - 2.0 X_w at all positions but 5 and 90, + 2.0 N_w at 6-89
+s, 4 MB, is updated on the host         ->   H_s <= X_s; the links are without s, but not without w if that is here
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .hosting import Part, device_us, host_us, parts
 from .linear import INFINITY
 from .rows import MIB, TIE
 
@@ -20,12 +22,14 @@ Terms = dict[int, float]
 
 @dataclass(frozen=True)
 class Far:
-    """X of every resident; N of every rest between two visits; v and u of every update."""
+    """X of every resident; N of every rest between two visits; v and u of every update; H of every part of the states
+    that the host may update, and T of what the links take for what belongs to it."""
 
     lives: tuple[int, ...]
     stays: dict[tuple[int, int], int]
     windows: dict[int, int]
     longer: dict[int, int]
+    hosted: dict[str, tuple[int, int]]  # by the states' value
 
     @classmethod
     def of(cls, model: Model) -> Far:
@@ -44,7 +48,8 @@ class Far:
         }
         updates = program.updates if lives else ()
         longer = {position: column(1.0, most=INFINITY) for position in updates}
-        return cls(lives, stays, {position: column() for position in updates}, longer)
+        windows = {position: column() for position in updates}
+        return cls(lives, stays, windows, longer, _hosted(model) if lives else {})
 
     def there(self, model: Model, position: int) -> Terms:
         """Bytes in MiB beyond those of the captured step."""
@@ -113,4 +118,47 @@ def updating(model: Model) -> None:
                 us[lives] = -resident.update_us(program.machine)
                 row(0.0, INFINITY, {window: 1.0, lives: -1.0})
         row(-INFINITY, 0.0, {window: 1.0, **dict.fromkeys(us, -1.0)})
+        steps = _hosting(model, position, us)
         row(-op.us, INFINITY, {far.longer[position]: 1.0, **us})
+        if steps:
+            row(-op.us, INFINITY, {far.longer[position]: 1.0, **steps})
+
+
+def _hosted(model: Model) -> dict[str, tuple[int, int]]:
+    """H, and T in microseconds, of each part of the states that may live far."""
+    program, column = model.program, model.linear.column
+    if not program.machine.stepping:
+        return {}
+    values = {resident.value for resident in program.residents}
+    states = (part.states.name for position in program.updates for part in _parts(model, position))
+    return {value: (column(), column(most=INFINITY)) for value in states if value in values}
+
+
+def _parts(model: Model, position: int) -> Iterator[Part]:
+    trace = model.program.gaps.trace
+    return parts(trace, trace.ops[position])
+
+
+def _hosting(model: Model, position: int, us: Terms) -> Terms:
+    """What the links take less for what the host updates is put into `us`; what the host takes is returned.
+
+    Of what belongs to a part the links take T: at least that of what is far, less all of it if the host updates the
+    part; and at least that of what is here, if it does.
+    """
+    program, row, steps = model.program, model.linear.row, Terms()
+    lives = {resident.storage: x for x, resident in zip(model.far.lives, program.residents, strict=True)}
+    for part in _parts(model, position):
+        if part.states.name not in model.far.hosted:
+            continue
+        is_hosted, trips = model.far.hosted[part.states.name]
+        there, here = Terms(), {is_hosted: 0.0}
+        for op in part.owned:
+            here[is_hosted] -= host_us(op, program.machine)
+            for x in (lives[held] for held in op.holds if held in lives):
+                there[x], here[x] = us.pop(x, 0.0), host_us(op, program.machine)
+        row(0.0, INFINITY, {trips: 1.0, is_hosted: -sum(there.values()), **there})
+        row(0.0, INFINITY, {trips: 1.0, **here})
+        row(0.0, INFINITY, {lives[part.states.holds[0]]: 1.0, is_hosted: -1.0})
+        us[is_hosted], us[trips] = device_us(part.states, program.machine), -1.0
+        steps[is_hosted] = -part.host_us(program.machine)
+    return steps

@@ -36,6 +36,7 @@ KINDS = (
     "staging",
 )
 Bytes = npt.NDArray[np.int64]
+OFFLOAD = "memgraph.offload.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def predict(trace: Trace, machine: Machine) -> Forecast:
 def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
     """What an op of the update reads where it lies in the far tier: inputs, and tickets of what has left."""
     found = (trace.op[read] for read in op.reads) if op.phase == "update" else ()
-    return tuple(read for read in found if read.far or read.fn == "memgraph.offload.default")
+    return tuple(read for read in found if read.far or read.fn == OFFLOAD)
 
 
 def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
@@ -121,16 +122,30 @@ def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
 
 
 def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
-    """What comes for an update, all that is far, and what goes back, but for gradients."""
-    far = far_reads(trace, op)
-    come = sum(type_nbytes((read if read.far else trace.op[read.reads[0]]).type) for read in far)
-    return come, sum(type_nbytes(read.type) for read in far if read.fn in ("parameter", "state"))
+    """What comes for an update, and what goes: all that is far, there and back but for gradients; for what is updated
+    on the host, all that is not."""
+    come, go, hosted = 0, 0, False
+    for read in map(trace.op.__getitem__, op.reads):
+        hosted = read.hosted if read.fn == "state" else hosted  # and so is what stands behind it
+        far, written = read.far or read.fn == OFFLOAD, read.fn in ("parameter", "state")
+        nbytes = max(0, type_nbytes((trace.op[read.reads[0]] if read.fn == OFFLOAD else read).type))
+        if far and not hosted:
+            come, go = come + nbytes, go + nbytes * written
+        elif hosted and not far:
+            come, go = come + nbytes * written, go + nbytes
+    return come, go
 
 
 def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
-    """Copies go on while the update computes."""
+    """Copies go on while the update computes, and so does the host."""
     come, go = update_nbytes(trace, op)
-    return max(op.us, come / (machine.back or 1.0) + go / (machine.out or 1.0))
+    return max(op.us, come / (machine.back or 1.0) + go / (machine.out or 1.0), stepped_us(trace, op, machine))
+
+
+def stepped_us(trace: Trace, op: Op, machine: Machine) -> float:
+    """What the host takes for the states of an update that it steps on."""
+    there = sum(type_nbytes(trace.op[read].type) for read in op.reads if trace.op[read].hosted)
+    return there / (machine.stepping or 1.0)
 
 
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:

@@ -199,7 +199,10 @@ class Costs:
         updated = any(value in op.reads for op in trace.ops if op.phase == "update")
         fn = trace.op[value].fn
         goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0
-        return (goes + nbytes / self.machine.back) * updated + (fn != "state") * self._offload_us(nbytes)
+        own = (goes + nbytes / self.machine.back) * updated
+        if fn == "state" and self.machine.stepping:  # or the host updates it there
+            own = min(own, nbytes / self.machine.stepping)
+        return own + (fn != "state") * self._offload_us(nbytes)
 
     def _moves_of_copy(self, storage: str, now: Fate, nbytes: int) -> Iterator[Move]:
         """What was made again or came back, and waits for its use, can be made or fetched later, or more often."""

@@ -7,7 +7,7 @@
 - A value is not read between `free` and `wait`: what was offloaded is read again only as what came back, be it cast for
   its way or not.
 - What an exchange between ranks brings is read by nobody until it has been waited for.
-- Only `reload` and the update read what is far.
+- Only `reload` and the update read what is far.  Only states are updated there.
 - What an update has read is read by no other op: it has been changed.
 - An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
 """
@@ -93,6 +93,8 @@ def _far(op: Op, trace: Trace) -> None:
             raise BrokenTrace(f"{op.name} reads {read}, which is far: it has to be reloaded before")
     if op.far and (op.nbytes or not op.is_input):
         raise BrokenTrace(f"{op.name} is far, and no input or of {op.nbytes} bytes here")
+    if op.hosted and not (op.far and op.fn == "state"):
+        raise BrokenTrace(f"{op.name} is updated on the host, and is no state that lives there")
 
 
 def _again(trace: Trace, index: int) -> None:

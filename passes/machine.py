@@ -15,6 +15,9 @@ class Machine:
     Who copies may need what computes: a copy takes `call` microseconds of compute to be begun and seen to its end, and
     `drag` more for each of its bytes, where the threads that copy share their cores with those that compute.
 
+    `stepping` is how fast the host updates states where they lie, in their bytes per microsecond, with what belongs to
+    them; 0.0: it updates none.
+
     `wire` is the type to which values may be cast for their way there and back ("bf16"); empty: none, nothing is lossy.
     `narrow` and `widen` are bytes of the value as it was, per microsecond of compute, that the two casts take.
 
@@ -33,6 +36,7 @@ class Machine:
     drag: float = 0.0
     homes: bool = False  # whether parameters, gradients and states may live there
     window: int = 0  # bytes that the update takes for what it fetches from the far tier
+    stepping: float = 0.0
     capacity: int = 1 << 62  # bytes that the far tier takes
     wire: str = ""
     narrow: float = 0.0
@@ -45,7 +49,8 @@ class Machine:
         far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"
         cast = f", cast to {self.wire} at {self.narrow:.0f}/{self.widen:.0f} MB/s" if self.wire else ""
         net = f", net {self.net:.0f} MB/s after {self.latency:.0f} us" if self.net else ""
-        return f"{self.device} {self.budget} bytes, {far}{cast}{net}"
+        steps = f", steps states at {self.stepping:.0f} MB/s" if self.stepping else ""
+        return f"{self.device} {self.budget} bytes, {far}{steps}{cast}{net}"
 
     @property
     def hides(self) -> bool:

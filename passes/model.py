@@ -34,6 +34,8 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     home        N_rk <= X_r;  X_r <= z                       r that is fetched, or leaves  far.living
     update      u >= sum of n_r X_r / rates - its own time                                 far.updating
                 v >= X_r;  v <= sum of X_r                   r that it reads               far.updating
+                H_s <= X_s;  u >= sum of n_s H_s / stepping - its own time; n_s H_s is not on the links
+                T_s >= what is far of s less all of it H_s;  T_s >= H_s of what is not     far.updating
     out         D_j <= D_j-1 + rate (length_j + e_j),  D_j <= sum of L_s, f_s before the end of j        links.out
                 G_j <= G_j-1 + rate (length_j + e_j),  G_j <= sum of n_d X_d, l_d before the end of j    links.home
     back        P_j <= P_j-1 + rate (length_j + e_j),  P_j >= sum of L_s, h_s up to the end of j,

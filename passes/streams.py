@@ -19,8 +19,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .decisions import Decision, Offload, Stream
+from .decisions import HOST, Decision, Offload, Stream
 from .gaps import Gaps
+from .hosting import hosted
 from .machine import Machine
 
 AHEAD = 2  # of the largest: the bytes that are under way
@@ -53,8 +54,10 @@ class Streams:
         self.before = 0  # the use of the one before them
 
     def begin(self) -> list[Decision]:
-        """What says that the values are far."""
-        return [Stream(self.homes.inputs[storage]) for storage in self.ahead]
+        """What says that the values are far, and which states are updated there."""
+        there = hosted(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
+        values = [self.homes.inputs[storage] for storage in self.ahead]
+        return [Stream(value, HOST if value in there else "") for value in values]
 
     def knows(self, value: str) -> bool:
         """Whether a value shows what is far."""

@@ -21,7 +21,7 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
-FLAGS = ("once", "far")
+FLAGS = ("once", "far", "hosted")
 NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
 ITEMSIZE = {
     "f64": 8,
@@ -66,6 +66,7 @@ class Op:
     draws: int = 0  # bytes of the generator's state, for an op that draws random numbers
     once: bool = False  # may not run a second time
     far: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
+    hosted: bool = False  # states that are far, and are updated there, with the parameters whose they are
     again: str = ""  # the op that this one repeats
     part: int = 0  # the micro-batch that it works on, from 1
     slice: int = 0  # the slice that it belongs to, from 1
@@ -88,6 +89,7 @@ class Op:
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
         notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["far"] * self.far
+        notes += ["hosted"] * self.hosted
         notes += [f"part {self.part}"] * bool(self.part) + [f"slice {self.slice}"] * bool(self.slice)
         notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
         text = " | ".join(note for note in notes if note)
@@ -175,7 +177,7 @@ def _parse_op(line: str, phase: str) -> Op:
     return Op(
         name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
-        once=bool(facts["once"]), far=bool(facts["far"]), again=facts["again"],
+        once=bool(facts["once"]), far=bool(facts["far"]), hosted=bool(facts["hosted"]), again=facts["again"],
         part=int(facts["part"] or 0), slice=int(facts["slice"] or 0), type=facts["type"], where=where,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from passes import (
     Machine,
     Plan,
     Reload,
+    Stream,
     Trace,
     apply,
     check,
@@ -107,6 +108,7 @@ def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machin
     return st.builds(
         Machine, st.just(0), out=link, back=link, staging=st.sampled_from(staging), homes=st.just(True),
         window=st.sampled_from((0, 300, 2000)), call=st.sampled_from((0.0, 3.0)), drag=st.sampled_from((0.0, 0.01)),
+        stepping=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
     )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
 def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject
 ) -> None:
-    """Whenever its copies back begin."""
+    """Whenever its copies back begin, and whatever the host updates."""
     gaps = Gaps(trace)
     fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
     plan = list(schedule(gaps, fates, machine))
@@ -129,6 +131,8 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
         if isinstance(decision, Reload):
             back = data.draw(st.integers(gaps.index[decision.back], gaps.index[decision.use]))
             plan[i] = replace(decision, back=trace.ops[back].name)
+        elif isinstance(decision, Stream) and machine.stepping and trace.op[decision.value].fn == "state":
+            plan[i] = replace(decision, on=data.draw(st.sampled_from(("", "host"))))
     holds(trace, machine, tuple(plan))
 
 
