@@ -33,7 +33,7 @@ def compile(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, lower: str | None = "auto", strict: bool = False,
+    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", strict: bool = False,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -78,6 +78,11 @@ def compile(
             `clip_grad_norm_` and `clip_grad_value_` see no gradients, and silently clip nothing.  After an error in
             mid backward some parameters are updated and others are not, and nothing goes on until an earlier state
             is loaded into model and optimizer.
+        host_update: behind a GPU, let the host update states that live there, with the parameters and gradients whose
+            they are, where the plan finds that faster than to bring them to the GPU: by the optimizer's own step on
+            tensors of the host, with its fused kernel for processors if it has one and neither `fused` nor `foreach`
+            was chosen.  Its kernels round otherwise than the GPU's, so parameters are no longer equal to the bit to
+            those of the plain optimizer.  Behind a CPU the device is the host, and nothing is different.
         lower: "inductor" lets Inductor compile what lies between matrix products and memory ops, where that is faster
             and keeps the budget; gradients are then eager's within rounding, not to the bit.  The first call of a kind
             takes seconds to minutes for it.  None does without; "auto" is "inductor" on a GPU, and None on a CPU.
@@ -99,7 +104,9 @@ def compile(
         UpdateError: the optimizer's step wants a closure, or fails on a dense gradient; or its states can't live far,
             and with parameters and buffers they are more than the budget.
     """
-    asked = wishes(budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict)
+    asked = wishes(
+        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict, host_update
+    )
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
     return CompiledModule(planner)
@@ -110,10 +117,12 @@ def plan(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, lower: str | None = "auto", **kwargs: Any,
+    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    asked = wishes(budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower)
+    asked = wishes(
+        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, host_update=host_update
+    )
     return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
 
@@ -147,6 +156,8 @@ def planner_of(model: nn.Module, asked: Wishes) -> Planner:
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
         if isinstance(optimizer, OSS) and asked.lower == "inductor" and not optimizer.exchange.is_alone:
             raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
+        if isinstance(optimizer, OSS) and asked.hosts:
+            raise ShardError("host_update=True is not built for a sharded optimizer, whose states stay on the device")
         if asked.fuse:
             refuse_fused(optimizer)
     return Planner(model, asked)

@@ -10,17 +10,22 @@ plan is the same whatever was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from passes import Trace
+
 from .errors import UpdateError
 from .homes import Where
+from .host import Host
+from .host_step import reserve
 from .pointwise import obstacle_to_windows
-from .state_parts import is_large
-from .update import states_nbytes
+from .state_parts import StatePart, is_large
+from .stepping import stepping
+from .update import STATE, states_nbytes
 from .window_bytes import Far, window_bytes
 from .windowed import Windowed
 from .windows import Update
@@ -31,12 +36,16 @@ SHARE = 64  # of the parameters is one
 
 class FarUpdate:
     """Of an optimizer, or of none: then updates are the caller's own affair.  `fused`: they run in backward, where
-    somebody else sees to it that each is in windows."""
+    somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None) -> None:
-        self.optimizer, self.where, self.fused = optimizer, where, fused
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None, hosts: bool = False
+    ) -> None:
+        self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
         self.windowed: Windowed | None = None
         self.far_states: set[Tensor] = set()
+        self.hosted: set[Tensor] = set()  # the parameters that are stepped on the host
+        self.has_room = False  # there, for windows
 
     @property
     def window(self) -> int:
@@ -78,10 +87,28 @@ class FarUpdate:
                 f"{obstacle}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
             )
 
+    def stepping(self, parts: Sequence[StatePart]) -> float:
+        """Bytes of states that the host steps on per microsecond; 0.0 if it may not, or is the device itself."""
+        if not self.hosts or self.optimizer is None or not isinstance(self.where, Host):
+            return 0.0
+        return stepping(self.optimizer, parts, self.window)
+
     def begin(self) -> None:
         """Let the optimizer step in windows."""
         if self.optimizer is not None and self.windowed is None and not self.fused:
-            self.windowed = Windowed(self.optimizer, self.window, self.far_states.__contains__, self.where)
+            far, hosted = self.far_states.__contains__, self.hosted.__contains__
+            self.windowed = Windowed(self.optimizer, self.window, far, self.where, hosted)
+
+    def host(self, parameters: Collection[Tensor]) -> None:
+        """Step on these on the host from now on.
+
+        Raises:
+            PinnedError: it has no room for two windows.
+        """
+        if parameters and not self.has_room and isinstance(self.where, Host):
+            reserve(self.where, self.window, self)
+            self.has_room = True
+        self.hosted.update(parameters)
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Update in windows what has a gradient."""
@@ -95,20 +122,32 @@ class FarUpdate:
 
 @dataclass(frozen=True, eq=False)
 class FarStates:
-    """The parameters whose states one step has far, and the update that keeps them there."""
+    """The parameters whose states one step has far, which of them are stepped there, and the update that does so."""
 
     update: FarUpdate
     parameters: tuple[Tensor, ...] = ()
+    hosted: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, update: FarUpdate, trace: Trace, parts: Sequence[StatePart]) -> FarStates:
+        """What a planned step says of `parts` of the states."""
+        states = [
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+        ]
+        far = tuple(parameter for _, part in states for parameter in part.parameters)
+        return cls(update, far, tuple(parameter for op, part in states if op.hosted for parameter in part.parameters))
 
     @property
     def begun(self) -> bool:
         """Whether the update makes new states where they belong."""
-        return self.update.far_states.issuperset(self.parameters)
+        known = self.update.far_states.issuperset(self.parameters)
+        return known and self.update.hosted.issuperset(self.hosted)
 
     def begin(self) -> list[dict[str, object]]:
         """Let the update run in windows, and have new states made where they belong; the states that are there."""
         self.update.begin()
         self.update.far_states.update(self.parameters)
+        self.update.host(self.hosted)
         return self.there()
 
     def there(self) -> list[dict[str, object]]:
@@ -119,4 +158,5 @@ class FarStates:
         """New states are made on the device, but for those of `kept`; the states that are there and belong there."""
         gone = set(self.parameters) - set(kept)
         self.update.far_states.difference_update(gone)
+        self.update.hosted.difference_update(self.hosted)  # a plan that takes this one's place says so anew
         return self.update.states(gone)

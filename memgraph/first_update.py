@@ -62,5 +62,6 @@ def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]]
         return update() if closure else around(update)
 
     called: list[bool] = []
+    del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
     ours = MethodType(step, optimizer)
     optimizer.step = ours  # type: ignore[method-assign]

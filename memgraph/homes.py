@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,12 +60,25 @@ class Place:
 
     offset: int
     nbytes: int
-    mapping: Mapping
+    mapping: Mapping | Source
 
     def like(self, tensor: Tensor) -> Tensor:
         """Its bytes in memory of the host, laid out as `tensor`."""
+        assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
         return shaped(flat, tensor)
+
+
+class Source:
+    """What has bytes of the state, and streams that copy them."""
+
+    def fetched(self, place: Place, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
+        """Begin to fill `tensor`, once `after` have ended."""
+        raise NotImplementedError
+
+    def stored(self, place: Place, tensor: Tensor) -> Any:
+        """Begin to copy `tensor` there."""
+        raise NotImplementedError
 
 
 class Ground:

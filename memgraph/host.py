@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .homes import Ground, Mapping, Place, Room, taken
+from .homes import Ground, Mapping, Place, Room, Source, taken
 from .pinned import copied, streams
 from .slab import SLABS, PinnedError, Slabs
 
@@ -60,7 +60,7 @@ class After(Protocol):
     event: Any
 
 
-class PinnedMapping(Mapping):
+class PinnedMapping(Mapping, Source):
     """Pinned memory, which is given back when nobody refers to it any more."""
 
     host: Host
@@ -69,12 +69,10 @@ class PinnedMapping(Mapping):
         flat = super().seen(offset, nbytes)
         return flat if self.device.type == "cpu" else torch.as_tensor(_Seen(flat), device=self.device)
 
-    def fetched(self, place: Place, tensor: Tensor, after: Sequence[After]) -> StreamCopy:
-        """Begin to fill `tensor`."""
+    def fetched(self, place: Place, tensor: Tensor, after: Sequence[After] = ()) -> StreamCopy:
         return StreamCopy(self.host, streams(self.host.cuda, self.device)[1], tensor, place.like(tensor), after)
 
     def stored(self, place: Place, tensor: Tensor) -> StreamCopy:
-        """Begin to copy `tensor` here."""
         return StreamCopy(self.host, streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
 
     def __del__(self) -> None:
@@ -93,8 +91,11 @@ class StreamCopy:
             stream.wait_event(part.event)
         self.host, self.nbytes = host, into.nbytes
         self.tensors: tuple[Tensor, ...] = into, of
-        self.event = copied(host.cuda, host.device, stream, into, of)
+        self.event = self._begun(stream, into, of)
         self.parts = (self,)
+
+    def _begun(self, stream: Any, into: Tensor, of: Tensor) -> Any:
+        return copied(self.host.cuda, self.host.device, stream, into, of)
 
     def wait(self) -> None:
         self.host.cuda.current_stream(self.host.device).wait_event(self.event)

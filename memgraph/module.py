@@ -53,7 +53,7 @@ class CompiledModule(Shared):
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
-        wishes = replace(self._planner.wishes, optimizer=None, fuse=False)
+        wishes = replace(self._planner.wishes, optimizer=None, fuse=False, hosts=False)
         return _again, (self._planner.module, wishes)
 
     @property

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from .copies import Copy, Move, Part, settle
-from .homes import FileMapping, Home, Place, Where, form_of, place_of
-from .host import PinnedMapping, StreamCopy
+from .homes import FileMapping, Home, Place, Source, Where, form_of, place_of
+from .host import StreamCopy
 from .spill import PAGE
 from .workers import read, write
 
@@ -50,14 +50,14 @@ def part_of(place: Place, begin: int, nbytes: int) -> Place:
 
 def fetch(place: Place, tensor: Tensor, after: Sequence[Any] = ()) -> Copying:
     """Begin to fill `tensor` from its home, once `after` have ended; if one of those failed, it is left alone."""
-    if isinstance(place.mapping, PinnedMapping):
+    if isinstance(place.mapping, Source):
         return place.mapping.fetched(place, tensor, after)
     return _begin(read, place, tensor, after)
 
 
 def store(place: Place, tensor: Tensor) -> Copying:
     """Begin to copy `tensor` to its home. It must not change until the copy has ended."""
-    if isinstance(place.mapping, PinnedMapping):
+    if isinstance(place.mapping, Source):
         return place.mapping.stored(place, tensor)
     return _begin(write, place, tensor)
 

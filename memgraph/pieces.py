@@ -72,8 +72,8 @@ class Piece:
 Window = tuple[Piece, ...]
 
 
-def cut(rows: Sequence[Row], nbytes: int) -> list[Window]:
-    """The windows of an update, each of at most `nbytes` of parameters, gradients and states.
+def cut(rows: Sequence[Row], nbytes: int, first: int = 0) -> list[Window]:
+    """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
 
     Raises:
         ValueError: the shortest piece of some parameter is larger than that.
@@ -93,7 +93,7 @@ def cut(rows: Sequence[Row], nbytes: int) -> list[Window]:
                 windows.append([])
                 room = nbytes
                 continue
-            windows[-1].append(Piece(i, begin, begin + count, count == row.count))
+            windows[-1].append(Piece(first + i, begin, begin + count, count == row.count))
             room -= row.nbytes(count)
             begin += count
             if begin == row.count:

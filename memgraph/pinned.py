@@ -146,6 +146,11 @@ class PinnedLease:
 def copied(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
     """Have a stream copy, behind all that the current one has to do; the event at the end of it."""
     stream.wait_stream(cuda.current_stream(device))
+    return noted(cuda, stream, into, of)
+
+
+def noted(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
+    """Have a stream copy, behind what it has to do itself; the event at the end of it."""
     with cuda.stream(stream):
         into.copy_(of, non_blocking=True)
         event = cuda.Event()
@@ -156,6 +161,12 @@ def copied(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tenso
 @functools.cache
 def streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
     """The streams of copies out and back, the same for the life of the process."""
+    return cuda.Stream(device), cuda.Stream(device)
+
+
+@functools.cache
+def beside(cuda: Any, device: torch.device) -> tuple[Any, Any]:
+    """Two more, for copies that need not come behind those."""
     return cuda.Stream(device), cuda.Stream(device)
 
 

@@ -24,6 +24,7 @@ from passes.obstacle import PARTS, SMALLER
 
 from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
+from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
@@ -60,7 +61,7 @@ from .tiers import far_tier, ground, linked, tier_name
 from .times import Times
 from .trees import flatten
 from .truth import correct
-from .update import STATE, with_update
+from .update import with_update
 from .wishes import Wishes
 
 
@@ -72,6 +73,7 @@ class Trained:
     parts: Sequence[StatePart]
     updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
     shards: frozenset[int] = frozenset()  # the buckets that backward sums over ranks
+    captured: Captured | None = None
 
 
 class Planner:
@@ -82,7 +84,7 @@ class Planner:
         self.wishes = wishes
         optimizer = wishes.optimizer
         self.sharded = optimizer if isinstance(optimizer, OSS) else None
-        self.residence, self.update = Residence(module), FarUpdate(optimizer, wishes.fuse)
+        self.residence, self.update = Residence(module), FarUpdate(optimizer, wishes.fuse, hosts=wishes.hosts)
         self._look()
         self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
         by_itself = optimizer is not None and not wishes.fuse
@@ -99,7 +101,8 @@ class Planner:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
         parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
         optimizer = self.wishes.optimizer
-        return Trained(parameters, state_parts(optimizer, self.wishes.fuse) if optimizer is not None else [])
+        parts = state_parts(optimizer, self.wishes.fuse) if optimizer is not None else []
+        return Trained(parameters, parts, captured=captured)
 
     def _watched(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
@@ -215,10 +218,7 @@ class Planner:
         """Where the plan lets state live far, if it does."""
         if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
             return None
-        far = (op.name for op in choice.forecast.trace.ops if op.far and op.fn == "state")
-        chosen = [parts[int(name.removeprefix(f"{STATE}_"))] for name in far]
-        parameters = tuple(parameter for part in chosen for parameter in part.parameters)
-        return Homes(self.residence, its, captured, FarStates(self.update, parameters))
+        return Homes(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts))
 
     def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -348,13 +348,15 @@ class Planner:
         if self.sharded is not None:
             trace = with_sharded_update(trace, self.sharded, trained.parameters, trained.shards)
         elif self.wishes.optimizer is not None:
-            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates)
+            named = dict(self.module.named_parameters())
+            owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
+            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned)
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
             if self._lowers:
                 trace = Lowering(graph, trace, prober).shared()
             machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
-            machine = self._with_homes(machine, trained.parameters)
+            machine = self._with_homes(machine, trained)
         return trace, together.machine(machine) if together is not None else machine
 
     def _prober(self) -> Prober:
@@ -367,8 +369,9 @@ class Planner:
             return False
         return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
 
-    def _with_homes(self, machine: Machine, trained: Sequence[Tensor]) -> Machine:
+    def _with_homes(self, machine: Machine, trained: Trained) -> Machine:
         """The machine with room for state in the far tier, if state can live there."""
         if not machine.out or not self.update.can_stream:
             return machine
-        return replace(machine, homes=True, window=self.update.nbytes(trained))
+        window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
+        return replace(machine, homes=True, window=window, stepping=speed)

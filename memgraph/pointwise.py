@@ -130,8 +130,18 @@ class Alone:
 
     def entries(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         """What the state of a parameter has in it: the type of what has an element for each of its own, else None."""
+        made = self._made(group, dtype)
+        return {key: value.dtype if _alike(value, (2,)) else None for key, value in made.items()}
+
+    def numbers(self, group: int, dtype: torch.dtype) -> dict[str, torch.device]:
+        """Where that lies of it which is a tensor, and one for all elements."""
+        made = self._made(group, dtype)
+        return {key: value.device for key, value in made.items() if isinstance(value, Tensor) and not value.dim()}
+
+    def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
+        """The state of a parameter of two elements."""
         (state,) = self._step([(group, _made_up(2, dtype, self.device), {})])
-        return {key: value.dtype if _alike(value, (2,)) else None for key, value in (state or {}).items()}
+        return state or {}
 
     def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:
         """What its updates allocate and free, states that stay left out."""

@@ -243,7 +243,9 @@ class Report:
                 why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
                 yield Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
             elif isinstance(decision, Stream):
-                yield Row("stream", op.fn, op.where, op.nbytes, stalls[op.name], f"lives on {self.machine.tier}")
+                verb, stays = ("update there", ", and is updated there") if decision.on else ("stream", "")
+                why = f"lives on {self.machine.tier}{stays}"
+                yield Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
             elif isinstance(decision, Recompute) and op.makes:
                 yield Row("recompute", op.fn, op.where, op.nbytes, op.us, self._why_again(op))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from passes import BrokenTrace, Choice, Forecast, Machine, Offload, Op, Trace, apply, check, predict
+from passes import BrokenTrace, Choice, Forecast, Machine, Offload, Op, Stream, Trace, apply, check, predict
 from passes.slicing import resliced
 
 from .errors import PlanError
@@ -59,6 +59,8 @@ def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
         raise PlanError(f"the saved plan sends values to {plan.machine.tier}, which offload=None forbids; {ANEW}")
     for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.wire}:
         raise PlanError(f"the saved plan rounds values to {wire} on their way, for which wire_dtype= asks; {ANEW}")
+    if any(isinstance(decision, Stream) and decision.on for decision in plan.plan) and not machine.stepping:
+        raise PlanError(f"the saved plan updates states on the host, for which host_update=True asks; {ANEW}")
     try:
         applied = apply(trace, plan.plan)
         check(applied)

@@ -22,7 +22,7 @@ from passes import Choice, Machine, Plan, Trace, parse, parse_plan
 from .errors import PlanError
 
 FORMAT = 2
-NETWORK = ("net", "latency", "strain")
+NETWORK = ("net", "latency", "strain")  # is said where there is one
 ANEW = "plan anew, without plan="
 
 
@@ -128,9 +128,9 @@ def _roomed(trace: Trace, machine: Machine) -> Machine:
 
 
 def _facts(machine: Machine) -> dict[str, object]:
-    """The machine in numbers; of a network only where there is one."""
-    facts = asdict(machine)
-    return facts if machine.net else {name: fact for name, fact in facts.items() if name not in NETWORK}
+    """The machine in numbers; of a network only where there is one, and of a host that steps only where it may."""
+    without = {*(() if machine.net else NETWORK), *(() if machine.stepping else ("stepping",))}
+    return {name: fact for name, fact in asdict(machine).items() if name not in without}
 
 
 def _seal(facts: dict[str, object]) -> str:

@@ -31,13 +31,19 @@ class Strand:
     """One tensor that an update reads, as pieces are cut from it."""
 
     tensor: Tensor
-    place: Place | None
+    place: Place | None  # where its pieces have to be moved from and to; None: they are used where they are
     order: tuple[int, ...]  # of its dimensions, as the parameter's lie in memory
     written: bool
+    owner: Tensor | None = None  # what everybody else knows these bytes by, if that is another tensor
 
     def __post_init__(self) -> None:
         self.ordered = self.tensor.detach().permute(self.order)
         self.flat = self.ordered.view(-1) if self.ordered.is_contiguous() else None
+
+    @property
+    def known(self) -> Tensor:
+        """The tensor that everybody else has."""
+        return self.tensor if self.owner is None else self.owner
 
     def source(self, whole: bool) -> Place | None:
         """Where its pieces are moved from and to as runs of bytes."""
@@ -57,8 +63,9 @@ class Subject:
     state: dict[str, Any]
     entries: Mapping[str, torch.dtype | None]
     strands: dict[str, Strand] = field(default_factory=dict)
-    fresh: dict[str, tuple[Tensor, Place | None]] = field(default_factory=dict)  # states that are being made
+    fresh: dict[str, Strand] = field(default_factory=dict)  # states that are being made
     scalars: dict[str, Any] = field(default_factory=dict)  # states that are one for all elements, as they will be
+    numbers: Mapping[str, torch.device] = field(default_factory=dict)  # where such belong, if they are made elsewhere
     keys: tuple[str, ...] = ()  # of the state, once it was updated
     left: int = 0  # pieces that are not yet done
 
@@ -119,14 +126,17 @@ def make_places(subjects: Sequence[Subject], far_states: Whose, where: Where) ->
                 far.append((subject, key, form))
             elif subject.left > 1:  # else the update makes it whole
                 device = subject.parameter.device
-                subject.fresh[key] = (
-                    torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device),
-                    None,
-                )
+                made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
+                subject.fresh[key] = fresh_strand(made)
     if far:
         home = Home([form for *_, form in far], where)
         for i, (subject, key, _) in enumerate(far):
-            subject.fresh[key] = home.tensor(i), home.place(i)
+            subject.fresh[key] = fresh_strand(home.tensor(i), home.place(i))
+
+
+def fresh_strand(tensor: Tensor, place: Place | None = None) -> Strand:
+    """A state that the update makes."""
+    return Strand(tensor, place, order_of(tensor), written=True)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
@@ -181,3 +191,8 @@ def _refuse_shared(subjects: Sequence[Subject]) -> None:
 
 def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
+
+
+def nobody(_: Tensor) -> bool:
+    """Whose: none of the parameters."""
+    return False

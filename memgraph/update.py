@@ -57,28 +57,34 @@ class Kind:
 
 def with_update(
     trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart],
-    inside: Mapping[str, Tensor] | None = None,
+    inside: Mapping[str, Tensor] | None = None, owned: Mapping[Tensor, Sequence[str]] | None = None,
 ) -> Trace:  # fmt: skip
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
     All of `trained` have a gradient then.  Each of `parts`, which may live in the far tier, is a value of its own.
     `inside` are the parameters that ops in backward update, by the ops' names; then a part is of one parameter.
+    `owned` are the values of each parameter: its bytes, and its gradient.
     """
     if inside:
         return _with_updates(trace, optimizer, parts, inside)
     nbytes, workspace = update_nbytes(optimizer, trained)
-    return with_step(trace, type(optimizer).__name__, nbytes, workspace, [part.nbytes for part in parts])
+    whose = [[value for p in part.parameters for value in (owned or {}).get(p, ())] for part in parts]
+    return with_step(trace, type(optimizer).__name__, nbytes, workspace, [part.nbytes for part in parts], whose)
 
 
-def with_step(trace: Trace, name: str, nbytes: int, workspace: int, sizes: Sequence[int] = ()) -> Trace:
+def with_step(
+    trace: Trace, name: str, nbytes: int, workspace: int, sizes: Sequence[int] = (), whose: Sequence[Sequence[str]] = ()
+) -> Trace:
     """The trace with states of so many bytes in all, `sizes` of them in parts of their own, and with an update that
-    takes so much workspace."""
+    takes so much workspace.  It reads behind each part the values `whose` the states are."""
     states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
     states.append(_state(STATE, nbytes - sum(sizes), name))  # without a type it can't be streamed
     gradients = dict.fromkeys(value for kind, value in trace.outputs if kind != "output")
     parameters = (op.name for op in trace.ops if op.fn == "parameter")
-    reads = (*(state.name for state in states), *gradients, *parameters)
-    update = Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace)
+    owned = [*whose, *([()] * (len(states) - len(whose)))]
+    reads = dict.fromkeys(read for state, values in zip(states, owned, strict=True) for read in (state.name, *values))
+    reads |= dict.fromkeys((*gradients, *parameters))
+    update = Op("optimizer_step", f"{name}.step", tuple(reads), phase="update", workspace=workspace)
     return replace(trace, ops=(*states, *trace.ops, update))
 
 
@@ -173,7 +179,7 @@ class _Trial:
 
     def us(self, kind: Kind) -> float:
         """The microseconds of an update of one parameter whose states are there."""
-        group = {key: _sort(value) for key, value in self.optimizer.param_groups[kind.group].items() if key != "params"}
+        group = sorted_options(self.optimizer.param_groups[kind.group])
         key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {kernel_modes()} {place(kind.device)}"
         return once(_times, key, lambda: self._us(kind), float, float)
 
@@ -224,6 +230,11 @@ class _Trial:
             self.states[kinds[0]] = kept
         first, *later = [seen.peak if seen else 0 for seen in allocated]
         return max(0, first - kept, *later)
+
+
+def sorted_options(group: Mapping[str, object]) -> dict[str, object]:
+    """What of a group's options may decide which kernels run."""
+    return {key: _sort(value) for key, value in group.items() if key != "params"}
 
 
 def _sort(option: object) -> object:

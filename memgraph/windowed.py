@@ -21,15 +21,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from .homes import Where, place_of
 from .pointwise import POINTWISE, refuse, unhooked
 from .spill import SpillError
-from .strands import Whose
+from .strands import Whose, nobody
 from .windows import Update
 
 
 class Windowed:
-    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk."""
+    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk, and `hosted` which
+    are stepped on the host."""
 
-    def __init__(self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where) -> None:
-        self.nbytes, self.far_states, self.where = nbytes, far_states, where
+    def __init__(
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, hosted: Whose = nobody
+    ) -> None:
+        self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
         self.optimizer = optimizer
         self.pending: Update | None = None
         self.plain = optimizer.step
@@ -60,7 +63,7 @@ class Windowed:
         if self._far():
             refuse(optimizer)  # again, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss)
+                self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
                 self._run(self.pending)
         else:
             unhooked(type(optimizer))(optimizer)
@@ -117,4 +120,5 @@ def _method(windowed: Windowed) -> Any:
     def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return windowed.step(*args, **kwargs)
 
+    del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
     return MethodType(step, windowed.optimizer)

@@ -10,12 +10,15 @@ Before:                                  After:
 There are two windows: while one is computed, the other is drained and filled anew. So the disk is busy throughout where
 it is slower than the processor, and the processor where it is slower. What is in memory is used where it is.
 
+Behind a GPU some parameters may be stepped on the host (`host_step.py`). Theirs are the last windows: the device has
+been given the others by then, and goes on with them meanwhile.
+
 An update that the disk interrupts knows which windows are done, and goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +27,13 @@ from torch import Tensor, optim
 
 from .copies import settle
 from .homes import Place, Where
+from .host import Host
+from .host_step import Desk, at_home, parted
 from .interrupts import Interrupts
 from .movement import Copying, fetch, part_of, settled, store
-from .pieces import Piece, aligned, boxes, cut
+from .pieces import Piece, Window, aligned, boxes, cut
 from .pointwise import Alone
-from .strands import GRADIENT, PARAMETER, Strand, Subject, Whose, make_places, order_of, subjects_of
+from .strands import GRADIENT, PARAMETER, Strand, Subject, Whose, fresh_strand, make_places, nobody, subjects_of
 
 Write = tuple[Place, Tensor]
 
@@ -64,9 +69,11 @@ class Update:
     """One update of an optimizer. `run` may be called again when it has failed."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, loss: Any = None
-    ) -> None:
-        """
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, loss: Any = None,
+        hosted: Whose = nobody,
+    ) -> None:  # fmt: skip
+        """`hosted`: the parameters that are stepped on the host, if that has their states.
+
         Raises:
             SpillError: the disk does not take states that have to go there. Nothing has changed.
             UpdateError: two parameters lie on one place.
@@ -74,20 +81,30 @@ class Update:
         """
         self.optimizer, self.loss = optimizer, loss
         self.alone = Alone(optimizer)
-        self.subjects = subjects_of(optimizer, self.alone, far_states, where)
-        rows = [subject.row for subject in self.subjects]
-        self.windows = cut(rows, nbytes)
+        here, there = parted(subjects_of(optimizer, self.alone, far_states, where), self.alone, hosted, where)
+        self.subjects = [*here, *there]
+        own = cut([subject.row for subject in here], nbytes)
+        self.turn = len(own)  # of the windows from this one on, which are the host's
+        self.windows = own + cut([subject.row for subject in there], nbytes, len(here))
         for window in self.windows:
             for piece in window:
                 self.subjects[piece.row].left += 1
         make_places(self.subjects, far_states, where)
-        most = max((sum(rows[piece.row].room(piece.count) for piece in window) for window in self.windows), default=0)
-        device = next((subject.parameter.device for subject in self.subjects), None)
-        self.slabs = [torch.empty(most, dtype=torch.uint8, device=device) for _ in self.windows[:2]]
+        for subject in there:
+            at_home(subject)
+        device = here[0].parameter.device if here else None
+        self.slabs = [torch.empty(self._most(own), dtype=torch.uint8, device=device) for _ in own[:2]]
+        most = self._most(self.windows[self.turn :])
+        self.desk = Desk(optimizer, where, most) if there and isinstance(where, Host) else None
         self.computed = self.finished = 0  # windows
         self.filled: dict[int, Filled] = {}
         self.drained: dict[int, Drained] = {}
         self.seen = self._marks()
+
+    def _most(self, windows: Sequence[Window]) -> int:
+        """The room that one of these takes."""
+        rows = [subject.row for subject in self.subjects]
+        return max((sum(rows[piece.row].room(piece.count) for piece in window) for window in windows), default=0)
 
     @property
     def done(self) -> bool:
@@ -107,6 +124,8 @@ class Update:
         with Interrupts() as interrupts:
             try:
                 self._begin_anew()
+                if self.desk:
+                    self.desk.begin()
                 while not self.done:
                     self._advance()
                     interrupts.check()
@@ -134,10 +153,17 @@ class Update:
             self._finish(self.finished)
         self._compute(now)
 
+    def _desk(self, at: int) -> Desk | None:
+        """Where a window is stepped on, if that is the host."""
+        return self.desk if at >= self.turn else None
+
     def _fill(self, at: int) -> Filled:
+        desk = self._desk(at)
+        if desk:
+            desk.wait()
         before = self.drained.get(at - 2)
         after = [part for copy in before.copies for part in copy.parts] if before else []
-        slab, begin = self.slabs[at % 2], 0
+        slab, begin = (desk or self).slabs[at % 2], 0
         filled = Filled([], [])
         for piece in self.windows[at]:
             subject, tensors = self.subjects[piece.row], {}
@@ -165,7 +191,7 @@ class Update:
             piece.grad = one.tensors[GRADIENT]
             given.append((one.subject.group, piece, one.state))
         versions = [_version(one.tensors[GRADIENT]) for one in filled.cuts]
-        states = self.alone.step(given)
+        states = (self._desk(at) or self).alone.step(given)
         del self.filled[at]
         self.computed += 1
         writes: list[Write] = []
@@ -283,26 +309,29 @@ def _made(one: Cut, state: Mapping[str, Any]) -> list[Write]:
         if key not in subject.missing or not isinstance(value, Tensor):
             subject.scalars[key] = value
             continue
-        full, place = subject.fresh.setdefault(key, (value, None))
-        if place is not None and (not piece.whole or full.stride() == value.stride()):
-            writes.append((_range(place, piece, value.dtype), value))
-        elif full is not value:
-            _view(Strand(full, None, order_of(full), True), piece).copy_(value)
+        fresh = subject.fresh.setdefault(key, fresh_strand(value))
+        if fresh.place is not None and (not piece.whole or fresh.tensor.stride() == value.stride()):
+            writes.append((_range(fresh.place, piece, value.dtype), value))
+        elif fresh.tensor is not value:
+            _view(fresh, piece).copy_(value)
     return writes
 
 
 def _commit(optimizer: optim.Optimizer, subject: Subject) -> None:
     """All pieces of the parameter are updated: let the optimizer have its state."""
     for strand in subject.strands.values():
-        if strand.written and strand.place is not None and not strand.tensor.is_inference():
-            torch.autograd.graph.increment_version(strand.tensor)
+        apart = strand.place is not None or strand.owner is not None
+        if strand.written and apart and not strand.known.is_inference():
+            torch.autograd.graph.increment_version(strand.known)
     if not subject.keys:
         return
     state = optimizer.state[subject.parameter]
-    fresh = {key: tensor for key, (tensor, _) in subject.fresh.items()}
+    fresh = {key: strand.known for key, strand in subject.fresh.items()}
     for key in subject.keys:
         value, before = {**subject.scalars, **fresh}.get(key), state.get(key)
         if key in fresh or (key in subject.scalars and not isinstance(before, Tensor)):
+            if isinstance(value, Tensor) and key in subject.numbers:
+                value = value.to(subject.numbers[key])
             state[key] = value
         elif key in subject.scalars and value is not before:
             before.copy_(subject.scalars[key])

@@ -37,12 +37,14 @@ class Wishes:
     wire: str = ""  # the type that values may be cast to for their way to the far tier
     lower: str | None = None  # what compiles parts of the step
     strict: bool = False  # the allocator refuses more than the budget
+    hosts: bool = False  # the host may update states that live there
 
 
 def wishes(
     budget: Budget, optimizer: torch.optim.Optimizer | None, offload: str | None,
     spill_dir: str | PathLike[str] | None, plan: Saved | Sequence[Saved] | None, time_limit: float | None,
     wire_dtype: torch.dtype | None, fuse_update: bool, lower: str | None, strict: bool = False,
+    host_update: bool = False,
 ) -> Wishes:  # fmt: skip
     """What the arguments of `compile` mean; errors as there."""
     wire, plans, seconds = wire_name(wire_dtype), saved_plans(plan), seconds_of(time_limit)
@@ -52,11 +54,18 @@ def wishes(
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if optimizer is None and fuse_update:
         raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
+    if optimizer is None and host_update:
+        raise ValueError("host_update=True wants the optimizer that steps there; give optimizer=")
+    if fuse_update and host_update:
+        raise ValueError(
+            "host_update=True lets the host step once backward has ended, and fuse_update=True updates in backward: "
+            "give one of them"
+        )
     if spill_dir is not None:
         if not isinstance(spill_dir, str | PathLike):
             raise TypeError(f"spill_dir is a {type(spill_dir).__name__}; give the path of a folder")
         spill_folder(spill_dir)
-    return Wishes(budget, optimizer, offload, spill_dir, plans, seconds, fuse_update, wire, lower, strict)
+    return Wishes(budget, optimizer, offload, spill_dir, plans, seconds, fuse_update, wire, lower, strict, host_update)
 
 
 def seconds_of(time_limit: float | None) -> float:

@@ -81,7 +81,9 @@ class Event:
         queue.tasks.append(self.marker.reach)
 
     def synchronize(self) -> None:
-        self.late.run(lambda: self.marker.passed)
+        queue = self.marker.queue
+        if queue is None or ("host", queue.name) not in self.late.deaf:
+            self.late.run(lambda: self.marker.passed)
 
 
 class Late(TorchDispatchMode):
@@ -96,6 +98,9 @@ class Late(TorchDispatchMode):
         self.most = 0
         self.queues = [Queue(self, "compute")]
         self.current = [self.queues[0]]
+        self.is_host = False  # what does not go into another queue is done by the host, now
+        self.idle = False  # nothing is done until the host waits for it
+        self.slow: frozenset[str] = frozenset()  # the queues that do something only where no other one can
 
     def seed(self, seed: int) -> None:
         """Be late in another way from now on."""
@@ -126,7 +131,7 @@ class Late(TorchDispatchMode):
 
     def run(self, done: Callable[[], bool]) -> None:
         """Do what is noted down, in any order, until that is so."""
-        speeds = [self.draw.choice((1, 10, 100)) for _ in self.queues]
+        speeds = [1e-6 if queue.name in self.slow else self.draw.choice((1, 10, 100)) for queue in self.queues]
         with _disable_current_modes(), torch.no_grad():
             while not done():
                 ready = list(zip(self.queues, speeds, strict=True))
@@ -140,7 +145,7 @@ class Late(TorchDispatchMode):
                     raise AssertionError("streams wait for each other for ever")
 
     def _run_some(self) -> None:
-        left = self.draw.choice((0, 0, 0, 1, 4, 40))
+        left = 0 if self.idle else self.draw.choice((0, 0, 0, 1, 4, 40))
 
         def enough() -> bool:
             nonlocal left
@@ -153,6 +158,15 @@ class Late(TorchDispatchMode):
     # --- noting down
 
     @contextmanager
+    def hosting(self, there: bool = True) -> Iterator[None]:
+        """What runs here is the host's own work."""
+        before, self.is_host = self.is_host, there
+        try:
+            yield
+        finally:
+            self.is_host = before
+
+    @contextmanager
     def noting(self) -> Iterator[None]:
         """Note down what runs here, and have done it all at the end."""
         with self:
@@ -161,6 +175,8 @@ class Late(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_host and self.current[-1] is self.queues[0]:
+            return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if func.namespace == "memgraph":
             with self:
@@ -178,7 +194,7 @@ class Late(TorchDispatchMode):
             result = self._made(func, args, kwargs)
         self._note(func, args, kwargs, None if written else result)
         self._run_some()
-        return result
+        return result if func._schema.returns else None
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         args, kwargs, result = tree_map_only(Tensor, self._unowned, (args, kwargs, result))

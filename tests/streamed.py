@@ -65,6 +65,17 @@ def _tightest(make: Make, kind: str | None, grad: bool, _window: int) -> int:
     raise AssertionError("a budget that is enough for nothing is enough")
 
 
+def least(kind: str = "adamw", make: Make = chain, **wishes: Any) -> int:
+    """A little more than the smallest budget, as the planner is now."""
+    model = make()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    try:
+        memgraph.plan(model, batch(), budget=1, optimizer=optimizer, loss=loss, time_limit=0, **wishes)
+    except memgraph.BudgetError as error:
+        return int(error.smallest * SLACK)
+    raise AssertionError("a byte is enough")
+
+
 def streamed(model: nn.Module, budget: int, **wishes: Any) -> memgraph.CompiledModule:
     all_wishes: dict[str, Any] = {"loss": loss, "time_limit": 0} | wishes
     return memgraph.compile(model, budget, **all_wishes)

@@ -1,12 +1,16 @@
-"""State that lives in pinned memory behind a GPU: the owner's tensors are the GPU's, and training is eager's to the bit."""
+"""State that lives in pinned memory behind a GPU: the owner's tensors are the GPU's, and training is eager's to the bit.
+What the host updates is what its own kernel makes of the same gradients, to the bit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph import far_update
 from memgraph.homes import Form, Home, is_far
 from memgraph.host import Host
 from passes import Stream
@@ -34,6 +38,36 @@ def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
     tensor.copy_(torch.arange(15000, device=GPU).view(300, 50))
     torch.cuda.synchronize()
     assert torch.equal(home.place(0).like(tensor).float(), tensor.float().cpu())
+
+
+def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether parameters and gradients are there or here, and with numbers that the optimizer keeps here."""
+    monkeypatch.setattr(far_update, "stepping", lambda *_: 1e6)
+    for fused in (None, True):
+        model = net()
+        ours = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        wishes: dict[str, Any] = {"optimizer": ours, "loss": loss, "lower": None, "host_update": True}
+        with pytest.raises(memgraph.BudgetError) as error:
+            memgraph.plan(model, torch.randn(64, WIDTH, device=GPU), budget=1, **wishes)
+        step = memgraph.compile(model, int(error.value.smallest * 1.4), **wishes)
+        mirror = [nn.Parameter(parameter.detach().cpu()) for parameter in model.parameters()]
+        theirs = torch.optim.AdamW(mirror, lr=1e-2, fused=True)
+        for seed in range(4):
+            step(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(seed)).to(GPU)).backward()
+            for parameter, twin in zip(model.parameters(), mirror, strict=True):
+                assert parameter.grad is not None
+                twin.grad = parameter.grad.cpu()
+            ours.step()
+            theirs.step()
+            ours.zero_grad()
+            for parameter, twin in zip(model.parameters(), mirror, strict=True):
+                if parameter in step._planner.update.hosted:
+                    assert torch.equal(parameter.cpu(), twin)
+                    assert ours.state[parameter]["step"].device.type == ("cuda" if fused else "cpu")
+        report = step.plan
+        assert any(isinstance(decision, Stream) and decision.on for decision in report.plan)
+        assert report.measured is not None
+        assert report.measured <= report.peak <= report.budget
 
 
 def test_training_equals_eager_and_keeps_to_the_budget() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from memgraph import far_update, planner
-from passes import make_plan
+from memgraph.host import Host
+from memgraph.pinned import PinnedTier
+from memgraph.slab import Slabs
+from passes import Machine, make_plan
 from passes.schedule import Fate
 from tests.disk import Gate
 from tests.fates import all_given_up, given_up
+from tests.queues import Late, Pinned
 
 
 @pytest.fixture(name="given_up")
@@ -44,6 +51,29 @@ def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fat
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of little takes several windows."""
     monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+
+
+@pytest.fixture(name="slabs")
+def _slabs() -> Slabs:
+    return Slabs(lambda: 1 << 30, Pinned())
+
+
+@pytest.fixture(name="late")
+def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
+    """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
+    late = Late(0)
+
+    def tier(device: torch.device, slots: Sequence[int], folder: Any) -> PinnedTier | None:
+        return PinnedTier(slots, device, late, slabs) if slots else None
+
+    def linked(machine: Machine, *_: object) -> Machine:
+        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
+
+    monkeypatch.setattr(planner, "ground", lambda device, folder: Host(device, late, slabs))
+    monkeypatch.setattr(planner, "far_tier", tier)
+    monkeypatch.setattr(planner, "linked", linked)
+    monkeypatch.setattr(planner, "replanned", lambda *_: None)
+    return late
 
 
 @pytest.fixture(scope="module")

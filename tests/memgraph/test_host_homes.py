@@ -6,64 +6,27 @@ The device is RAM, whose streams are `tests/queues.py`; tier and homes are those
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import memgraph
-from memgraph import planner
 from memgraph.homes import Form, Home, is_far, place_of
 from memgraph.host import Host
 from memgraph.movement import fetch, settled, store
-from memgraph.pinned import PinnedTier
 from memgraph.slab import PinnedError, Slabs
-from passes import Machine
 from tests.queues import Late, Pinned
-from tests.streamed import OPTIMIZERS, Twins, batch, chain, far, loss, streams
+from tests.streamed import OPTIMIZERS, Twins, batch, far, least, streams
 
 CPU = torch.device("cpu")
 FORM = Form((30, 50), (50, 1), torch.float32)
 
 
-@pytest.fixture(name="slabs")
-def _slabs() -> Slabs:
-    return Slabs(lambda: 1 << 30, Pinned())
-
-
-@pytest.fixture(name="late")
-def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
-    late = Late(0)
-
-    def tier(device: torch.device, slots: Sequence[int], folder: Any) -> PinnedTier | None:
-        return PinnedTier(slots, device, late, slabs) if slots else None
-
-    def linked(machine: Machine, *_: object) -> Machine:
-        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
-
-    monkeypatch.setattr(planner, "ground", lambda device, folder: Host(device, late, slabs))
-    monkeypatch.setattr(planner, "far_tier", tier)
-    monkeypatch.setattr(planner, "linked", linked)
-    monkeypatch.setattr(planner, "replanned", lambda *_: None)
-    return late
-
-
-def budget(kind: str = "adamw", **wishes: Any) -> int:
-    """A little more than the smallest."""
-    model = chain()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    with pytest.raises(memgraph.BudgetError) as error:
-        memgraph.plan(model, batch(), budget=1, optimizer=optimizer, loss=loss, time_limit=0, **wishes)
-    return int(error.value.smallest * 1.05)
-
-
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_equals_eager_however_late_the_streams_are(kind: str, late: Late) -> None:
-    twins = Twins(kind=kind, budget=budget(kind))
+    twins = Twins(kind=kind, budget=least(kind))
     twins.train(2)
     for seed in range(6):
         late.seed(seed)
@@ -80,7 +43,7 @@ def test_training_equals_eager_however_late_the_streams_are(kind: str, late: Lat
     ids=lambda pair: f"{pair[0]} for {pair[1]}",
 )
 def test_without_any_one_of_the_waits_it_does_not(missing: tuple[str, str], late: Late) -> None:
-    twins = Twins(budget=budget())
+    twins = Twins(budget=least())
     twins.train(2)
     late.deaf = frozenset({missing})
     with pytest.raises(AssertionError):
@@ -92,7 +55,7 @@ def test_without_any_one_of_the_waits_it_does_not(missing: tuple[str, str], late
 
 @pytest.mark.usefixtures("small_windows")
 def test_updates_in_backward_equal_eagers(late: Late) -> None:
-    twins = Twins(budget=budget(fuse_update=True), fuse_update=True)
+    twins = Twins(budget=least(fuse_update=True), fuse_update=True)
 
     def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
         made: Tensor = run(model, batch())
@@ -110,7 +73,7 @@ def test_updates_in_backward_equal_eagers(late: Late) -> None:
 
 @pytest.mark.usefixtures("small_windows", "late")
 def test_what_is_loaded_goes_home_again() -> None:
-    twins = Twins(budget=budget())
+    twins = Twins(budget=least())
     twins.train(2)
     for model, optimizer in ((twins.plain, twins.theirs), (twins.model, twins.ours)):
         model.load_state_dict({name: value.clone() * 0.5 for name, value in model.state_dict().items()})
