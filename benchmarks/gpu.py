@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu [--seconds 420] [--laps 10] [--toy]
 
-Kernels and copies come first, then blocks of GPT2-XL and Llama-8B, in bfloat16: eager, compiled, compiled under
-`activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at the peak of each.  What there
-is no time for is said.  One table comes last, and benchmarks/results/<device>/<date>.json holds it all.  With --toy it
-is small enough for a CPU, to see that it works.  Not yet run on a GPU.
+Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
+eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
+the peak of each.  What there is no time for is said.  One table comes last, and benchmarks/results/<device>/<date>.json
+holds it all.  With --toy it is small enough for a CPU, to see that it works.  Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import bandwidth, beside
+from benchmarks import bandwidth, beside, updates
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
@@ -59,6 +59,7 @@ def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
     parts: dict[str, Callable[[], list[Figure]]] = {
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 10, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
+        "updates": lambda: updates.rows(device),
     }
     for name, part in parts.items():
         try:

@@ -1,0 +1,59 @@
+"""How long an update of what lives in pinned memory takes: through windows of the GPU, on the host, and half by each.
+
+    rows(cuda)  ->  [Figure("update through the GPU", 41.0, "ms"), Figure("update on the host", 60.2, "ms", 1.47), ...]
+
+Parameters, gradients and AdamW's states are all there, 16 bytes a parameter.  The share is that of the first line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.beside import Figure
+from memgraph.far_update import LARGEST
+from memgraph.host import Host
+from memgraph.movement import bring_home
+from memgraph.stopwatch import timed
+from memgraph.windows import Update
+
+LAPS = 5
+COUNT, ELEMENTS = 16, 4 << 20  # 268 MB of parameters
+
+
+def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> list[Figure]:
+    """Not yet run on a GPU; there is nothing to compare on a CPU, which is the host."""
+    if device.type != "cuda":
+        return []
+    host = Host(device)
+    parameters = [nn.Parameter(torch.ones(elements, device=device)) for _ in range(count)]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    _bring(parameters, host)
+    ways = {"through the GPU": [], "on the host": parameters, "half by each": parameters[::2]}
+    found = {name: _ms(optimizer, parameters, host, set(there)) for name, there in ways.items()}
+    first = next(iter(found.values()))
+    return [Figure(f"update {name}", ms, "ms", ms / first) for name, ms in found.items()]
+
+
+def _bring(parameters: list[nn.Parameter], host: Host) -> None:
+    """Let parameters live on the host."""
+    for parameter, home in zip(parameters, bring_home([each.detach() for each in parameters], host), strict=True):
+        parameter.data = home
+
+
+def _ms(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], host: Host, there: Container[Tensor]
+) -> float:
+    """Milliseconds of an update, a few times; the first one makes states and is not counted."""
+    gradients = bring_home([torch.ones_like(parameter.detach()) for parameter in parameters], host)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+    def update() -> None:
+        with torch.no_grad():
+            Update(optimizer, LARGEST, lambda _: True, host, hosted=lambda parameter: parameter in there).run()
+
+    return median([timed(update, host.device)[1] / 1e3 for _ in range(LAPS + 1)][1:])
