@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from .homes import Place, Source, Where, shaped
 from .host import After, Host, StreamCopy
 from .pinned import beside, noted
-from .pointwise import EXACT, Alone
+from .pointwise import EXACT, Alone, Given
 from .strands import Strand, Subject, Whose
 
 CPU = torch.device("cpu")
@@ -51,6 +51,17 @@ class Desk:
     def wait(self) -> None:
         """Until then."""
         self.due.synchronize()
+
+    def step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
+        """Update tensors of the host; returns the state of each.
+
+        Those that have none yet are updated apart: SGD's fused kernel takes all for what the first is.
+        """
+        found: dict[int, dict[str, Any] | None] = {}
+        for new in (False, True):
+            some = [i for i, (_, _, state) in enumerate(pieces) if new is not bool(state)]
+            found.update(zip(some, self.alone.step([pieces[i] for i in some]), strict=True) if some else ())
+        return [found[i] for i in range(len(pieces))]
 
 
 def reserve(host: Host, nbytes: int, owner: object) -> None:

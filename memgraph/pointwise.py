@@ -30,6 +30,7 @@ POINTWISE = (
 )
 OPTIONS = ("differentiable", "capturable")  # with which no update is run in windows
 EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
+Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
 STEPS = 7  # RAdam's update takes more from the sixth on
 
@@ -123,7 +124,7 @@ class Alone:
         scaling = ("grad_scale", "found_inf")
         self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
 
-    def step(self, pieces: Sequence[tuple[int, Tensor, Mapping[str, Any]]]) -> list[dict[str, Any] | None]:
+    def step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
         """Update tensors, each with its group and its state; returns the state of each, None if it has none."""
         vars(self.optimizer).update(self.scaling)
         return self._step(pieces)
@@ -161,7 +162,7 @@ class Alone:
             most = max(most, seen.peak - (_held(states) - before) if seen else 0)
         return most
 
-    def _step(self, pieces: Sequence[tuple[int, Tensor, Mapping[str, Any]]]) -> list[dict[str, Any] | None]:
+    def _step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
         alone = self.optimizer
         alone.state = defaultdict(dict, {piece: dict(state) for _, piece, state in pieces if state})
         alone.param_groups = [

@@ -191,7 +191,7 @@ class Update:
             piece.grad = one.tensors[GRADIENT]
             given.append((one.subject.group, piece, one.state))
         versions = [_version(one.tensors[GRADIENT]) for one in filled.cuts]
-        states = (self._desk(at) or self).alone.step(given)
+        states = (self._desk(at) or self.alone).step(given)
         del self.filled[at]
         self.computed += 1
         writes: list[Write] = []

@@ -337,6 +337,22 @@ def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_d
     assert torch.equal(parameter, plain)
 
 
+def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs: Slabs) -> None:
+    ours = [nn.Parameter(torch.randn(40, 30)) for _ in range(2)]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    optimizer = optim.SGD(ours, lr=0.1, momentum=0.9)
+    plain = [optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True) for parameter in theirs]
+    for trained in (1, 2, 2):
+        for i in range(trained):
+            ours[i].grad, theirs[i].grad = torch.ones(40, 30), torch.ones(40, 30)
+            plain[i].step()
+        update = Update(optimizer, WINDOW, lambda _: True, Host(CPU, Late(0), slabs), hosted=lambda _: True)
+        assert len(update.windows) == 1
+        with torch.no_grad():
+            update.run()
+        assert all(map(torch.equal, ours, theirs))
+
+
 def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
     slabs: Slabs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
