@@ -98,13 +98,18 @@ def alone_on_host(optimizer: optim.Optimizer) -> Alone:
     alone = Alone(optimizer)
     for options, group in zip(alone.options, optimizer.param_groups, strict=True):
         options |= {key: _there(value) for key, value in options.items()}
-        # SGD's fused kernel does not give the same twice in low precision.
-        steady = type(optimizer) is not optim.SGD or all(parameter.dtype in EXACT for parameter in group["params"])
-        if "fused" in options and options["fused"] is None and not options["foreach"] and steady:
+        chosen = "fused" not in options or options["fused"] is not None or options["foreach"]
+        if not chosen and all(_has_kernel(optimizer, parameter) for parameter in group["params"]):
             options["fused"] = True
     alone.scaling = {name: _there(value) for name, value in alone.scaling.items()}
     alone.device = CPU
     return alone
+
+
+def _has_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether the fused kernel takes it, and gives the same twice, which SGD's does not in low precision."""
+    low = parameter.is_floating_point() and type(optimizer) is not optim.SGD
+    return low or parameter.dtype in EXACT
 
 
 class Lent(Source):

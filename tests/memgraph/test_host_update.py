@@ -257,6 +257,7 @@ def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
         assert alone_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
     low = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
     assert alone_on_host(optim.SGD(low)).options[0]["fused"] is None
+    assert alone_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
     assert "fused" not in alone_on_host(optim.RMSprop(parameters)).options[0]
 
 
