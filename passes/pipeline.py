@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from . import linear
+from .anneal import anneal
 from .chain import rerun_slices
 from .choice import Choice, Proposal
 from .cuts import cut_backward
@@ -32,12 +33,14 @@ Timed = Callable[[Trace, Machine, float], Plan | Proposal]
 Log = Callable[[str], None]
 
 # Without casts plans are easier to find; without the far tier even more so, and its staging is spared.  Where once does
-# not do, values run again more often: value by value, and slice by slice, if that finds nothing near.
+# not do, values run again more often: value by value, phase by phase and re-run by re-run, and slice by slice, if that
+# finds nothing near.
 PASSES: tuple[Pass, ...] = (
     optimize,
     optimize_uncast,
     optimize_at_home,
     cut_backward,
+    anneal,
     rerun_slices,
     descend,
     descend_at_home,
@@ -48,6 +51,7 @@ TIMED: dict[Pass, Timed] = {
     optimize_uncast: optimize_uncast,
     optimize_at_home: optimize_at_home,
     cut_backward: cut_backward,
+    anneal: anneal,
     rerun_slices: rerun_slices,
     descend: descend,
     descend_at_home: descend_at_home,
@@ -118,8 +122,11 @@ def _is_good(best: Choice, machine: Machine) -> bool:
 
 def _is_spared(find: Pass, best: Choice) -> bool:
     """Whether a pass is not worth its time beside a plan that fits."""
+    is_far = any(isinstance(decision, Reload | Stream) for decision in best.plan)
     if find is cut_backward:  # where once does without the far tier, twice is hardly faster
-        return best.is_single and not any(isinstance(decision, Reload | Stream) for decision in best.plan)
+        return best.is_single and not is_far
+    if find is anneal:  # which is without the far tier, and proves nothing
+        return best.is_single or is_far
     return find in SEARCHES and best.gap <= FAIR
 
 
