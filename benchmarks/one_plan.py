@@ -36,7 +36,7 @@ class Found:
     overhead: float | None = None
     bound: float | None = None
     gap: float | None = None
-    single: bool | None = None  # whether no value runs again twice
+    single: bool | None = None  # whether no value runs again twice or early
     decisions: dict[str, int] | None = None
     least: int | None = None
 

@@ -61,7 +61,7 @@ class Row:
         words = {"fits": "", "floor": "proven: none" + least, "proven": "proven by the LP: none"}
         words |= {"single": f"single: proven none; best found{least.replace('below', 'at')}"}
         words |= {"none": f"no plan; best found{least.replace('below', 'at')}"}
-        twice = "runs values twice" if self.found["single"] is False else ""
+        twice = "runs values twice or early" if self.found["single"] is False else ""
         return "; ".join(filter(None, (words[self.found["outcome"]], twice, *("MISSED " + it for it in self.missed))))
 
 

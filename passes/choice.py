@@ -61,9 +61,22 @@ class Choice:
 
     @property
     def is_single(self) -> bool:
-        """Whether no value runs again twice, or comes back twice; views of what lives far do."""
+        """Whether no value runs again twice or before it is wanted, or comes back twice; views of what lives far do."""
         ops = self.captured.trace.op
         far = {held for said in self.plan if isinstance(said, Stream) for held in ops[said.value].holds}
         moved = (said for said in self.plan if isinstance(said, Recompute | Reload))
         said = Counter((type(each), each.value) for each in moved if far.isdisjoint(ops[each.value].holds))
-        return max(said.values(), default=0) <= 1
+        return max(said.values(), default=0) <= 1 and not self._is_early
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether anything runs again before somebody wants it.  Parts of what runs again are taken out at once."""
+        ops, wanted = self.captured.trace.op, dict[str, set[str]]()
+        for said in reversed(self.plan):
+            if isinstance(said, Recompute):
+                here = wanted.setdefault(said.before, set(ops[said.before].reads))
+                if said.value in here:
+                    here.update(ops[said.value].reads)
+                elif ops[said.value].fn != "getitem":
+                    return True
+        return False
