@@ -30,15 +30,15 @@ from .trace import Trace
 ROUNDS = (12, 12), (4, 20), (1, 32)  # so many are cooled, each with so many tries an item
 ITEMS = 128  # with more there are no more tries
 REPAIRS = 3
-# When it begins and when it ends, in the mean time of a re-run; and by it and the mean bytes, what a byte over the
-# budget weighs at each moment.
-HOT, COLD = 2.0, 0.2
-LIGHT, HEAVY = 0.4, 40.0
+HOT = 2.0  # at first, in the mean time of a re-run
+COOLING = 2.3  # to a tenth
+LIGHT = 0.4  # at first, a byte over the budget at a moment, in the mean time of a byte's re-run; it rises a hundredfold
 STAYS = (0.0, 0.3, 1.0)  # the chance of what a re-run reads to stay until then, not to run again as well
 SWAP, MOVE, LEAVE = 0.12, 0.32, 0.75  # of the chance, up to which a change is one of these
 EAGER = 0.25  # more of it is for letting things go, where the budget is broken
 LOOKS = 20  # for something that may go
 GOES = 3  # things, for one that stays
+CHANGES = 16  # of a try; where they are more it cools in fewer
 PER_LOOK = 64  # tries, between two looks at the clock
 
 
@@ -87,37 +87,38 @@ class _Annealing:
         again = [o for o in moments.pieces.made if not makers[o].once]
         self.once = frozenset(o for o in moments.pieces.made if makers[o].once)
         self.items = [i for o in again for i in moments.pieces.made[o]]
-        self.us = sum(makers[o].us for o in again) / max(1, len(again))  # of one re-run
+        self.us = sum(makers[o].us for o in again) / max(1, len(again)) or 1.0  # of one re-run
         self.weight = self.us * len(self.items) / max(1, sum(moments.nbytes[i] for i in self.items))  # of a byte
         self.changes: list[tuple[bool, int]] = []  # what was added, and what removed, since the last step was taken
+        self.changed = 0  # times
         self.best: tuple[int, ...] = ()
         self.best_us = INFINITY
 
     def cool(self, tries: int) -> None:
-        """Melt what there is, and cool it in so many tries."""
+        """Melt what there is, and cool it in so many tries, or in fewer that change much."""
         us, over = self.moments.us, self.moments.over
-        for k in range(tries):
-            if k % PER_LOOK == 0 and self.until < INFINITY and time.monotonic() >= self.until:
+        begun, tried, done = self.changed, 0, 0.0
+        while self.items and done < 1.0:
+            if tried % PER_LOOK == 0 and self.until < INFINITY and time.monotonic() >= self.until:
                 return
-            heat = self.us * HOT * (COLD / HOT) ** (k / tries)
-            weight = self.weight * LIGHT * (HEAVY / LIGHT) ** (k / tries)
+            cold = _exp(COOLING * done)
             self.changes.clear()
             self._change(over > 0)
             new = self.moments.over
-            worse = self.moments.us - us + weight * (new - over)
-            if worse > 0 and self.random.random() >= _chance(worse / heat):
+            worse = self.moments.us - us + self.weight * LIGHT / (cold * cold) * (new - over)
+            if worse > 0 and self.random.random() >= _exp(worse / (self.us * HOT * cold)):
                 self._undo()
-                continue
-            us, over = self.moments.us, new
-            if not over and us < self.best_us:
-                self.best, self.best_us = tuple(self.moments.runs), us
+            else:
+                us, over = self.moments.us, new
+                if not over and us < self.best_us:
+                    self.best, self.best_us = tuple(self.moments.runs), us
+            tried += 1
+            done = max(tried / tries, (self.changed - begun) / (CHANGES * tries))
 
     def _change(self, is_over: bool) -> None:
         """One change, whatever becomes of it."""
         kind, runs = self.random.random(), self.moments.runs
         leave = LEAVE - EAGER * is_over
-        if not self.items:
-            return
         if not runs or kind > leave:
             self._go(self._moment(is_over))
         elif kind < SWAP:
@@ -157,20 +158,24 @@ class _Annealing:
 
     def _again(self, o: int, position: int, stays: float) -> None:
         """A maker runs again before an op, and what it reads as well if it is not there then, or by chance stays."""
-        moments, key = self.moments, position * self.moments.stride + o
-        if moments.has(key):
-            return
-        self._add(key)
-        for i in moments.reads[o]:
-            uses, made = moments.uses[i], moments.made[i]
-            begin = bisect_left(made, key)
-            after = bisect_right(uses, key)
-            if after < len(uses) and (begin == len(made) or uses[after] < made[begin]):
-                continue  # somebody reads it later
-            before = max(made[begin - 1], uses[after - 2] if after > 1 else 0)
-            is_gone = before // moments.stride < position and moments.maker[i] not in self.once
-            if is_gone and self.random.random() >= stays:
-                self._again(moments.maker[i], position, stays)
+        moments, todo = self.moments, [o]
+        while todo:
+            w = todo.pop()
+            key = position * moments.stride + w
+            if not moments.has(key):
+                self._add(key)
+                gone = (i for i in moments.reads[w] if self._is_gone(i, key))
+                todo += [moments.maker[i] for i in gone if self.random.random() >= stays]
+
+    def _is_gone(self, i: int, key: int) -> bool:
+        """Whether a re-run alone has an item wait for it, which may run again itself."""
+        moments = self.moments
+        uses, made = moments.uses[i], moments.made[i]
+        begin, after = bisect_left(made, key), bisect_right(uses, key)
+        if after < len(uses) and (begin == len(made) or uses[after] < made[begin]):
+            return False
+        before = max(made[begin - 1], uses[after - 2] if after > 1 else 0)
+        return before // moments.stride < key // moments.stride and moments.maker[i] not in self.once
 
     def _leave(self, key: int) -> None:
         """A re-run is left out."""
@@ -215,16 +220,21 @@ class _Annealing:
     def _add(self, key: int) -> None:
         self.moments.add(key)
         self.changes.append((True, key))
+        self.changed += 1
 
     def _remove(self, key: int) -> None:
         self.moments.remove(key)
         self.changes.append((False, key))
+        self.changed += 1
 
     def _undo(self) -> None:
         for added, key in reversed(self.changes):
             (self.moments.remove if added else self.moments.add)(key)
 
 
-def _chance(worse: float) -> float:
-    """Nearly exp(-worse), by sums and products alone: the same on every machine."""
-    return float(max(0.0, 1.0 - worse / 8) ** 8)
+def _exp(x: float) -> float:
+    """Nearly exp(-x), by sums and products alone: the same on every machine."""
+    power = max(0.0, 1.0 - x / 64)
+    for _ in range(6):
+        power *= power
+    return power

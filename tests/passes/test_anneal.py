@@ -9,9 +9,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Recompute, Trace, apply, check, predict
+from passes import Machine, Recompute, Trace, apply, check, make_plan, predict
 from passes.anneal import anneal
 from passes.gaps import Gaps
+from passes.optimize import optimize
 from tests.oracle.checkmate import checkmate
 from tests.oracle.network import layers
 from tests.passes.interpreter import run
@@ -101,3 +102,11 @@ for text in sys.stdin.read().split("====="):
 
 def test_the_same_step_has_the_same_plan() -> None:
     assert "recompute" in printed(PLAN_EACH, [STEP, layers(3)])
+
+
+def test_it_is_asked_where_once_does_not_do() -> None:
+    for budget, asked in ((6107, False), (4607, True)):
+        lines: list[str] = []
+        choice = make_plan(STEP, replace(ALONE, budget=budget), (optimize, anneal), lines.append)
+        assert any(line.startswith("anneal ") for line in lines) == asked
+        assert choice.is_single != asked
