@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
+from . import linear
 from .decisions import Plan, apply
 from .forecast import predict
 from .gaps import Gaps
@@ -45,8 +46,11 @@ PER_LOOK = 64  # tries, between two looks at the clock
 def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
     """The quickest plan found that fits and recomputes only; no decisions, if none fits.
 
-    At `until`, as `time.monotonic` has it, it ends with what was found.
+    At `until`, as `time.monotonic` has it, it ends with what was found.  Without HiGHS nothing is searched here either:
+    what is greedy is there in a moment.
     """
+    if not linear.there():
+        return ()
     machine = replace(machine, out=0.0, back=0.0)
     program = Program(Gaps(trace), machine)
     if program.floor.max(initial=0.0) > machine.budget:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Recompute, Trace, apply, check, make_plan, predict
+from passes import Machine, Recompute, Trace, apply, check, linear, make_plan, predict
 from passes.anneal import anneal
 from passes.gaps import Gaps
 from passes.optimize import optimize
@@ -81,6 +82,12 @@ def test_it_finds_what_checkmate_finds() -> None:
 
 def test_it_ends_when_it_is_told_to() -> None:
     assert anneal(STEP, Machine(4607), until=-math.inf) == ()
+
+
+def test_without_highs_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert anneal(STEP, Machine(4607))
+    monkeypatch.setattr(linear, "highspy", None)
+    assert anneal(STEP, Machine(4607)) == ()
 
 
 def test_nothing_to_decide_is_nothing_to_anneal() -> None:
