@@ -21,7 +21,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .trace import Op, Trace
+from .gathers import GATHERS, gathers_placed
+from .trace import Op, Trace, type_nbytes
 
 PIECE = "memgraph_oss.piece.default"  # a copy of what is packed of a gradient, so that the rest may go
 PACKS = "memgraph_oss.pack.default"
@@ -44,7 +45,8 @@ class Exchange:
 
 def placed(trace: Trace, at_once: bool = False) -> Trace:
     """The step with each exchange as early as it may begin, and ended before the next, or at once if nothing hides it;
-    all other ops stay in order."""
+    gathers stand where `passes/gathers.py` says, and all other ops stay in order."""
+    trace = gathers_placed(trace, at_once)
     exchanges = _exchanges(trace)
     if not exchanges:
         return trace
@@ -65,8 +67,13 @@ def placed(trace: Trace, at_once: bool = False) -> Trace:
 
 def sequence(trace: Trace) -> str:
     """What ranks exchange in which order: it has to be the same on all of them."""
-    begun = (op for op in trace.ops if op.fn == BEGINS)
+    begun = (op for op in trace.ops if op.fn in (BEGINS, GATHERS))
     return "\n".join(f"{op.name} {op.type} of {trace.op[op.reads[0]].type}" for op in begun)
+
+
+def sent_nbytes(trace: Trace, op: Op) -> int:
+    """The bytes of the whole bucket that an exchange or a gather is about."""
+    return type_nbytes(op.type) if op.fn == GATHERS else trace.nbytes[trace.op[op.reads[0]].holds[0]]
 
 
 def _written(rest: Sequence[Op], behind: dict[int, list[Op | Exchange]], last: int, at_once: bool) -> tuple[Op, ...]:

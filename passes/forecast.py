@@ -4,8 +4,8 @@
 
 Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
 copies. Time: four queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
-`net` what ranks exchange, each first in, first out.  `free`, `wait` and `reduced` hold compute until theirs has ended.
-What a copy takes of compute itself (`Machine.toll_us`, `strain`) is charged where it begins.
+`net` what ranks exchange, each first in, first out.  `free`, `wait`, `reduced` and `gathered` hold compute until theirs
+has ended.  What a copy takes of compute itself (`Machine.toll_us`, `strain`) is charged where it begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .exchanges import BEGINS, ENDS
+from .exchanges import BEGINS, ENDS, sent_nbytes
+from .gathers import GATHERED, GATHERS
 from .lifetime import Life, lifetimes
 from .machine import Machine
 from .trace import Op, Trace, type_nbytes
@@ -177,11 +178,11 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
                 now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
             case "memgraph.widen.default":
                 now += op.nbytes / (machine.widen or 1.0)
-            case _ if op.fn == BEGINS:
-                now = send(op.name, "net", trace.nbytes[trace.op[op.reads[0]].holds[0]])
+            case _ if op.fn in (BEGINS, GATHERS):
+                now = send(op.name, "net", sent_nbytes(trace, op))
             case "memgraph.free.default" | "memgraph.wait.default":
                 now = max(now, ends[op.reads[0]])
-            case _ if op.fn == ENDS:
+            case _ if op.fn in (ENDS, GATHERED):
                 now = max(now, ends[op.reads[0]])
             case _ if op.phase == "update":
                 now += _update_us(trace, op, machine)

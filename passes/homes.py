@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from .gathers import gathered_by
 from .lifetime import last_reads
 from .trace import Trace, type_nbytes
 
@@ -31,7 +32,8 @@ class Homes:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """The inputs that may live in the far tier, by their storage: what is dense, and not handed out."""
+        """The inputs that may live in the far tier, by their storage: what is dense, and neither handed out nor
+        gathered."""
         alone = {op.name: op.holds for op in self.trace.ops if len(op.holds) == 1}
         mixed = {held for op in self.trace.ops if op.name not in alone for held in op.holds}
         handed = {
@@ -40,6 +42,7 @@ class Homes:
             if kind != "gradient"
             for storage in self.trace.op[value].holds
         }
+        handed |= {held for storages in gathered_by(self.trace).values() for held in storages}
         # To a gradient that no op reads autograd adds by itself, so it stays.
         read = {value for op in self.trace.ops if op.phase != "update" for value in op.reads}
         return {

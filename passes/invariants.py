@@ -7,6 +7,7 @@
 - A value is not read between `free` and `wait`: what was offloaded is read again only as what came back, be it cast for
   its way or not.
 - What an exchange between ranks brings is read by nobody until it has been waited for.
+- A parameter of which others have updated ranges is read by nobody until all of them have been gathered.
 - Only `reload` and the update read what is far.  Only states are updated there.
 - What an update has read is read by no other op: it has been changed.
 - An op that may run once is not run again, and one that draws random numbers is run again between two `swap_rng`.
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 from .exchanges import BEGINS, ENDS
+from .gathers import GATHERED, GATHERS, ROOM, gathered_by
 from .trace import INPUTS, Op, Trace
 
 
@@ -33,6 +35,7 @@ def check(trace: Trace) -> None:
     gone: set[str] = set()
     updated: set[str] = set()
     under_way: set[str] = set()
+    gathers = gathered_by(trace)
     backward = False
     for index, op in enumerate(trace.ops):
         backward = _phases(op, backward)
@@ -43,6 +46,7 @@ def check(trace: Trace) -> None:
             sent = trace.op[op.reads[1]]
             gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
         _exchanged(op, holds, under_way)
+        _gathered(op, holds, gathers)
         if op.phase == "update":
             updated.update(held for read in op.reads for held in holds[read])
         elif updated and (late := updated.intersection(held for read in op.reads for held in holds[read])):
@@ -85,6 +89,16 @@ def _exchanged(op: Op, holds: dict[str, tuple[str, ...]], under_way: set[str]) -
             raise BrokenTrace(f"{op.name} reads {min(late)}, which is still under way between ranks")
     if op.fn == BEGINS:
         under_way.update(op.holds)
+
+
+def _gathered(op: Op, holds: dict[str, tuple[str, ...]], gathers: dict[str, set[str]]) -> None:
+    """`gathers` are those yet to end, with the storages that they fill."""
+    if op.fn == GATHERED:
+        del gathers[op.name]
+    elif gathers and op.fn not in (GATHERS, ROOM):
+        read = {held for name in op.reads for held in holds[name]}
+        if early := [name for name, storages in gathers.items() if storages & read]:
+            raise BrokenTrace(f"{op.name} reads what {early[0]} has yet to wait for")
 
 
 def _far(op: Op, trace: Trace) -> None:

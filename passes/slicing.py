@@ -26,6 +26,7 @@ import numpy as np
 
 from .exchanges import BEGINS, placed
 from .gaps import Gaps
+from .gathers import GATHERS
 from .machine import Machine
 from .slices import Slices, narrowest
 from .trace import PHASES, Op, Trace
@@ -48,7 +49,7 @@ def sliced(trace: Trace, machine: Machine) -> Trace:
 def resliced(trace: Trace, like: Trace) -> Trace:
     """The step in the order, and in the slices, of one of the same ops, if that has any or exchanges; as it is, if it
     is another step."""
-    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn == BEGINS for op in like.ops):
+    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn in (BEGINS, GATHERS) for op in like.ops):
         return trace
     return replace(trace, ops=tuple(replace(trace.op[op.name], slice=op.slice) for op in like.ops))
 
