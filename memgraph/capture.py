@@ -38,8 +38,8 @@ class Captured:
     `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
     outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
     those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
-    backward updates by itself, `exchanged` those whose gradients it averages over ranks, `sources` the outputs that
-    each gradient comes from.
+    backward updates by itself, `exchanged` those whose gradients it averages over ranks, `gathers` the buckets of which
+    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from.
     """
 
     graph: fx.GraphModule
@@ -53,6 +53,7 @@ class Captured:
     updates: tuple[str, ...] = ()
     sources: Mapping[Output, frozenset[int]] = field(default_factory=dict)
     exchanged: tuple[str, ...] = ()
+    gathers: frozenset[int] = frozenset()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .errors import MemgraphError
 from .homes import Place
 from .ops import Exchange, Lease, Updater, running
+from .oss.awaited import Coming
 from .peak import Allocation, Meter, meter_of, resident_bytes
 from .split import Halves
 from .times import Clock, Times
@@ -42,6 +43,7 @@ class Flight:
     ended = False
     update: Updater | None = None  # of a backward that updates parameters by itself
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
+    coming: Coming | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
 
@@ -64,7 +66,7 @@ class Flight:
         self.clock = Clock(device)
 
     def met(self) -> None:
-        """All ranks are about to go through the same backward.
+        """All ranks are about to go through the same step.
 
         Raises:
             ShardError: they are not.
@@ -80,8 +82,13 @@ class Flight:
 
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """The outputs, given the inputs; what backward needs is kept here."""
-        with self._alone():
-            values = list(self._run(self.halves.forward, list(tensors)))
+        try:
+            with self._alone():
+                values = list(self._run(self.halves.forward, list(tensors)))
+        except BaseException:
+            if self.coming is not None:
+                self.coming.close()
+            raise
         # A parameter may be bound to other bytes before backward, which wants those that forward took.
         self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) else x for x in values[outputs:]]
         del values[outputs:]
@@ -146,7 +153,7 @@ class Flight:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         window = self.meter.window(given) if self.meter is not None else nullcontext()
         with (
-            running(self.lease, self.sent, self.update, self.exchange),
+            running(self.lease, self.sent, self.update, self.exchange, self.coming),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

@@ -53,6 +53,7 @@ class CompiledModule(Shared):
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
+        self._refuse_awaited("a copy")
         wishes = replace(self._planner.wishes, optimizer=None, fuse=False, hosts=False)
         return _again, (self._planner.module, wishes)
 
@@ -102,6 +103,7 @@ class CompiledModule(Shared):
         return iter(undisturbed(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_awaited("state_dict()")
         return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
@@ -123,6 +125,14 @@ class CompiledModule(Shared):
         """
         if self._planner.fused is not None:
             self._planner.fused.torn.check()
+
+    def _refuse_awaited(self, what: str) -> None:
+        """
+        Raises:
+            ShardError: what other ranks have updated of the parameters has not been gathered since.
+        """
+        if self._planner.sharded is not None:
+            self._planner.sharded.awaited.refuse(self._module.parameters(), what)
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """All tensors that a call reads, and the key of its plan."""

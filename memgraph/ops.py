@@ -12,6 +12,8 @@
     r = memgraph::room(f, nbytes)             what the collective allocates for itself: here it is nothing
     p = memgraph::reduce_scatter(f, r, ...)   ranks begin to sum what they have of a bucket; p is this rank's part
     p = memgraph::reduced(p, f, r, bucket)    it has ended; f and r are read here so that they live until here
+    s = memgraph::gather([w, v], bucket, n)   what other ranks have updated of these begins to come, n elements in all
+    memgraph::gathered(s, [w, v, r], bucket)  it has ended: w and v are whole
 
 Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease
 of the step that runs (`running`).
@@ -50,6 +52,13 @@ class Exchange(Protocol):
     def end(self, bucket: int) -> Tensor: ...
 
 
+class Gather(Protocol):
+    """How what other ranks have updated comes in one forward."""
+
+    def begin(self, bucket: int) -> None: ...
+    def end(self, bucket: int) -> None: ...
+
+
 Updater = Callable[[str, Tensor], None]
 
 _local = threading.local()
@@ -67,25 +76,31 @@ for _schema in (
     "room(Tensor x, int nbytes) -> Tensor",
     "reduce_scatter(Tensor x, Tensor room, int bucket, int part) -> Tensor",
     "reduced(Tensor(a) part, Tensor x, Tensor room, int bucket) -> Tensor(a)",
+    "gather(Tensor[] parameters, int bucket, int size) -> Tensor",
+    "gathered(Tensor sent, Tensor[] parameters, int bucket) -> ()",
 ):
     _library.define(_schema)
 
 
 @contextmanager
 def running(
-    lease: Lease | None, sent: dict[int, Tensor], update: Updater | None = None, exchange: Exchange | None = None
+    lease: Lease | None,
+    sent: dict[int, Tensor],
+    update: Updater | None = None,
+    exchange: Exchange | None = None,
+    gather: Gather | None = None,
 ) -> Iterator[None]:
-    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, let `update` update parameters, and
-    sum gradients over the ranks of `exchange`.
+    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, let `update` update parameters, sum
+    gradients over the ranks of `exchange`, and have `gather` bring what those have updated; nothing, if it is None.
 
     A generator that an error left in an earlier state is set right.
     """
-    before = tuple(getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange"))
-    _local.lease, _local.sent, _local.update, _local.exchange, _local.swapped = lease, sent, update, exchange, None
+    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather")}
+    vars(_local).update(lease=lease, sent=sent, update=update, exchange=exchange, gather=gather, swapped=None)
     try:
         yield
     finally:
-        _local.lease, _local.sent, _local.update, _local.exchange = before
+        vars(_local).update(before)
         if (swapped := getattr(_local, "swapped", None)) is not None:
             _swap_rng(*swapped)
 
@@ -177,6 +192,17 @@ def _reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
     return found
 
 
+def _gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor:
+    if (gather := getattr(_local, "gather", None)) is not None:
+        gather.begin(bucket)
+    return parameters[0].new_empty(0)
+
+
+def _gathered(sent: Tensor, parameters: Sequence[Tensor], bucket: int) -> None:
+    if (gather := getattr(_local, "gather", None)) is not None:
+        gather.end(bucket)
+
+
 def _fake_offload(x: Tensor, slot: int) -> Tensor:
     return x.new_empty(0)
 
@@ -223,6 +249,14 @@ def _fake_reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
     return part
 
 
+def _fake_gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor:
+    return parameters[0].new_empty(()).expand(size)  # so that its type says what comes
+
+
+def _fake_gathered(sent: Tensor, parameters: Sequence[Tensor], bucket: int) -> None:
+    pass
+
+
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "offload": (_offload, _fake_offload),
     "free": (_free, _fake_free),
@@ -236,6 +270,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "room": (_room, _fake_room),
     "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
     "reduced": (_reduced, _fake_reduced),
+    "gather": (_gather, _fake_gather),
+    "gathered": (_gathered, _fake_gathered),
 }
 for _name, (_run, _fake) in _OPS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")

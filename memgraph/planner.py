@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,8 +39,10 @@ from .lower import Lowering
 from .nodes import returned
 from .oss import OSS
 from .oss.exchanged import exchanging
+from .oss.gathering import arrivals, gathering
+from .oss.meeting import NEW, digest, meet
 from .oss.network import with_network
-from .oss.together import NEW, Together, digest
+from .oss.together import Together
 from .oss.update import with_sharded_update
 from .pages import pages_us
 from .peak import resident_bytes
@@ -73,6 +75,7 @@ class Trained:
     parts: Sequence[StatePart]
     updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
     shards: frozenset[int] = frozenset()  # the buckets that backward sums over ranks
+    gathers: frozenset[int] = frozenset()  # those that forward gathers
     captured: Captured | None = None
 
 
@@ -92,10 +95,12 @@ class Planner:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Who is in each of the optimizer's groups: with another one it takes more, and other states live far."""
+        """Who is in each of the optimizer's groups: with another one it takes more, and other states live far. And what
+        forward gathers of what is frozen."""
         optimizer = self.wishes.optimizer
         groups = optimizer.param_groups if optimizer is not None else ()
-        return tuple(tuple(map(id, group["params"])) for group in groups)
+        frozen = self.sharded.awaited.frozen if self.sharded is not None else ()
+        return (*(tuple(map(id, group["params"])) for group in groups), frozen)
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
@@ -167,8 +172,8 @@ class Planner:
         step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
         if together is None:
             step.again = partial(self._again, graph, trained)
-        elif trained.shards:  # and is not planned again, with times that differ from rank to rank
-            step.meet = partial(together.meet, digest(sequence(choice.forecast.trace)))
+        elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
+            step.meet = partial(self._meet, sequence(choice.forecast.trace))
         return step
 
     def _begun(
@@ -178,11 +183,13 @@ class Planner:
         and updates if that is asked for."""
         self._look()
         self._refuse_hooks()
+        if self.sharded is not None:
+            self.sharded.awaited.capturing(self.module.parameters())
         captured = self._capture(args, kwargs, scalars if self.fused else wanted)
         captured, trained = self._fused(captured, self._trained(captured))
         captured, trained = self._exchanging(captured, trained)
         if (together := self._together(trained)) is not None:
-            together.meet(NEW)()
+            meet(together.exchange, self.device, NEW)()
         adds = has_gradients(self.module.parameters())
         graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
         return captured, graph, trained
@@ -276,12 +283,21 @@ class Planner:
         return captured, replace(trained, updates={op: named[name] for op, name in update_nodes(captured).items()})
 
     def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
-        """The step that sums gradients over the ranks of a sharded optimizer in backward."""
+        """The step that sums gradients over the ranks of a sharded optimizer in backward, and gathers in forward."""
         if self.sharded is None:
             return captured, trained
-        captured = exchanging(captured, self.sharded.inside.parcels(dict(self.module.named_parameters())))
+        named = dict(self.module.named_parameters())
+        captured = exchanging(captured, self.sharded.inside.parcels(named))
+        if trained.parameters:
+            captured = gathering(captured, arrivals(self.sharded, named))
         buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
-        return captured, replace(trained, shards=buckets)
+        return captured, replace(trained, shards=buckets, gathers=captured.gathers)
+
+    def _meet(self, exchanged: str) -> Callable[[], None]:
+        """Begin to ask whether all ranks are about to exchange this, and await the same."""
+        assert self.sharded is not None
+        known = digest(f"{exchanged}\n{sorted(self.sharded.awaited.buckets)}")
+        return meet(self.sharded.exchange, self.device, known)
 
     def _together(self, trained: Trained) -> Together | None:
         """The ranks that plan this step together, if there are others."""
@@ -342,7 +358,7 @@ class Planner:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         prober = self._prober()
         correct(graph, fake_mode(graph), prober.made)
-        if together is not None and self.sharded is not None and trained.shards:
+        if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = with_network(machine, self.sharded, together)
         trace = placed(summarize(graph, prober), not machine.hides)
         if self.sharded is not None:

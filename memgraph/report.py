@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from passes import KINDS, Choice, Forecast, Machine, Offload, Op, Plan, Recompute, Stream
+from passes.exchanges import sent_nbytes
 from passes.linear import INSTALL, MISSING
 
 from .saved import saved
@@ -157,9 +158,9 @@ class Report:
         if not net:
             return []
         us = sum(copy.end - copy.begin for copy in net)
-        hidden = us * (1 - min(self.machine.strain, 1.0)) - sum(_spent(self.forecast, "reduced").values())
-        op, sizes = self.forecast.trace.op, self.forecast.trace.nbytes
-        nbytes = sum(sizes[op[op[copy.value].reads[0]].holds[0]] for copy in net)
+        hidden = us * (1 - min(self.machine.strain, 1.0)) - sum(_spent(self.forecast, "reduced", "gathered").values())
+        trace = self.forecast.trace
+        nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
         said = f"network: {len(net)} exchanges of {mb(nbytes)} take {ms(us)}"
         return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
 

@@ -89,12 +89,13 @@ def _given(leaves: Sequence[object]) -> Hashable:
             found.append(_constant(leaf))
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
-        near = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if _has_storage(leaf) else place
+        near = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if has_storage(leaf) else place
         found.append((same, near, *_tensor(leaf)))
     return tuple(found)
 
 
-def _has_storage(tensor: Tensor) -> bool:
+def has_storage(tensor: Tensor) -> bool:
+    """Whether it is one stretch of memory, and not several tensors."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

@@ -82,10 +82,16 @@ class Step:
             places = self.homes.settled(tensors)
             if self.tier is not None:
                 self.tier.bind(places)
+        coming = None
         if self.inside is not None:
             self.inside.sweep()  # parts whose gradients are gone take no room
+            coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
         flight = Flight(self.halves, self.tier)
         flight.meeting = self.meet() if self.meet is not None else None
+        if coming is not None:
+            flight.met()
+            coming.open()
+            flight.coming = coming
         if self.report.measured is None:
             flight.measure(self.device)
             flight.absent = self.absent(tensors)

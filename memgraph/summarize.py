@@ -50,6 +50,7 @@ class Cost:
 
 
 DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
+GATHER = torch.ops.memgraph.gather.default
 FAR = "far"  # in the meta of an input whose bytes live in the far tier
 Price = Callable[[fx.Node], Cost]
 
@@ -152,7 +153,7 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     if has_own_generator(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    changes = node.target in (accumulate, update) or (schema is not None and schema.is_mutable)
+    changes = node.target in (accumulate, update, GATHER) or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
 
 

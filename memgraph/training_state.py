@@ -28,6 +28,7 @@ from . import tensor_file
 from .errors import StateError
 from .interrupts import Interrupts
 from .module import CompiledModule
+from .oss import OSS
 from .spill import SpillError
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
@@ -44,10 +45,13 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 
     Raises:
         StateError: the folder does not take it: full, not there, not writable; or the format does not.
+        ShardError: ranges of the parameters are on other ranks, since the last step has left the gathering to forward.
         FusedError: only some parameters are updated, since a backward with `fuse_update` has failed.
     """
     if isinstance(model, CompiledModule):
         model.refuse_torn()
+    if isinstance(optimizer, OSS):
+        optimizer.awaited.refuse(model.parameters(), "save_state")
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
@@ -75,6 +79,8 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         StateError: it is no training state, or one of another model or optimizer.  Nothing was changed.
         FileNotFoundError: there is no such file.
     """
+    if isinstance(optimizer, OSS):
+        optimizer.awaited.gather()  # after a torn step, too
     state = _read(path)
     _refuse_unsound(path, state)
     _refuse_others(path, model.state_dict(), state["model"])

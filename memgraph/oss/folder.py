@@ -48,6 +48,7 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         CollectiveError: a rank is gone.
     """
     whole = _agreed(folder, optimizer)
+    optimizer.gather()
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
     rank = str(optimizer.watch.group.rank())
     state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
@@ -73,6 +74,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         CollectiveError: a rank is gone.
     """
     whole, rank = _agreed(folder, optimizer), str(optimizer.watch.group.rank())
+    optimizer.awaited.gather()  # after a torn step, too
     name = f"loading of {whole}"
     if not whole.exists() and _beside(whole, "old").exists():
         whole = _beside(whole, "old")  # a save has died between two names

@@ -111,18 +111,22 @@ class Near:
         Returns:
             whether that has failed on any rank; then nothing is read
         """
-        name = f"gathering of {named([item for laid in used for item in laid.bucket.items] or [0])}"
+        name = f"gathering of {_items(used)}"
         if self.meet(name, failed):
             return True
+        self.fetch(used)
+        return self.meet(name)
+
+    def fetch(self, used: Sequence[Laid]) -> None:
+        """Read what the others own, and have updated by now; it has to stay until all have met."""
         for rank in range(self.exchange.ranks):
             if rank != self.exchange.rank:
                 every = [one for laid in used for one in zip(laid.stretches[rank], laid.views[rank], strict=True)]
-                with self.exchange.watch.naming(name):
+                with self.exchange.watch.naming(f"gathering of {_items(used)}"):
                     read(
                         self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count]
                     )
                 torch.autograd.graph.increment_version([view for _, view in every])
-        return self.meet(name)
 
     def meet(self, name: str, flag: bool = False) -> bool:
         """Wait until all ranks are here; whether any of them has the flag."""
@@ -151,6 +155,10 @@ class Near:
 
     def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
         return begins[piece.item] + piece.begin * like.element_size()
+
+
+def _items(used: Iterable[Laid]) -> str:
+    return named([item for laid in used for item in laid.bucket.items] or [0])
 
 
 def near(exchange: Exchange) -> Near | None:

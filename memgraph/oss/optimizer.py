@@ -26,6 +26,7 @@ from passes.shards import Item, Sizes, loads_of, shards
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
 from .agreement import OPTIMIZER, agree, parameter_lines, telling
+from .awaited import Awaited
 from .driven import drive
 from .exchange import Exchange
 from .faults import Watch
@@ -45,6 +46,7 @@ ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
 CACHED = 1 << 20  # bytes of a piece: what an update reads again and again stays in the cache of a CPU
 VECTOR = 64  # elements: no kernel takes more at once
 GRADIENTS = ("average", "same")
+GATHERS = ("step", "forward")
 ADVICE = (
     "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
     "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
@@ -65,6 +67,9 @@ class OSS(Saving):
             DistributedDataParallel.
         wire_dtype: what float32 is rounded to on its way; None for nothing.
         bucket_bytes: how many bytes are sent at once.
+        gather: "step" to end each step with all parameters on all ranks; "forward" to let the next forward of a
+            compiled module gather those that it reads, each before its first use. Until then, what other ranks have
+            updated is NaN: who reads parameters in between calls `gather` before.
 
     Raises:
         ShardError: there is no process group, or this can't be spread; says what to do.
@@ -81,14 +86,16 @@ class OSS(Saving):
         gradients: str = "average",
         wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET,
+        gather: str = "step",
         **defaults: Any,
     ) -> None:
         self.watch = Watch(_ready(group))
         with telling(self.watch, OPTIMIZER, ADVICE):
-            _refuse_arguments(optim, gradients)
+            _refuse_arguments(optim, gradients, gather, wire_dtype)
             groups = groups_of(params)
             self.exchange = Exchange(self.watch, wire_dtype)
             self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
+            self.gathers = gather
             plain = template(optim, groups, defaults)
             self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
             self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
@@ -96,7 +103,7 @@ class OSS(Saving):
             self.group_of: list[int] = []  # of each parameter
             self.held: Held | None = None
             self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-            self.inside = Inside(self)
+            self.inside, self.awaited = Inside(self), Awaited(self)
             super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
@@ -169,8 +176,20 @@ class OSS(Saving):
         if self.exchange.is_alone:
             return
         sent = f"gradients={self.gradients!r}, wire_dtype={self.exchange.wire}, bucket_bytes={self.bucket_bytes}"
+        sent += f", gather={self.gathers!r}"
         first, *others = parameter_lines(self.optim.__qualname__, groups)
         agree(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
+
+    def gather(self) -> None:
+        """Bring here what other ranks have updated, if that was left to the next forward; every rank of the group has
+        to call it, and may do so at any time.
+
+        Raises:
+            AgreementError: another rank does something else.
+            CollectiveError: a rank did not come.
+        """
+        self._refuse_torn()
+        self.awaited.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, owned or not."""
@@ -276,6 +295,7 @@ class OSS(Saving):
     def _begin_anew(self) -> None:
         """Spread parameters of which there is no state yet, as they are now."""
         self.inside.refuse_parts()
+        self.awaited.begin_anew()
         self.pieces, self.items, self.group_of = Pieces(self.exchange.rank, self.exchange.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])
@@ -322,13 +342,18 @@ def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return ready
 
 
-def _refuse_arguments(kind: object, gradients: object) -> None:
+def _refuse_arguments(kind: object, gradients: object, gather: object, wire: torch.dtype | None) -> None:
     if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
         found = repr(kind) if isinstance(kind, str | type) else f"a {type(kind).__name__}"
         example = "OSS(params, torch.optim.AdamW, lr=3e-4)"
         raise ShardError(f"optim is {found}; give the class of an optimizer, and its options by name: {example}")
     if gradients not in GRADIENTS:
         raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
+    if gather not in GATHERS:
+        raise ShardError(f"gather={gather!r}; give one of {', '.join(map(repr, GATHERS))}")
+    if gather == "forward" and (issubclass(kind, optim.LBFGS) or wire is torch.float16):
+        what = "float16 may have to be sent anew" if wire is torch.float16 else "LBFGS asks for losses in its step"
+        raise ShardError(f'gather="forward" leaves the gathering to the next forward, and {what}; give gather="step"')
 
 
 def _is_fresh(state: Mapping[Any, Any]) -> bool:

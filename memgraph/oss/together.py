@@ -8,27 +8,24 @@ has another step to plan is told so before anything hangs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
-import torch.distributed as dist
 
 import passes
 from passes import Choice, Machine, Storage, Trace
 
-from ..errors import AgreementError, PlanError
+from ..errors import PlanError
 from ..reuse import reused
 from ..saved import SavedPlan, saved, unpriced
 from .agreement import agree
 from .exchange import Exchange
+from .meeting import ADVICE
 from .texts import texts
 
-NEW = 0  # what a rank is about to run is yet to be planned
 SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
-ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
 class Together:
@@ -36,31 +33,6 @@ class Together:
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self.exchange, self.device = exchange, device
-
-    def meet(self, known: int) -> Callable[[], None]:
-        """Begin to compare what the ranks are about to run: the `digest` of what a step exchanges, or NEW.
-
-        Returns:
-            waits for it, and raises an AgreementError if a rank runs something else than this one
-        """
-        watch, what = self.exchange.watch, "comparison of steps"
-        mine = self._integers([known])
-        every = [torch.empty_like(mine) for _ in watch.members]
-        with watch.naming(what):
-            work = dist.all_gather(every, mine, group=watch.group, async_op=True)
-
-        def compare() -> None:
-            with watch.naming(what):
-                watch.wait(work)
-            said = torch.cat(every).tolist()
-            if others := [rank for rank, one in zip(watch.members, said, strict=True) if one != known]:
-                mine = "a new kind of call" if known == NEW else "a step that it knows"
-                raise AgreementError(
-                    f"rank {watch.members[self.exchange.rank]} has {mine}, and something else have ranks {others}. "
-                    + ADVICE
-                )
-
-        return compare
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks have."""
@@ -128,11 +100,6 @@ class Together:
     def _told(self, text: str) -> str:
         """The text of rank 0."""
         return texts(self.exchange.watch, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
-
-
-def digest(text: str) -> int:
-    """63 bits of a text that are not 0."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1 | 1
 
 
 def _bare(trace: Trace) -> Trace:

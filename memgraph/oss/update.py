@@ -35,7 +35,7 @@ def with_sharded_update(trace: Trace, oss: OSS, trained: Collection[Tensor], ins
     """
     laid = oss.pieces.laid
     averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
-    gathered = [_gathered(oss, one) for one in laid]
+    gathered = [gathered_nbytes(oss, one) for one in laid]
     if oss.is_cut:
         steps = [_of_bucket(oss, one) for one in laid]
         states = sum(nbytes for nbytes, _ in steps)
@@ -109,7 +109,8 @@ def _averaged(oss: OSS, laid: Laid) -> int:
     return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
 
 
-def _gathered(oss: OSS, laid: Laid) -> int:
+def gathered_nbytes(oss: OSS, laid: Laid) -> int:
+    """What a bucket takes while it is gathered: where it is packed and received, if it does not lie in one piece."""
     others, part = oss.exchange.ranks - 1, _part(oss, laid)
     if not others or oss.neighbours is not None:
         return 0

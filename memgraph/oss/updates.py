@@ -42,6 +42,7 @@ class Updates:
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
         self.near: Near | None = None  # the ranks, if they can read each other's memory now
+        self.deferred: list[Laid] = []  # what the step that runs leaves to the next forward to gather
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
         self.is_torn = False  # a step has failed when some parameters were updated
         self.is_left = False  # parameters of some rank are beyond what their way allows
@@ -52,12 +53,14 @@ class Updates:
         """Update all parameters of which some rank has a gradient."""
         used = self._used(kinds)
         self.near = self.optimizer.neighbours
+        self.deferred = self.optimizer.awaited.deferred(used)
         self.is_torn, self.failed, self.has_failed = True, None, False
         with self.optimizer.watch.awaited():
             if self.optimizer.is_cut:
                 self._by_bucket(used, kinds, kwargs)
             else:
                 self._at_once(used, kinds, kwargs, loss)
+            self.optimizer.awaited.stepped(used, self.deferred)
         self.flats.clear()
         self._refuse_failed()
         self.is_torn = False
@@ -156,7 +159,7 @@ class Updates:
         for turn, laid in enumerate(used):
             coming += map(self.averaged, used[turn + len(coming) : turn + 1 + AHEAD])
             self._update(laid, coming.popleft()(), kinds, kwargs)
-            if late:
+            if late or self._is_deferred(laid):
                 continue
             going.append(self._gathered(laid))
             if len(going) > AHEAD:
@@ -179,10 +182,13 @@ class Updates:
         self._gather_all(used)
 
     def _gather_all(self, used: Sequence[Laid]) -> None:
-        """Gather all buckets; exactly, where a rank has numbers that would not survive the way."""
-        exchange = self.optimizer.exchange
+        """Gather all buckets that are not deferred; exactly, where a rank has numbers that would not survive the
+        way."""
+        exchange, used = self.optimizer.exchange, [laid for laid in used if not self._is_deferred(laid)]
         if self.near is not None:
-            self.has_failed = self.near.gather(used, self.failed is not None)
+            # Others may still read gradients here, if there is nothing to gather.
+            failed, end = self.failed is not None, "end of the step"
+            self.has_failed = self.near.gather(used, failed) if used else self.near.meet(end, failed)
             return
         device = self.optimizer.pieces.device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
@@ -200,6 +206,9 @@ class Updates:
             self.has_failed = wait()
 
         return done
+
+    def _is_deferred(self, laid: Laid) -> bool:
+        return any(laid is one for one in self.deferred)
 
     def _groups(self) -> list[tuple[Group, Group]]:
         """Each group, with that of the optimizer that runs on pieces."""

@@ -1,0 +1,109 @@
+"""Gathers in a captured graph: the law holds of them, and each parameter is whole when it is read first.
+
+The other ranks are made up: what they have updated is what was in the parameters, which are NaN until it has come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from memgraph.accumulation import accumulating
+from memgraph.capture import Captured, capture, losses
+from memgraph.flight import Flight
+from memgraph.oss.gathering import Arrival, gathering
+from memgraph.rewrite import fake_mode, rewrite
+from memgraph.split import split
+from memgraph.summarize import summarize
+from memgraph.truth import correct
+from passes import Machine, Trace, apply, check
+from passes.exchanges import placed
+from passes.gaps import Gaps
+from passes.schedule import schedule
+from passes.slicing import sliced
+from tests.memgraph.test_law import MACHINE, legal, thorough
+from tests.subjects import PROBER, Subject, price, subject
+
+
+def arriving(its: Subject) -> list[Arrival]:
+    """Every other parameter in a bucket alone, the rest by threes in packed ones, the last first."""
+    named = list(its.model.named_parameters())
+    found = [Arrival(i, (name,), p.numel(), 0) for i, (name, p) in enumerate(named[::2])]
+    rest = named[1::2][::-1]
+    for begin in range(0, len(rest), 3):
+        some = dict(rest[begin : begin + 3])
+        size = sum(parameter.numel() for parameter in some.values())
+        found.append(Arrival(len(found), tuple(some), size, room=4 * size))
+    return found
+
+
+def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captured, fx.Graph, Trace]:
+    its = subject(name)
+    captured = gathering(capture(its.model, its.args, its.kwargs, wanted=losses), arriving(its))
+    graph = accumulating(captured, watched=()) if adds else captured.graph.graph
+    correct(graph, fake_mode(graph), PROBER.made)
+    return captured, graph, sliced(placed(summarize(graph, price), at_once), Machine(0, strain=float(at_once)))
+
+
+@pytest.mark.parametrize("name, adds", [("attention", False), ("parts", True)])
+@thorough
+@given(data=st.data())
+def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool, data: st.DataObject) -> None:
+    _, graph, trace = stepped(name, adds)
+    gaps = Gaps(trace)
+    chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.maker}
+    text = apply(trace, schedule(gaps, chosen, MACHINE))
+    check(text)
+    assert summarize(rewrite(graph, text), price) == text
+
+
+class Others:
+    """They have what was in the parameters of these names."""
+
+    def __init__(self, its: Subject) -> None:
+        named = dict(its.model.named_parameters())
+        self.parameters = {one.bucket: [named[name] for name in one.names] for one in arriving(its)}
+        self.updated = {parameter: parameter.detach().clone() for parameter in named.values()}
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        for parameter in named.values():
+            parameter.data.fill_(torch.nan)
+
+    def begin(self, bucket: int) -> None:
+        self.begun.append(bucket)
+
+    def end(self, bucket: int) -> None:
+        assert bucket in self.begun
+        self.ended.append(bucket)
+        for parameter in self.parameters[bucket]:
+            parameter.data.copy_(self.updated[parameter])
+
+
+def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
+    """The outputs and gradients of a step with everything as it was before the first."""
+    its = subject(name)
+    captured, graph, trace = stepped(name, at_once=at_once)
+    flight = Flight(split(rewrite(graph, trace), captured.graph), None)
+    its.again()
+    if gather:
+        flight.coming = gather(its)
+    outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
+    return [*outputs, *flight.backward([torch.ones_like(outputs[0])], [], keep=False)]
+
+
+@pytest.mark.parametrize("name, at_once", [("attention", False), ("parts", True), ("pictures", False)])
+def test_parameters_are_whole_when_they_are_read_and_without_others_nothing_is_done(name: str, at_once: bool) -> None:
+    others: list[Others] = []
+
+    def gather(its: Subject) -> Others:
+        others.append(Others(its))
+        return others[0]
+
+    found, plain = run(name, at_once, gather), run(name, at_once, None)
+    assert all(map(torch.equal, found, plain)) and not any(one.isnan().any() for one in found)
+    assert sorted(others[0].begun) == sorted(others[0].ended) == sorted(one.bucket for one in arriving(subject(name)))
