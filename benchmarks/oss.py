@@ -1,11 +1,12 @@
 """The sharded optimizer beside DistributedDataParallel with the plain one, and torch's ZeroRedundancyOptimizer.
 
-    python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12]
+    python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12] [--compiled]
 
 Starts torchrun with so many gloo processes, each on one thread. All optimizers train a net of 50M parameters with Adam
 in the same run, in turn. Two times are taken, each until the last rank is done: `step` is optimizer.step() alone, on
 gradients that are the same on all ranks; `training` is forward, backward, averaging and update. Ratios are taken in
-each round; the table gives their median and middle half, and results/oss.json every round.
+each round; the table gives their median and middle half, and results/oss.json every round.  With `--compiled` there are
+two compiled modules more, whose parameters are gathered by the step, and by the next forward.
 """
 
 from __future__ import annotations
@@ -42,47 +43,55 @@ def main(
     rounds: int = 9,
     width: int = 2048,
     layers: int = 12,
+    compiled: bool = False,
     found: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Print a table for each number of ranks."""
     if found is not None:
-        _rank(found, rounds, width, layers)
+        _rank(found, rounds, width, layers, compiled)
         return
     for count in ranks or [2, 4]:
-        rows = _launched(count, rounds, width, layers)
+        rows = _launched(count, rounds, width, layers, compiled)
         write("oss", f"{count} ranks", rows)
         Console(width=120).print(_table(count, rows))
 
 
-def _launched(ranks: int, rounds: int, width: int, layers: int) -> list[dict[str, Any]]:
+def _launched(ranks: int, rounds: int, width: int, layers: int, compiled: bool) -> list[dict[str, Any]]:
     """The rows of a run with so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.oss"]
         options = {"found": path, "rounds": rounds, "width": width, "layers": layers}
         given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        given += ["--compiled"] * compiled
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *launch, *given], env=environment, check=True, timeout=600)
         return json.loads(path.read_text())
 
 
-def _rank(found: Path, rounds: int, width: int, layers: int) -> None:
+def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> None:
     """What one process does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    alone = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    wrapped = DistributedDataParallel(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+    alone, plain, *gathered = (
+        nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(2 + 2 * compiled)
+    )
+    wrapped = DistributedDataParallel(plain)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(BATCH, width)
     rows = []
     for fused in (False, True):
-        optimizers = _optimizers(alone, wrapped, fused)
+        optimizers = _optimizers(alone, wrapped, fused) | _compiled(gathered, fused)
         training = {name: _training(module, one, x) for name, (module, one) in optimizers.items()}
         trained = in_turn(training, rounds, WARM, _together)
         bytes_of = {name: _most(_state_bytes(one)) for name, (_, one) in optimizers.items()}
-        steps: dict[str, Step] = {name: _step(module, one) for name, (module, one) in optimizers.items()}
-        steps.pop("OSS")  # averages, too, which is not its step alone
+        # What is not of DDP averages, too, which is not its step alone.
+        stepping = {name: pair for name, pair in optimizers.items() if pair[0] is wrapped}
+        for _, one in optimizers.values():
+            if isinstance(one, memgraph.OSS):
+                one.gather()
+        steps: dict[str, Step] = {name: _step(*pair) for name, pair in stepping.items()}
         stepped = in_turn(steps, rounds, WARM, _together)
         kind = "fused" if fused else "default"
         rows += [
@@ -104,6 +113,15 @@ def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, 
         "DDP, OSS": (wrapped, memgraph.OSS(shared, optim.Adam, gradients="same", **given)),
         "OSS": (alone, memgraph.OSS(alone.parameters(), optim.Adam, **given)),
     }
+
+
+def _compiled(modules: Iterable[nn.Module], fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
+    """The same of modules that memgraph runs, with room for everything."""
+    found = {}
+    for module, gather in zip(modules, ("step", "forward"), strict=False):
+        optimizer = memgraph.OSS(module.parameters(), optim.Adam, gather=gather, lr=1e-5, fused=fused or None)
+        found[f"OSS, compiled, gather={gather}"] = memgraph.compile(module, optimizer=optimizer), optimizer
+    return found
 
 
 def _training(module: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> Step:
