@@ -10,7 +10,9 @@
 
 They begin in the order of first use, and come one after the other.  What has to be packed takes room until it has
 come, so of that no more than two are under way: the next begins when the one two before has ended, and nothing
-overtakes it.  The order depends on the step alone, and is therefore the same on all ranks.
+overtakes it.  Where nothing hides an exchange, what takes room begins where it is waited for; what takes none begins
+early there, too, so that no rank waits for one that is behind.  The order depends on the step alone, and is therefore
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Gather:
 
 
 def gathers_placed(trace: Trace, at_once: bool = False) -> Trace:
-    """The step with each gather begun early and ended at its first use, or all of it there if nothing hides it; all
-    other ops stay in order."""
+    """The step with each gather begun early and ended at its first use; all of one that takes room stands there
+    `at_once`, if nothing hides it; all other ops stay in order."""
     if all(op.fn != GATHERS for op in trace.ops):
         return trace
     mine = {name for op in trace.ops if op.fn == GATHERED for name in (op.name, *_begins(trace, op))}
@@ -52,7 +54,7 @@ def gathers_placed(trace: Trace, at_once: bool = False) -> Trace:
     behind, begin = _behind(gathers, at_once), list[int]()
     for one, before in zip(gathers, behind, strict=True):
         earliest = gathers[before].use if before >= 0 else first
-        begin.append(one.use if at_once else max([earliest, *begin[-1:]]))
+        begin.append(one.use if at_once and one.packs else max([earliest, *begin[-1:]]))
     lines: list[Op] = []
     ended = 0  # of the gathers, which end in order
     for i in range(len(rest) + 1):
@@ -100,10 +102,8 @@ def _gathers(trace: Trace, rest: Sequence[Op]) -> list[Gather]:
 
 def _behind(gathers: Sequence[Gather], at_once: bool) -> list[int]:
     """For each the last one that has to have ended before it begins, or -1."""
-    if at_once:
-        return list(range(-1, len(gathers) - 1))
-    found, packed = list[int](), list[int]()
+    found, packed, ahead = list[int](), list[int](), 1 if at_once else AHEAD
     for k, one in enumerate(gathers):
-        found.append(packed[-AHEAD] if one.packs and len(packed) >= AHEAD else -1)
+        found.append(packed[-ahead] if one.packs and len(packed) >= ahead else -1)
         packed += [k] * one.packs
     return found

@@ -93,7 +93,7 @@ step = SGD.step(dw, w)
     assert placed(found) == found
 
 
-def test_compute_waits_at_once_for_what_nothing_hides() -> None:
+def test_what_takes_room_begins_where_it_is_waited_for_if_nothing_hides_it() -> None:
     found = placed(STEP, at_once=True)
     check(found)
     assert_expected_inline(
@@ -101,11 +101,11 @@ def test_compute_waits_at_once_for_what_nothing_hides() -> None:
         """\
 w_room = memgraph.room.default(w)
 w_sent = memgraph.gather.default(w, v)
-w_here = memgraph.gathered.default(w_sent, w, v, w_room)
 n_sent = memgraph.gather.default(n)
+z_sent = memgraph.gather.default(w)
+w_here = memgraph.gathered.default(w_sent, w, v, w_room)
 n_here = memgraph.gathered.default(n_sent, n)
 a = f(x, n, v)
-z_sent = memgraph.gather.default(w)
 z_here = memgraph.gathered.default(z_sent, w)
 y = view(w)
 l_room = memgraph.room.default(l)
@@ -115,9 +115,9 @@ b = f(a, m)
 c = f(b, y)
 t_room = memgraph.room.default(t)
 t_sent = memgraph.gather.default(s, t)
+u_sent = memgraph.gather.default(u)
 t_here = memgraph.gathered.default(t_sent, s, t, t_room)
 e = f(c, l, s)
-u_sent = memgraph.gather.default(u)
 u_here = memgraph.gathered.default(u_sent, u)
 dt = g(d, t)
 p = g(d, c)
@@ -138,7 +138,8 @@ def test_they_come_one_after_the_other_beside_compute() -> None:
     }  # fmt: skip
     begins = dict(zip([op.name for op in forecast.trace.ops], forecast.begins, strict=True))
     assert (begins["a"], begins["b"], begins["c"], begins["e"], begins["dt"]) == (20.0, 30.0, 40.0, 50.0, 60.0)
-    assert predict(placed(STEP, at_once=True), MACHINE).us == 45.0 + 80.0
+    strained = replace(MACHINE, strain=1.0)
+    assert predict(placed(STEP, at_once=True), strained).us == predict(placed(STEP), strained).us == 45.0 + 80.0
 
 
 def test_room_is_there_until_what_takes_it_has_come() -> None:
