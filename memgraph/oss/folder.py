@@ -48,7 +48,7 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         CollectiveError: a rank is gone.
     """
     whole = _agreed(folder, optimizer)
-    optimizer.gather()
+    optimizer.awaited.gather()
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
     rank = str(optimizer.watch.group.rank())
     state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}

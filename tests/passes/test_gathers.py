@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
 from passes.exchanges import placed, sequence
 from passes.homes import Homes
-from tests.passes.test_exchanges import lines
+from tests.passes.layered import lines
 
 # n is read first, with v, and goes alone; l and m are packed, as are s and t; w is in two buckets; u is not read.
 STEP = parse("""
