@@ -107,6 +107,8 @@ class Linear:
         """The least objective; None if there is no point, or no time."""
         self._hand_over()
         self._run()
+        if self.highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+            self._run_as_written()
         if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         us = self.highs.getInfo().objective_function_value
@@ -165,6 +167,13 @@ class Linear:
         self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
         self.highs.run()
         self.highs.stopCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+
+    def _run_as_written(self) -> None:
+        """Solve without presolve: of what fits to the byte it may leave a point that HiGHS 1.15 can't call feasible."""
+        self.highs.setOptionValue("presolve", "off")
+        self.highs.clearSolver()
+        self._run()
+        self.highs.setOptionValue("presolve", "choose")
 
     def _kind(self, columns: Any, kind: Any) -> None:
         self.highs.changeColsIntegrality(len(columns), columns, np.array([kind] * len(columns)))
