@@ -34,7 +34,7 @@ gpu:
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
 		{ echo "make gpu wants a CUDA device and a torch that sees it; $(PYTHON) has none here (PYTHON= names another)"; exit 1; }
 	failed=0; timeout -s INT 200 $(PYTHON) -m pytest -m gpu tests/kernels tests/gpu || failed=1; \
-		$(PYTHON) -m benchmarks.gpu --seconds 340 || failed=1; exit $$failed
+		timeout -s INT 390 $(PYTHON) -m benchmarks.gpu --seconds 340 || failed=1; exit $$failed
 
 # The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.
 $(READY): pyproject.toml constraints.txt

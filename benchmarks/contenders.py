@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from benchmarks.blocks import Shape, stack
 from benchmarks.clock import step_of
 from benchmarks.laps import Laps, Taken, within
 from benchmarks.nets import Through, checkpointed, plainly
+from passes import Stream
 
 SHARES = (0.8, 0.5, 0.2)  # for torch's activation_memory_budget
 OURS = (0.5, 0.25)  # of the compiled step's activations
+GRAPHED = "50%"  # beside which it is also run as CUDA graphs
 PLAIN = ("checkpoint", "save_on_cpu")  # which run op by op
 SEARCH = 15.0  # seconds for a plan
 Context = Callable[[], AbstractContextManager[Any]]
@@ -53,7 +55,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """A way, or memgraph `beside` one at its peak; `taken` is None where it did not run, for the reason in `why`."""
+    """A way, or memgraph `beside` one at its peak; `taken` is None where it did not run, for the reason in `why`.
+
+    Where tokens are trained, there are so many `tokens` a second, at a `share` of the device's best.
+    """
 
     model: str
     name: str
@@ -61,6 +66,8 @@ class Row:
     why: str = ""
     beside: str = ""
     budget: int = 0
+    tokens: float = 0.0
+    share: float = 0.0
 
 
 def ways(device: torch.device) -> list[Way]:
@@ -89,20 +96,23 @@ def rows(name: str, shape: Shape, laps: Laps, count: int, left: Callable[[], flo
         # Beside what is not compiled, no op of ours is either.
         lower = None if beside in PLAIN else "auto"
         plain = Row(name, "memgraph" if lower else "memgraph, lower=None", beside=beside, budget=budget)
-        yield tried(partial(_ours, plain, shape, laps, count, lower), plain, left)
+        yield tried(partial(_ours, plain, shape, laps, count, lower=lower), plain, left)
+        if beside == GRAPHED and laps.device.type == "cuda":
+            graphed = replace(plain, name="memgraph, CUDA graphs")
+            yield tried(partial(_ours, graphed, shape, laps, count, lower=lower, cuda_graphs=True), graphed, left)
 
 
 def tried(run: Callable[[], Row], row: Row, left: Callable[[], float]) -> Row:
     """What `run` finds, or why it finds nothing."""
     seconds = left()
     if seconds <= 0:
-        return Row(row.model, row.name, None, "no time left", row.beside, row.budget)
+        return replace(row, why="no time left")
     try:
         with within(seconds):
             return run()
     except Exception as error:  # one way that fails shall not take the others with it
         why = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:200]
-        return Row(row.model, row.name, None, why, row.beside, row.budget)
+        return replace(row, why=why)
 
 
 def budgets(found: dict[str, Taken], parameters: int) -> list[tuple[str, int]]:
@@ -132,19 +142,21 @@ def _run(name: str, way: Way, shape: Shape, laps: Laps, count: int) -> Row:
     return Row(name, way.name, _taken(model, x, loss, laps, count))
 
 
-def _ours(row: Row, shape: Shape, laps: Laps, count: int, lower: str | None) -> Row:
+def _ours(row: Row, shape: Shape, laps: Laps, count: int, **wishes: Any) -> Row:
     laps.clear()
     model, x = stack(shape, laps.device)
-    ours = memgraph.compile(model, row.budget, time_limit=SEARCH, lower=lower)
+    ours = memgraph.compile(model, row.budget, time_limit=SEARCH, **wishes)
     taken = _taken(model, x, lambda: ours(x), laps, count)
-    return Row(row.model, row.name, taken, _plan(ours.plan), row.beside, row.budget)
+    return replace(row, taken=taken, why=plan_of(ours.plan))
 
 
-def _plan(report: memgraph.Report) -> str:
+def plan_of(report: memgraph.Report) -> str:
     """How much of what a plan does."""
     fns = [op.fn for op in report.forecast.trace.ops]
     again = sum(bool(op.again) for op in report.forecast.trace.ops)
-    return f"{again} again, {fns.count('memgraph.offload.default')} away, forecast {report.forecast.us / 1e3:.1f} ms"
+    far = sum(isinstance(decision, Stream) for decision in report.plan)
+    moved = f"{fns.count('memgraph.offload.default')} away" + (f", {far} at home there" if far else "")
+    return f"{again} again, {moved}, forecast {report.forecast.us / 1e3:.1f} ms"
 
 
 def _taken(model: nn.Module, x: torch.Tensor, loss: Callable[[], torch.Tensor], laps: Laps, count: int) -> Taken:

@@ -4,8 +4,9 @@
 
 Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
 eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
-the peak of each.  What there is no time for is said.  One table comes last, and benchmarks/results/<device>/<date>.json
-holds it all.  With --toy it is small enough for a CPU, to see that it works.  Not yet run on a GPU.
+the peak of each, once as CUDA graphs; then a model of 7B parameters, trained whole under 16 and 8 GB and by a plain
+rule.  What there is no time for is said.  benchmarks/results/<device>/<date>.json is written after each row, and one
+table comes last.  With --toy it is small enough for a CPU, to see that it works.  Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import bandwidth, beside, updates
+from benchmarks import bandwidth, beside, updates, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
 from benchmarks.laps import Laps
-from benchmarks.records import write_run
+from benchmarks.records import Run
 
-COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "")
+COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
+BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
+STEPS = 3  # of which are timed
 
 
 def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
@@ -38,17 +41,36 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
     begin = time.perf_counter()
+    run = Run(device, "gpu")
     figures = list(_figures(device, toy))
-    found = []
-    for i, (name, shape) in enumerate(SHAPES.items()):
-        end = begin + seconds * (i + 1) / len(SHAPES)  # what one model leaves is the next one's
-        for row in rows(name, shape.toy() if toy else shape, Laps(device), laps, partial(_left, end)):
+    found: list[Row] = []
+    run.write({"figures": [asdict(f) for f in figures], "rows": []})
+    try:
+        for row in _rows(Laps(device), laps, toy, begin, seconds):
             found.append(row)
             print(_line(row), file=sys.stderr, flush=True)
-    path = write_run(device, {"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
-    console = Console(width=180)
-    console.print(table(figures, found))
-    console.print(str(path))
+            run.write({"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
+    finally:  # also where somebody's patience has ended
+        console = Console(width=190)
+        console.print(table(figures, found))
+        console.print(str(run.path))
+
+
+def _rows(laps: Laps, count: int, toy: bool, begin: float, seconds: float) -> Iterator[Row]:
+    """What one model leaves of its time is the next one's."""
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        end = begin + seconds * BLOCKS * (i + 1) / len(SHAPES)
+        yield from rows(name, shape.toy() if toy else shape, laps, count, partial(_left, end))
+    size = whole.SEVEN.toy() if toy else whole.SEVEN
+    yield from _guarded(size.name, whole.rows(size, laps, min(count, STEPS), partial(_left, begin + seconds)))
+
+
+def _guarded(name: str, found: Iterator[Row]) -> Iterator[Row]:
+    """Rows, or one that says why there are no more."""
+    try:
+        yield from found
+    except Exception as error:
+        yield Row(name, "", why=f"{type(error).__name__}: {error}".partition("\n")[0][:200])
 
 
 def _left(end: float) -> float:
@@ -81,10 +103,11 @@ def table(figures: list[Figure], found: list[Row]) -> Table:
 def _cells(row: Row) -> list[str]:
     budget = f"{row.budget / 1e6:.1f}" if row.budget else ""
     if row.taken is None:
-        return ["", "", "", "", budget]
+        return ["", "", "", "", budget, ""]
     low, median, high = row.taken.spread
     sizes = (f"{row.taken.peak / 1e6:.1f}", f"{row.taken.reserved / 1e6:.1f}")
-    return [f"{median:.2f}", f"{low:.2f}-{high:.2f}", *sizes, budget]
+    tokens = f"{row.tokens:.0f}, {row.share:.1%} of the device" if row.tokens else ""
+    return [f"{median:.2f}", f"{low:.2f}-{high:.2f}", *sizes, budget, tokens]
 
 
 def _line(row: Row) -> str:

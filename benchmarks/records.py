@@ -1,7 +1,7 @@
 """What a benchmark found, with what it was found on: a file of JSON that later runs add to.
 
 write("planner", "simulated", rows)   ->   results/planner.json: {"simulated": {"date": ..., "rows": [...]}}
-write_run(cuda, {"rows": rows})       ->   results/nvidia-h200/2026-01-31T120000Z.json
+Run(cuda, "gpu").write({"rows": rows})    ->   results/nvidia-h200/2026-01-31T120000Z.json
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ def write(name: str, part: str, rows: list[Any]) -> Path:
     return path
 
 
-def write_run(device: torch.device, found: dict[str, Any]) -> Path:
-    """A file of its own for what one run found on a device."""
-    folder = FOLDER / slug(device)
-    folder.mkdir(parents=True, exist_ok=True)
-    about = surroundings("gpu")
-    path = folder / f"{about['date'].replace(':', '').replace('+0000', 'Z')}.json"
-    path.write_text(json.dumps({**about, **_of(device), **found}, indent=1) + "\n")
-    return path
+class Run:
+    """A file of its own for what one run finds on a device; it may be written again whenever more is found."""
+
+    def __init__(self, device: torch.device, benchmark: str) -> None:
+        self.about = {**surroundings(benchmark), **_of(device)}
+        self.path = FOLDER / slug(device) / f"{self.about['date'].replace(':', '').replace('+0000', 'Z')}.json"
+
+    def write(self, found: dict[str, Any]) -> Path:
+        """What was found so far, in the place of what was there; whoever stops this run finds one or the other."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({**self.about, **found}, indent=1) + "\n")
+        return new.replace(self.path)
 
 
 def slug(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""A budget as people write it -> bytes.
+"""A budget as people write it -> bytes; and what else is a number of bytes of some memory.
 
 "8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> what is free there
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral
 
@@ -27,10 +28,23 @@ UNITS = {
     "TIB": 2**40,
 }
 WHOLE = "bytes are whole, and a share is at most 1"
-FORMS = (
-    'write e.g. "8GB", "8GiB", "500MB", an int of bytes, a float in (0, 1] of the device\'s memory, '
-    "or None for what is free"
-)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a number of bytes is of: the argument's name, whose memory it is, and what None means."""
+
+    name: str
+    whose: str
+    none: str
+
+    @property
+    def forms(self) -> str:
+        share = f"a float in (0, 1] of {self.whose}'s memory"
+        return f'write e.g. "8GB", "8GiB", "500MB", an int of bytes, {share}, or None for {self.none}'
+
+
+BUDGET = Asked("budget", "the device", "what is free")
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
@@ -40,43 +54,52 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
         TypeError: it is no str, int, float or None.
         ValueError: it can't be read, is not positive, or is more than the device has.
     """
-    if isinstance(budget, Integral) and not isinstance(budget, bool):
-        budget = int(budget)  # numpy's as well
-    if isinstance(budget, bool) or not isinstance(budget, str | int | float | None):
-        raise TypeError(f"budget is a {type(budget).__name__}, {budget!r}; {FORMS}")
     if budget is None:
         return unused_nbytes(device) + resident
-    nbytes = (
-        _fraction(budget, device)
-        if isinstance(budget, float)
-        else _parse(budget)
-        if isinstance(budget, str)
-        else budget
-    )
+    return asked_nbytes(budget, device, BUDGET)
+
+
+def asked_nbytes(given: str | int | float, device: torch.device, asked: Asked) -> int:
+    """The bytes of a device's memory that an argument means.
+
+    Raises:
+        TypeError: it is no str, int or float.
+        ValueError: it can't be read, is not positive, or is more than the device has.
+    """
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        given = int(given)  # numpy's as well
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise TypeError(f"{asked.name} is a {type(given).__name__}, {given!r}; {asked.forms}")
+    said = f"{asked.name}={given!r}"
+    if isinstance(given, float):
+        nbytes = _fraction(given, said, device, asked)
+    else:
+        nbytes = _parse(given, said, asked) if isinstance(given, str) else given
     if nbytes <= 0:
-        raise ValueError(f"budget={budget!r} is {nbytes} bytes, which is not positive; {FORMS}")
+        raise ValueError(f"{said} is {nbytes} bytes, which is not positive; {asked.forms}")
     if nbytes > (there := memory_nbytes(device)):
-        raise ValueError(f"budget={budget!r} is {nbytes} bytes, but {device} has {there}; give at most that, or None")
+        raise ValueError(f"{said} is {nbytes} bytes, but {device} has {there}; give at most that, or None")
     return nbytes
 
 
-def _fraction(budget: float, device: torch.device) -> int:
-    if math.isnan(budget):
-        raise ValueError(f"budget={budget!r} is not a number, so a computation before it went wrong; {FORMS}")
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget={budget!r} is a float, which means a share of the device's memory in (0, 1]; {FORMS}")
-    return int(budget * memory_nbytes(device))
+def _fraction(share: float, said: str, device: torch.device, asked: Asked) -> int:
+    if math.isnan(share):
+        raise ValueError(f"{said} is not a number, so a computation before it went wrong; {asked.forms}")
+    if not 0 < share <= 1:
+        what = f"a float, which means a share of {asked.whose}'s memory in (0, 1]"
+        raise ValueError(f"{said} is {what}; {asked.forms}")
+    return int(share * memory_nbytes(device))
 
 
-def _parse(budget: str) -> int:
-    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", budget)
+def _parse(text: str, said: str, asked: Asked) -> int:
+    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", text)
     if not found:
-        raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
+        raise ValueError(f"{said} can't be read; {asked.forms}")
     number, unit = Fraction(found[1]), found[2]
     if hint := _hint(number, unit):
-        raise ValueError(f"budget={budget!r} can't be read: {hint}; {FORMS}")
+        raise ValueError(f"{said} can't be read: {hint}; {asked.forms}")
     if unit.upper() not in UNITS:
-        raise ValueError(f"budget={budget!r} can't be read; {FORMS}")
+        raise ValueError(f"{said} can't be read; {asked.forms}")
     return int(number * UNITS[unit.upper()])
 
 

@@ -34,6 +34,7 @@ def compile(
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", strict: bool = False,
+    pinned: Budget = None, cuda_graphs: bool | str = False,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
     `budget`.
@@ -85,28 +86,42 @@ def compile(
             those of the plain optimizer.  Behind a CPU the device is the host, and nothing is different.
         lower: "inductor" lets Inductor compile what lies between matrix products and memory ops, where that is faster
             and keeps the budget; gradients are then eager's within rounding, not to the bit.  The first call of a kind
-            takes seconds to minutes for it.  None does without; "auto" is "inductor" on a GPU, and None on a CPU.
+            takes seconds to minutes for it, and says so beforehand.  None does without; "auto" is None on a CPU; on a
+            GPU it is "inductor" but for what can't be compiled: that runs op by op, after a warning.
         strict: on a GPU, have torch's allocator refuse this process more than the budget, so that whatever else it
             does there, or a forecast that is wrong, is an OutOfMemoryError and never more memory.
+        pinned: on a GPU, the most bytes of the host's memory that may be pinned in all, by whatever model, when a step
+            of this one asks for some: written as a budget, a float being a share of the host's memory.  A plan sends no
+            more there.  None is what the variable MEMGRAPH_PINNED names, or half of the host's memory.
+        cuda_graphs: on a GPU, True has each step recorded from its third run on, forward and backward as one CUDA graph
+            each: its ops are not launched one by one.  Its memory stays between steps, which is planned for, and goes
+            when a step of another kind runs.  What no graph does is refused.  "auto" records what can be and fits
+            beside a plan that was made without; the report says why another is not.  While somebody has a gradient of
+            the last step, or several steps are in flight, op by op is what runs.
 
     Raises:
         TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
-        ValueError: the budget can't be read or is more than the device has; the model lies on several devices; the
-            optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` on a CPU.
+        ValueError: `budget` or `pinned` can't be read or is more than there is; the model lies on several devices; the
+            optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` or
+            `cuda_graphs` on a CPU.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.
+        PinnedError: at a call: steps in flight, or the state of several models, want more than `pinned`.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
         FusedError: `fuse_update` with an optimizer whose update can't be run parameter by parameter; later: something
             wants gradients that are gone.
-        LoweringError: at a call: Inductor can't compile a part of the step.
+        RecordingError: at a call, with `cuda_graphs=True`: the step can't be recorded; in any recorded step:
+            `backward(retain_graph=True)`.
+        LoweringError: at a call, with `lower="inductor"`: Inductor can't compile a part of the step.
         UpdateError: the optimizer's step wants a closure, or fails on a dense gradient; or its states can't live far,
             and with parameters and buffers they are more than the budget.
     """
     asked = wishes(
-        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict, host_update
-    )
+        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict, host_update,
+        pinned, cuda_graphs,
+    )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
     return CompiledModule(planner)
@@ -117,12 +132,14 @@ def plan(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", **kwargs: Any,
+    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", pinned: Budget = None,
+    **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     asked = wishes(
-        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, host_update=host_update
-    )
+        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower,
+        host_update=host_update, pinned=pinned,
+    )  # fmt: skip
     return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
 

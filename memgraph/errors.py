@@ -32,6 +32,10 @@ class LoweringError(MemgraphError):
     """What Inductor can't compile of a step, although `lower="inductor"` wants it; says what it is, and why."""
 
 
+class RecordingError(MemgraphError):
+    """What can't be recorded of a step, although `cuda_graphs=True` wants it; says why, and what to do."""
+
+
 class StateError(MemgraphError, ValueError):
     """A state, or a file of one, that is none of this model and optimizer, or can't be saved; nothing was changed."""
 

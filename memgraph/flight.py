@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from .errors import MemgraphError
+from .errors import MemgraphError, RecordingError
 from .homes import Place
 from .ops import Exchange, Lease, Updater, running
 from .oss.awaited import Coming
@@ -33,11 +33,20 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
+class Recorded(Protocol):
+    """Both halves of a step, noted down: see `recording.py`."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def backward(self, tangents: Sequence[Tensor]) -> list[Tensor]: ...
+    def give_back(self) -> None: ...
+
+
 class Flight:
     """Runs the two halves of a step once."""
 
     # What `land` reads is there even if the tier has no lease to give.
     lease: Lease | None = None
+    recording: Recorded | None = None  # with which it flies, and not op by op
     meter: Meter | None = None
     clock: Clock | None = None
     ended = False
@@ -47,9 +56,9 @@ class Flight:
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
 
-    def __init__(self, halves: Halves, tier: Tier | None) -> None:
-        self.halves = halves
-        self.lease = tier.lease() if tier is not None else None
+    def __init__(self, halves: Halves, tier: Tier | None, recording: Recorded | None = None) -> None:
+        self.halves, self.recording = halves, recording
+        self.lease = tier.lease() if tier is not None and recording is None else None
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
@@ -83,8 +92,7 @@ class Flight:
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """The outputs, given the inputs; what backward needs is kept here."""
         try:
-            with self._alone():
-                values = list(self._run(self.halves.forward, list(tensors)))
+            values = self._forward(tensors)
         except BaseException:
             if self.coming is not None:
                 self.coming.close()
@@ -105,11 +113,17 @@ class Flight:
         Raises:
             MemgraphError: they are gone already.
             RuntimeError: one of them has been changed in place since.
+            RecordingError: they shall be kept, and lie in a recording, whose backward takes their bytes.
         """
         if self.saved is None:
             raise MemgraphError(
                 "this step has been differentiated already, and what it had saved is gone; "
                 "call backward(retain_graph=True) the first time to go through it twice"
+            )
+        if keep and self.recording is not None:
+            raise RecordingError(
+                "backward(retain_graph=True) goes through what forward saved twice, and a recorded step keeps it for "
+                "one backward only; compile without cuda_graphs= for this"
             )
         refuse_changed(self.seen)
         assert self.halves.backward is not None
@@ -121,8 +135,11 @@ class Flight:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
         saved += [*given, *gradients]  # type: ignore[list-item]
-        with self._alone(resident_bytes(given)):
-            results = list(self._run(self.halves.backward, saved))
+        if self.recording is not None:
+            results = self.recording.backward(given)
+        else:
+            with self._alone(resident_bytes(given)):
+                results = list(self._run(self.halves.backward, saved))
         self.ended = True
         return results
 
@@ -139,6 +156,9 @@ class Flight:
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.give_back()
         meter, self.meter = self.meter, None
         return meter.allocated() if meter is not None and self.ended else None
 

@@ -25,11 +25,13 @@ from .slab import SLABS, PinnedError, Slabs
 
 @dataclass(frozen=True, eq=False)
 class Host(Ground):
-    """Pinned memory behind a device; `cuda` is torch.cuda, or what has its streams and events."""
+    """Pinned memory behind a device; `cuda` is torch.cuda, or what has its streams and events; `cap` is the most that
+    may be pinned in all when some is asked for here."""
 
     device: torch.device
     cuda: Any = torch.cuda
     slabs: Slabs = SLABS
+    cap: int | None = None
 
     def mapped(self, slots: Iterable[Room]) -> PinnedMapping:
         """
@@ -37,7 +39,7 @@ class Host(Ground):
             PinnedError: there would be more pinned memory than is allowed, or the host does not pin it.
         """
         laid, nbytes = taken(slots)
-        self.slabs.claim(nbytes)
+        self.slabs.claim(nbytes, self.cap)
         try:
             mapping = PinnedMapping(-1, nbytes)
             why = self.slabs.pins.register(mapping.seen(0, nbytes), self.device)

@@ -3,13 +3,15 @@
     compiled(part)(x, r)  ->  (y, n)
 
 Stretches that are alike, wherever they stand, are compiled once in a process, and Inductor's own cache on disk keeps
-them for the next one.
+them for the next one.  Before the first of a process a word is logged, since it may take minutes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +40,29 @@ class Segment:
 
 
 _known: dict[str, Segment] = {}
+_refused: set[str] = set()  # what Inductor could not compile, and nobody insisted on
+_log = logging.getLogger(__name__)
+
+
+def all_compiled(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment]:
+    """What runs each part, by its name.  What can't be compiled is left out if nothing `must` be; the first time in a
+    process there is a warning then.
+
+    Raises:
+        LoweringError: Inductor can't compile one of them, and all must be.
+    """
+    digests = {name: _digest(part) for name, part in parts.items()}
+    _announce(len(set(digests.values()) - _known.keys()))
+    found = {}
+    for name, part in parts.items():
+        if must or digests[name] not in _refused:
+            try:
+                found[name] = compiled(part)
+            except LoweringError as error:
+                if must:
+                    raise
+                _leave(digests[name], error)
+    return found
 
 
 def compiled(part: fx.Graph) -> Segment:
@@ -66,6 +91,22 @@ def _compile(part: fx.Graph) -> Function:
             f"Inductor can't compile {count} ops at {where}: {type(error).__name__}: {error}\n"
             "it wants a C++ compiler for a CPU and Triton for a GPU; give lower=None to do without it"
         ) from error
+
+
+def _announce(count: int) -> None:
+    """Say, once, what will be waited for."""
+    if count and not _known:
+        _log.warning(
+            "memgraph has Inductor compile up to %d kernels for this step, which may take minutes the first time; "
+            "lower=None does without",
+            count,
+        )
+
+
+def _leave(digest: str, error: LoweringError) -> None:
+    if not _refused:
+        warnings.warn(f"what can't be compiled runs op by op: {error}", RuntimeWarning, stacklevel=2)
+    _refused.add(digest)
 
 
 def _digest(part: fx.Graph) -> str:

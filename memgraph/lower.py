@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import Machine, Op, Trace
+from passes import Choice, Machine, Op, Trace
+from passes.choice import dearer
 from passes.segments import Price, Segment, affordable, fused, segments, shared
 
 from . import inductor
@@ -38,15 +39,17 @@ FUSED = frozenset({
 
 
 class Lowering:
-    """The segments of one step's text, compiled and priced."""
+    """The segments of one step's text, compiled and priced; those that can't be compiled are an error if all `must` be,
+    and are left out otherwise."""
 
-    def __init__(self, graph: fx.Graph, trace: Trace, prober: Prober) -> None:
+    def __init__(self, graph: fx.Graph, trace: Trace, prober: Prober, must: bool = True) -> None:
         self.graph = graph
         self.nodes = {node.name: node for node in graph.nodes}
         found = segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
         self.trace = self._alone(trace, found, prober)
-        self.run = {each.name: inductor.compiled(self._part(each)) for each in found}
-        priced = {each.name: self._price(each, prober) for each in found}
+        self.run = inductor.all_compiled({each.name: self._part(each) for each in found}, must)
+        self.refused = len(found) - len(self.run)
+        priced = {each.name: self._price(each, prober) for each in found if each.name in self.run}
         self.prices = {name: price for name, price in priced.items() if price is not None}
         self.segments = tuple(each for each in found if each.name in self.prices)
         self.chosen: tuple[Segment, ...] = ()
@@ -61,6 +64,12 @@ class Lowering:
         text = fused(self.trace, self.chosen, self.prices)
         return _WithSegments(self.graph, self.run, self.chosen).rewrite(text), text
 
+    def stated(self, choice: Choice, machine: Machine) -> Choice:
+        """The choice at prices that fit the step as it is lowered: what is in no segment takes what it does by itself,
+        however cheap it was thought to be in one."""
+        inside = {name for segment in self.chosen for name in segment.ops}
+        return dearer(choice, machine, {op.name: op.us for op in self.trace.ops if op.name not in inside})
+
     def apart(self, times: Times) -> Times:
         """What each op took in a step in which segments ran: its part of what its segment took."""
         found = dict(times.ops)
@@ -73,9 +82,13 @@ class Lowering:
     def _alone(self, trace: Trace, found: Iterable[Segment], prober: Prober) -> Trace:
         """The text with what the ops of segments take by themselves.
 
-        A plan was made at the prices that they have in segments, beside which no segment is faster than its ops.
+        A plan was made at the prices that they have in segments, beside which no segment is faster than its ops.  So
+        were ops that stand in none here, where the plan has cut them off.
         """
         us = {name: prober(self.nodes[name]).us for segment in found for name in segment.ops}
+        others = [op for op in trace.ops if op.name not in us and op.phase != "update"]
+        fusible = [op for op in others if op.name in self.nodes and _is_fusible(self.nodes[op.name])]
+        us |= {op.name: max(op.us, prober(self.nodes[op.name]).us) for op in fusible}
         return replace(trace, ops=tuple(replace(op, us=us.get(op.name, op.us)) for op in trace.ops))
 
     def _begun(self, segment: Segment) -> tuple[fx.Graph, dict[str, fx.Node]]:

@@ -114,6 +114,8 @@ class CompiledModule(Shared):
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
         step = self._step(args, kwargs, key)
+        if self._latest is not None and self._latest is not step:
+            self._latest.rest()
         self.__dict__["_latest"] = step
         outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)

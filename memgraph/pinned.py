@@ -33,20 +33,21 @@ Copying = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor o
 class PinnedTier:
     """Room in pinned memory for the activations of a step; `slots` are their bytes.
 
-    `cuda` is torch.cuda, or what has its streams and events.
+    `cuda` is torch.cuda, or what has its streams and events; `cap` is the most that its steps may have pinned in all.
     """
 
     staging = 0  # copies go straight between the device and the slab
 
     def __init__(
-        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: Slabs = SLABS
-    ) -> None:
-        self.slots, self.device, self.cuda, self.slabs = tuple(slots), device, cuda, slabs
+        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: Slabs = SLABS,
+        cap: int | None = None,
+    ) -> None:  # fmt: skip
+        self.slots, self.device, self.cuda, self.slabs, self.cap = tuple(slots), device, cuda, slabs, cap
         *self.offsets, nbytes = accumulate((-(-slot // ALIGNED) * ALIGNED for slot in slots), initial=0)
         self.nbytes = max(nbytes, PAGE)
         self.homes: Mapping[int, Place] = {}
         self.closed = True
-        slabs.reserve(self.nbytes, device)
+        slabs.reserve(self.nbytes, device, cap)
         self.closed = False
 
     def bind(self, homes: Mapping[int, Place]) -> None:
@@ -59,7 +60,7 @@ class PinnedTier:
         Raises:
             PinnedError: several are, and one more slab would be too much.
         """
-        slab = self.slabs.lend(self.nbytes, self.device)
+        slab = self.slabs.lend(self.nbytes, self.device, self.cap)
         for event in slab.after:  # copies come behind the compute stream, and that behind who had the slab
             self.cuda.current_stream(self.device).wait_event(event)
         return PinnedLease(self, slab)
@@ -109,6 +110,17 @@ class PinnedLease:
     def wait(self, slot: int) -> None:
         event, _ = self.coming.pop(slot)
         self.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self) -> None:
+        """Let what comes behind on the compute stream wait for all that is being copied, and later copies for that: as
+        the end of a recording wants, whose events mean nothing beyond it."""
+        used, self.last = self.last, {}
+        done = self.cuda.Event()  # which nobody has recorded, so that nobody waits for it
+        self.gone = dict.fromkeys(self.gone, done)
+        self.leaving = {slot: (done, tensor) for slot, (_, tensor) in self.leaving.items()}
+        self.coming = {slot: (done, tensor) for slot, (_, tensor) in self.coming.items()}
+        for stream in used:
+            self.cuda.current_stream(self.device).wait_stream(stream)
 
     def speeds(self) -> tuple[float, float]:
         """Nothing is known of how fast the copies were: their events keep no times."""

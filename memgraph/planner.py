@@ -21,6 +21,7 @@ import passes
 from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
 from passes.exchanges import placed, sequence
 from passes.obstacle import PARTS, SMALLER
+from passes.replays import with_kept
 
 from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
@@ -28,7 +29,7 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, FusedError
+from .errors import BudgetError, CaptureError, FusedError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
@@ -47,6 +48,9 @@ from .oss.update import with_sharded_update
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
+from .recordable import let_record
+from .recording import recorder_of
+from .refusal import refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
 from .residence import Residence
@@ -123,7 +127,8 @@ class Planner:
             self.tier = tier_name(self.wishes.offload, device)
             if self.wishes.strict:
                 hold_to(self.budget, device)
-            self.residence.where = self.update.where = ground(device, self.wishes.spill_dir)
+            self.recorder = recorder_of(device) if self.wishes.graphs else None
+            self.residence.where = self.update.where = ground(device, self.wishes.spill_dir, self.wishes.pinned)
             self.device = device
 
     def refuse_optimizer(self) -> None:
@@ -169,7 +174,9 @@ class Planner:
             later = accumulating(captured, self._watched()) if alone else None
             raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
-        step.report = replace(step.report, pages_us=pages_us(choice.forecast, machine))
+        if step.lowering is not None:
+            choice = step.lowering.stated(choice, machine)
+        step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
         if together is None:
             step.again = partial(self._again, graph, trained)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
@@ -182,7 +189,7 @@ class Planner:
         """The call, captured, and the graph of the step that is to be planned: it adds to gradients if there are some,
         and updates if that is asked for."""
         self._look()
-        self._refuse_hooks()
+        refuse_hooks(self.module)
         if self.sharded is not None:
             self.sharded.awaited.capturing(self.module.parameters())
         captured = self._capture(args, kwargs, scalars if self.fused else wanted)
@@ -200,23 +207,28 @@ class Planner:
     ) -> Step:  # fmt: skip
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
-        lowering = Lowering(planned, choice.forecast.trace, self._prober()) if self._lowers else None
-        lowered, apart_us = None, 0.0
+        lowering = self._lowering(planned, choice.forecast.trace, self._prober()) if self._lowers else None
+        lowered, apart_us, refused = None, 0.0, 0
         if lowering is not None:
             planned, text = lowering.lowered(machine)
+            refused = lowering.refused
             lowered, apart_us = predict(text, machine), predict(lowering.trace, machine).us
         its = slots(planned, captured)
-        tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir)
+        tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir, self.wishes.pinned)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
         us = (time.perf_counter() - begin) * 1e6
         counted = self.wishes.optimizer is not None
-        report = Report(machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us)
+        report = Report(
+            machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us, uncompiled=refused
+        )
         homes = self._homes(its, captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
         step.lowering = lowering
+        if self.recorder is not None:
+            let_record(step, planned, self.recorder, self.wishes.graphs is True)
         return step
 
     def _homes(
@@ -243,7 +255,10 @@ class Planner:
         found = replanned(choice, trace, machine, self._search)
         if found is None:
             return step
-        new = self._made(step.captured, graph, machine, found, trained, begin)
+        try:
+            new = self._made(step.captured, graph, machine, found, trained, begin)
+        except RecordingError:
+            return step
         if step.homes is not None:
             step.homes.replaced(new.homes)
         return new
@@ -305,15 +320,6 @@ class Planner:
             return None
         return Together(self.sharded.exchange, self.device)
 
-    def _refuse_hooks(self) -> None:
-        """A module's backward hooks would run once, while it is captured, and never again."""
-        for name, part in self.module.named_modules():
-            if part._backward_hooks or part._backward_pre_hooks:
-                raise CaptureError(
-                    f"{name or 'the model'} has backward hooks, which a captured step can't call: "
-                    "register them on the compiled module, or hooks on parameters and outputs instead"
-                )
-
     def _advised(
         self, error: passes.BudgetError, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
         wanted: Wanted,
@@ -367,16 +373,21 @@ class Planner:
             named = dict(self.module.named_parameters())
             owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
             trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned)
+        trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
             if self._lowers:
-                trace = Lowering(graph, trace, prober).shared()
-            machine = linked(machine, self.tier, self.device, self.wishes.spill_dir, sizes_of(trace), self.wishes.wire)
+                trace = self._lowering(graph, trace, prober).shared()
+            wishes, sizes = self.wishes, sizes_of(trace)
+            machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
             machine = self._with_homes(machine, trained)
         return trace, together.machine(machine) if together is not None else machine
 
     def _prober(self) -> Prober:
         return Prober(unused_nbytes(self.device) // 2)
+
+    def _lowering(self, graph: fx.Graph, trace: Trace, prober: Prober) -> Lowering:
+        return Lowering(graph, trace, prober, must=self.wishes.lower == "inductor")
 
     @property
     def _lowers(self) -> bool:
@@ -386,8 +397,9 @@ class Planner:
         return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
 
     def _with_homes(self, machine: Machine, trained: Trained) -> Machine:
-        """The machine with room for state in the far tier, if state can live there."""
-        if not machine.out or not self.update.can_stream:
+        """The machine with room for state in the far tier, if state can live there; no recording does what that takes
+        of the host."""
+        if not machine.out or not self.update.can_stream or self.wishes.graphs is True:
             return machine
         window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
         return replace(machine, homes=True, window=window, stepping=speed)

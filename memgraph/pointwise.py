@@ -4,7 +4,7 @@
 
 A pointwise optimizer changes each element by that element's parameter, gradient and states alone, so its own step may
 be run on any range of elements. Nothing of any optimizer is written anew here. Which ones are pointwise is a list, and
-the tests show each of them bit-equal in windows.
+the tests show each of them bit-equal in windows; of another one its own class may say it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,26 @@ TRIED = 4096  # elements of a made-up parameter
 STEPS = 7  # RAdam's update takes more from the sixth on
 
 
+def by_elements(kind: type[optim.Optimizer]) -> bool:
+    """Whether an optimizer of this class changes each element by itself: it is one of the list, or its class says so,
+    with `pointwise = True`.  A class that is derived from such a one may do otherwise, and says so again."""
+    return kind in POINTWISE or vars(kind).get("pointwise") is True
+
+
 def is_pointwise(optimizer: optim.Optimizer) -> bool:
     """Whether its update can be run in windows, whatever gradients there will be."""
-    return type(optimizer) in POINTWISE and not any(group.get(o) for group in optimizer.param_groups for o in OPTIONS)
+    return by_elements(type(optimizer)) and not any(group.get(o) for group in optimizer.param_groups for o in OPTIONS)
 
 
 def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
     """What is in the way of running its update in windows, whatever gradients those that are `trained` will have, in
     words, with what to do."""
     name = type(optimizer).__name__
-    if type(optimizer) not in POINTWISE:
+    if not by_elements(type(optimizer)):
         known = ", ".join(one.__name__ for one in POINTWISE)
         message = f"{name} is not known to change each element by itself, so its state can't be streamed"
-        return f"{message}; use one of {known} itself, or leave state and parameters on the device"
+        advice = f"use one of {known} itself, say pointwise = True in its class if that is so"
+        return f"{message}; {advice}, or leave state and parameters on the device"
     for i, group in enumerate(optimizer.param_groups):
         for option in OPTIONS:
             if group.get(option):

@@ -147,3 +147,13 @@ def _hidden(error: Exception, mode: KnowingMode) -> tuple[str, str] | None:
 def _is_miscalled(error: Exception) -> bool:
     """Whether Python refuses the arguments of a call, before a line of the model's own runs."""
     return type(error) is TypeError and MISCALLED.search(str(error)) is not None
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """A module's backward hooks would run once, while it is captured, and never again."""
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(
+                f"{name or 'the model'} has backward hooks, which a captured step can't call: "
+                "register them on the compiled module, or hooks on parameters and outputs instead"
+            )

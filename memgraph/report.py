@@ -45,6 +45,8 @@ class Report:
         retained: whether the step that was measured went through a backward that kept its graph.
         lowered: the forecast of the step with parts of it compiled, which is what runs then.
         apart_us: microseconds of the same plan with nothing compiled.
+        recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
+        uncompiled: segments that Inductor could not compile, and that run op by op.
     """
 
     machine: Machine
@@ -58,6 +60,8 @@ class Report:
     retained: bool = False
     lowered: Forecast | None = None
     apart_us: float = 0.0
+    uncompiled: int = 0
+    recorded: str = ""
 
     @property
     def predicted_us(self) -> float:
@@ -143,6 +147,7 @@ class Report:
             f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
             *self._exchanged(),
             *self._compiled(),
+            *([self.recorded] if self.recorded else []),
             *self._taken(),
             *self._proven(),
             *self._greedy(),
@@ -169,9 +174,10 @@ class Report:
         if self.lowered is None:
             return []
         count = sum(op.fn == "memgraph.segment" for op in self.lowered.trace.ops)
+        failed = f"; {self.uncompiled} can't be" if self.uncompiled else ""
         if not count:
-            return ["nothing is compiled, as no segment is faster than its ops and within the budget"]
-        return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(self.apart_us)}"]
+            return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
+        return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(self.apart_us)}{failed}"]
 
     def _taken(self) -> list[str]:
         """What the step took, beside what was foretold, before and with what its own ops took."""

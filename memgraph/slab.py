@@ -24,13 +24,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .budget import budget_nbytes
+from .budget import Asked, asked_nbytes
 from .device import memory_nbytes
 from .errors import MemgraphError
 from .spill import pages
 
 CPU = torch.device("cpu")
 VARIABLE = "MEMGRAPH_PINNED"
+PINNED = Asked("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
+NAMED = Asked(VARIABLE, "the host", "half of that")
 SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
 
 
@@ -84,7 +86,8 @@ class Slab:
 
 
 class Slabs:
-    """The slabs of the process."""
+    """The slabs of the process.  Who asks may bring a cap of its own: all of them together are no more than that then,
+    and no more than `cap` otherwise."""
 
     def __init__(self, cap: Callable[[], int], pins: Pins) -> None:
         self.cap, self.pins = cap, pins
@@ -99,25 +102,25 @@ class Slabs:
         """The bytes of all slabs, and of what else is pinned."""
         return self.claimed + sum(slab.nbytes for slab in (*self.free, *self.lent))
 
-    def claim(self, nbytes: int) -> None:
+    def claim(self, nbytes: int, cap: int | None = None) -> None:
         """So many bytes more are pinned by somebody else, or fewer.
 
         Raises:
-            PinnedError: they would be more than `cap`.
+            PinnedError: they would be more than the cap.
         """
         with self.lock:
             if nbytes > 0:
-                self._check(nbytes)
+                self._check(nbytes, cap)
             self.claimed += nbytes
 
-    def reserve(self, nbytes: int, device: torch.device) -> None:
+    def reserve(self, nbytes: int, device: torch.device, cap: int | None = None) -> None:
         """Have a slab of `nbytes` for a plan.
 
         Raises:
-            PinnedError: there would be more of them than `cap`.
+            PinnedError: there would be more of them than the cap.
         """
         with self.lock:
-            slab = self.lend(nbytes, device)
+            slab = self.lend(nbytes, device, cap)
             self.needs.append((_whole(nbytes), device))
             self.take_back(slab)
 
@@ -127,11 +130,11 @@ class Slabs:
             self.needs.remove((_whole(nbytes), device))
             self._trim()
 
-    def lend(self, nbytes: int, device: torch.device) -> Slab:
+    def lend(self, nbytes: int, device: torch.device, cap: int | None = None) -> Slab:
         """A slab of at least `nbytes`, for one flight.
 
         Raises:
-            PinnedError: there would be more of them than `cap`.
+            PinnedError: there would be more of them than the cap.
         """
         with self.lock:
             wanted = _whole(nbytes)
@@ -141,7 +144,8 @@ class Slabs:
                 self.free.remove(slab)
             else:
                 self._give_up(lambda slab: slab.device == device)  # each is too small
-                slab = self._made(wanted, device)
+                self._check(wanted, cap)
+                slab = Slab(wanted, device, self.pins)
             self.lent.append(slab)
             return slab
 
@@ -159,18 +163,14 @@ class Slabs:
             self.free.remove(slab)
             slab.close()
 
-    def _made(self, nbytes: int, device: torch.device) -> Slab:
-        self._check(nbytes)
-        return Slab(nbytes, device, self.pins)
-
-    def _check(self, nbytes: int) -> None:
-        cap = self.cap()
+    def _check(self, nbytes: int, asked: int | None) -> None:
+        cap = self.cap() if asked is None else asked
         if self.nbytes + nbytes > cap:
             state = f", {self.claimed} of it by state" if self.claimed else ""
             raise PinnedError(
                 f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.lent)} "
-                f"steps in flight{state}) and {cap} allowed; allow more with {VARIABLE}, e.g. {VARIABLE}=16GB, have "
-                "fewer steps in flight, or plan with offload=None"
+                f'steps in flight{state}) and {cap} allowed; allow more with pinned=, e.g. pinned="16GB", or for the '
+                f"whole process with {VARIABLE}=16GB, have fewer steps in flight, or plan with offload=None"
             )
 
 
@@ -186,10 +186,17 @@ def cap_nbytes() -> int:
         ValueError: it says something that can't be read.
     """
     named = os.environ.get(VARIABLE)
-    try:
-        return budget_nbytes(named, CPU) if named else memory_nbytes(CPU) // 2
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}={named}: {error}") from None
+    return asked_nbytes(named, CPU, NAMED) if named else memory_nbytes(CPU) // 2
+
+
+def pinned_nbytes(pinned: str | int | float | None) -> int | None:
+    """The bytes that `pinned` means: the most that may be pinned in all when a step asks for some; None if not given.
+
+    Raises:
+        TypeError: it is no str, int, float or None.
+        ValueError: it can't be read, is not positive, or is more than the host has.
+    """
+    return None if pinned is None else asked_nbytes(pinned, CPU, PINNED)
 
 
 class CudaPins:

@@ -18,11 +18,12 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from .call import Output
 from .capture import Captured
 from .company import join
-from .errors import MemgraphError
+from .errors import MemgraphError, RecordingError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
 from .lower import Lowering
 from .oss.inside import Inside
+from .recording import Recorder, Recording, Replays
 from .report import Report
 from .signature import has_hooks, in_process_group, is_watched
 from .slots import Homes
@@ -53,6 +54,9 @@ class Step:
         self.inside: Inside | None = None  # what sums gradients over ranks in backward
         self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
         self.lowering: Lowering | None = None  # what of it is compiled
+        self.replays: Replays | None = None  # what of it is recorded
+        self.kept = 0  # bytes that are forecast for a recording
+        self.insists = False  # on being recorded
         self.captured = captured
         self.halves = halves
         self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used
@@ -86,7 +90,7 @@ class Step:
         if self.inside is not None:
             self.inside.sweep()  # parts whose gradients are gone take no room
             coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
-        flight = Flight(self.halves, self.tier)
+        flight = Flight(self.halves, self.tier, self._recording(tensors))
         flight.meeting = self.meet() if self.meet is not None else None
         if coming is not None:
             flight.met()
@@ -104,6 +108,28 @@ class Step:
             return flight.forward(tensors, self.outputs)
         finally:
             self.land(flight)
+
+    def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
+        """What the next flight flies with: it is made once the step has run op by op, and was measured."""
+        if self.replays is None or self.report.measured is None or self.times is None:
+            return None
+        try:
+            return self.replays.ready(tensors, self.recorded)
+        except RecordingError as error:
+            if self.insists:
+                raise
+            self.replays, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
+            return None
+
+    def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> Recording:
+        """A recording of the step as it now stands."""
+        varying = [i for (kind, _, _), i in self.place.items() if kind == "input"]
+        return Recording(self.halves, self.tier, tensors, varying, self.outputs, recorder)
+
+    def rest(self) -> None:
+        """Another step wants the device: let a recording's memory go."""
+        if self.replays is not None:
+            self.replays.end()
 
     def land(self, flight: Flight) -> None:
         """Note what the flight took, if it was measured."""
@@ -153,9 +179,9 @@ class Step:
 
     def absent(self, tensors: Sequence[Tensor]) -> int:
         """The bytes of gradients that would be added to, and are not there: an optimizer of some parameters lets only
-        theirs go."""
+        theirs go; and what is kept for a recording."""
         parts = sum(nbytes for bucket, nbytes in self.added_shards if self.shard(bucket) is None)
-        return parts + sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
+        return self.kept + parts + sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
 
     def shard(self, bucket: int) -> Tensor | None:
         """This rank's part of a bucket, if backward has left it there."""

@@ -48,13 +48,14 @@ def tier_name(offload: str | None, device: torch.device) -> str | None:
 
 def linked(
     machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,),
-    wire: str = "",
+    wire: str = "", pinned: int | None = None,
 ) -> Machine:  # fmt: skip
     """The machine with its links to the tier, measured at first use.
 
     A link has one rate, and small copies are slower.  It is the rate at which copies of all of `sizes`, the values that
     may be sent, take as long as they were measured to: right for the sum of them, too high for the smallest of them and
-    too low for the largest.  With `wire`, values may be cast to it for their way.
+    too low for the largest.  With `wire`, values may be cast to it for their way; `pinned` is what the caller allows of
+    the host's memory.
     """
     if tier is None:
         return machine
@@ -66,18 +67,19 @@ def linked(
         out, back = casts(device)
         machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
     if tier == "host":  # less what the slots lose by where they begin
-        return replace(machine, capacity=(cap := cap_nbytes()) - cap // 128)
+        cap = cap_nbytes() if pinned is None else pinned
+        return replace(machine, capacity=cap - cap // 128)
     toll, capacity = disk_toll(folder, links), shutil.disk_usage(spill_folder(folder)).free
     return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity)
 
 
-def ground(device: torch.device, folder: Folder) -> Where:
+def ground(device: torch.device, folder: Folder, pinned: int | None = None) -> Where:
     """Where the state of what lies on the device may live."""
-    return Host(device) if device.type == "cuda" else folder
+    return Host(device, cap=pinned) if device.type == "cuda" else folder
 
 
-def far_tier(device: torch.device, slots: Sequence[int], folder: Folder) -> Tier | None:
+def far_tier(device: torch.device, slots: Sequence[int], folder: Folder, pinned: int | None = None) -> Tier | None:
     """Room for the slots of one step in flight, and more when more are; None if there are no slots."""
     if not slots:
         return None
-    return DiskTier(slots, folder) if device.type == "cpu" else PinnedTier(slots, device)
+    return DiskTier(slots, folder) if device.type == "cpu" else PinnedTier(slots, device, cap=pinned)

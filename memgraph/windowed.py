@@ -19,7 +19,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .homes import Where, place_of
-from .pointwise import POINTWISE, refuse, unhooked
+from .pointwise import by_elements, refuse, unhooked
 from .spill import SpillError
 from .strands import Whose, nobody
 from .windows import Update
@@ -46,7 +46,7 @@ class Windowed:
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
-        if type(optimizer) not in POINTWISE and not self._far():
+        if not by_elements(type(optimizer)) and not self._far():
             return self.plain(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if self.pending is not None and self._goes_on(self.pending):

@@ -17,6 +17,7 @@ import torch
 
 from .lower import LOWER
 from .saved import Saved, SavedPlan, saved_plans
+from .slab import pinned_nbytes
 from .spill import spill_folder
 from .wire import wire_name
 
@@ -38,18 +39,22 @@ class Wishes:
     lower: str | None = None  # what compiles parts of the step
     strict: bool = False  # the allocator refuses more than the budget
     hosts: bool = False  # the host may update states that live there
+    pinned: int | None = None  # bytes of the host's memory that may be pinned in all
+    graphs: bool | str = False  # whether steps are recorded as CUDA graphs
 
 
 def wishes(
     budget: Budget, optimizer: torch.optim.Optimizer | None, offload: str | None,
     spill_dir: str | PathLike[str] | None, plan: Saved | Sequence[Saved] | None, time_limit: float | None,
     wire_dtype: torch.dtype | None, fuse_update: bool, lower: str | None, strict: bool = False,
-    host_update: bool = False,
+    host_update: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
 ) -> Wishes:  # fmt: skip
     """What the arguments of `compile` mean; errors as there."""
     wire, plans, seconds = wire_name(wire_dtype), saved_plans(plan), seconds_of(time_limit)
     if lower not in LOWER:
         raise ValueError(f"lower={lower!r}; give one of {', '.join(map(repr, LOWER))}")
+    if cuda_graphs not in (False, True, "auto"):
+        raise ValueError(f'cuda_graphs={cuda_graphs!r}; give True, False or "auto"')
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if optimizer is None and fuse_update:
@@ -65,7 +70,11 @@ def wishes(
         if not isinstance(spill_dir, str | PathLike):
             raise TypeError(f"spill_dir is a {type(spill_dir).__name__}; give the path of a folder")
         spill_folder(spill_dir)
-    return Wishes(budget, optimizer, offload, spill_dir, plans, seconds, fuse_update, wire, lower, strict, host_update)
+    most = pinned_nbytes(pinned)
+    return Wishes(
+        budget, optimizer, offload, spill_dir, plans, seconds, fuse_update, wire, lower, strict, host_update, most,
+        cuda_graphs,
+    )  # fmt: skip
 
 
 def seconds_of(time_limit: float | None) -> float:

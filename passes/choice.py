@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from .decisions import Plan, Recompute, Reload, Stream
-from .forecast import Forecast
+from .forecast import Forecast, predict
+from .machine import Machine
+from .trace import Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +83,21 @@ class Choice:
                 elif ops[said.value].fn != "getitem":
                     return True
         return False
+
+
+def dearer(choice: Choice, machine: Machine, us: Mapping[str, float]) -> Choice:
+    """The same plan where lines, by their names, take at least `us`.
+
+    What is proven at lower prices is true of higher ones: a step in which nothing takes less time is no shorter.
+    """
+    captured, forecast = _dearer(choice.captured.trace, us), _dearer(choice.forecast.trace, us)
+    if (captured, forecast) == (choice.captured.trace, choice.forecast.trace):
+        return choice
+    plain = predict(captured, machine)
+    more = plain.us - choice.captured.us
+    bound, any_plan = max(0.0, choice.bound_us - more), max(0.0, choice.any_us - more)
+    return Choice(choice.plan, plain, predict(forecast, machine), bound, any_plan)
+
+
+def _dearer(trace: Trace, us: Mapping[str, float]) -> Trace:
+    return replace(trace, ops=tuple(replace(op, us=max(op.us, us.get(op.name, 0.0))) for op in trace.ops))

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,45 @@ class Marker:
         return True
 
 
+@dataclass(frozen=True)
+class Wait:
+    """A task that is done once a place has been passed."""
+
+    marker: Marker
+
+    def __call__(self) -> bool:
+        return self.marker.passed
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A task by which a place is passed."""
+
+    marker: Marker
+
+    def __call__(self) -> bool:
+        return self.marker.reach()
+
+
+class Space:
+    """A part of the arena, with what is given out of it."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.used: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> int:
+        """The first gap that is large enough."""
+        at = self.begin
+        for begin, size in sorted(self.used.items()):
+            if begin - at >= nbytes:
+                break
+            at = begin + size
+        assert at + nbytes <= self.end, "the arena is full"
+        self.used[at] = nbytes
+        return at
+
+
 class Queue:
     """A stream: its work is done in order."""
 
@@ -64,7 +104,7 @@ class Queue:
     def wait_event(self, event: Event) -> None:
         marker = event.marker
         if marker.queue is None or (self.name, marker.queue.name) not in self.late.deaf:
-            self.tasks.append(lambda: marker.passed)
+            self.tasks.append(Wait(marker))
 
     def wait_stream(self, other: Queue) -> None:
         event = Event(self.late)
@@ -78,7 +118,7 @@ class Event:
 
     def record(self, queue: Queue) -> None:
         self.marker = Marker(queue)
-        queue.tasks.append(self.marker.reach)
+        queue.tasks.append(Reach(self.marker))
 
     def synchronize(self) -> None:
         queue = self.marker.queue
@@ -94,8 +134,9 @@ class Late(TorchDispatchMode):
         self.deaf = deaf
         self.seed(seed)
         self.arena = torch.full((nbytes,), 0x5A, dtype=torch.uint8)
-        self.used: dict[int, int] = {}
+        self.space = Space(0, nbytes)
         self.most = 0
+        self.recording = False
         self.queues = [Queue(self, "compute")]
         self.current = [self.queues[0]]
         self.is_host = False  # what does not go into another queue is done by the host, now
@@ -145,6 +186,8 @@ class Late(TorchDispatchMode):
                     raise AssertionError("streams wait for each other for ever")
 
     def _run_some(self) -> None:
+        if self.recording:
+            return
         left = 0 if self.idle else self.draw.choice((0, 0, 0, 1, 4, 40))
 
         def enough() -> bool:
@@ -182,6 +225,7 @@ class Late(TorchDispatchMode):
             with self:
                 return OPS[name][0](*args, **kwargs)
         if name in HOST:
+            assert not self.recording, f"{name} wants a number of what is only noted down"
             self.finish()
             return func(*args, **kwargs)
         written = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
@@ -233,16 +277,11 @@ class Late(TorchDispatchMode):
         nbytes = like.untyped_storage().nbytes()
         if not nbytes:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        at, room = 0, -(-nbytes // ALIGNED) * ALIGNED
-        for begin, size in sorted(self.used.items()):
-            if begin - at >= room:
-                break
-            at = begin + size
-        assert at + room <= self.arena.nbytes, "the arena is full"
-        self.used[at] = room
+        room = -(-nbytes // ALIGNED) * ALIGNED
+        at = self.space.take(room)
         self.most = max(self.most, at + room)
         block = (ctypes.c_ubyte * nbytes).from_address(self.arena.data_ptr() + at)
-        weakref.finalize(block, self.used.pop, at)
+        weakref.finalize(block, self.space.used.pop, at)
         return torch.frombuffer(block, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 

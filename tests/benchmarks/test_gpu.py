@@ -11,11 +11,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import bandwidth, contenders, gpu, records
+from benchmarks import bandwidth, contenders, gpu, records, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, budgets, rows, stack_nbytes, tried, ways
 from benchmarks.laps import Laps, Taken
+from benchmarks.whole import RULE
 
 CPU = torch.device("cpu")
 
@@ -25,8 +26,9 @@ def test_it_measures_prints_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(records, "FOLDER", tmp_path)
-    monkeypatch.setattr(contenders, "SEARCH", 0.3)
+    monkeypatch.setattr(contenders, "SEARCH", 0.0)
     monkeypatch.setattr(contenders, "OURS", (0.6,))
+    monkeypatch.setattr(whole, "SEARCH", 0.0)
     monkeypatch.setattr(gpu, "SHAPES", {"llama-8b": SHAPES["llama-8b"]})
     gpu.main(seconds=300.0, laps=2, toy=True)
     shown = capsys.readouterr().out
@@ -35,7 +37,9 @@ def test_it_measures_prints_and_writes(
     assert names[:3] == [("eager", ""), ("checkpoint", ""), ("save_on_cpu", "")]
     assert ("memgraph", "60%") in names and ("memgraph, lower=None", "checkpoint") in names
     ran = [row for row in written["rows"] if row["taken"]]
-    assert len(ran) == 5 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
+    assert len(ran) == 7 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
+    assert [(row["model"], row["name"]) for row in ran if row["tokens"]] == [("7b", "memgraph"), ("7b", RULE)]
+    assert not list(tmp_path.glob("cpu/*.new"))
     assert any(figure["name"] == "AdamW" and figure["value"] > 0 for figure in written["figures"])
     assert {"torch", "triton", "highspy", "date", "command"} <= written.keys()
     assert "memgraph" in shown and "cast to bf16" in shown and str(tmp_path) in shown.replace("\n", "")

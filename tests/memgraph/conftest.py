@@ -63,13 +63,13 @@ def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
     """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
     late = Late(0)
 
-    def tier(device: torch.device, slots: Sequence[int], folder: Any) -> PinnedTier | None:
+    def tier(device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
         return PinnedTier(slots, device, late, slabs) if slots else None
 
     def linked(machine: Machine, *_: object) -> Machine:
         return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
 
-    monkeypatch.setattr(planner, "ground", lambda device, folder: Host(device, late, slabs))
+    monkeypatch.setattr(planner, "ground", lambda device, *_: Host(device, late, slabs))
     monkeypatch.setattr(planner, "far_tier", tier)
     monkeypatch.setattr(planner, "linked", linked)
     monkeypatch.setattr(planner, "replanned", lambda *_: None)

@@ -202,7 +202,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
 @pytest.mark.usefixtures("small_windows", "host")
 def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate: Callable[[float], None]) -> None:
     rate(ALL)
-    monkeypatch.setattr(planner, "ground", lambda device, folder: folder)
+    monkeypatch.setattr(planner, "ground", lambda device, folder, *_: folder)
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
     assert not there(asked) and asked.machine.stepping == 0.0

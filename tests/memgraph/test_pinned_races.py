@@ -48,7 +48,7 @@ def _planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 
-def tier(cuda: Any, slabs: Slabs, device: torch.device, slots: Sequence[int], folder: Any) -> PinnedTier | None:
+def tier(cuda: Any, slabs: Slabs, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
     return PinnedTier(slots, device, cuda, slabs) if slots else None
 
 

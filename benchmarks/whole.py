@@ -1,0 +1,160 @@
+"""A model of 7B parameters trained whole: bf16 weights, fp32 states of AdamW, under a budget that not even its weights
+fit.
+
+    rows(SIZE, laps, 3, left, report)   ->   Row("7b", "host-offload rule", ...), Row("7b", "memgraph", ..., 16 GB), ...
+
+The rule beside it is `hosted.py`.  Each row has tokens a second, and its share of what the device computes at its best:
+the operations of forward and backward once, whatever runs again.  Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from benchmarks.blocks import LlamaBlock, Shape
+from benchmarks.contenders import Row, plan_of, tried
+from benchmarks.hosted import Hosted
+from benchmarks.laps import Laps, Taken
+from benchmarks.wide import WideAdamW
+
+SEARCH = 20.0  # seconds for a plan
+WARM = 2  # steps before any is timed: the first is planned and measured, the second timed op by op
+RULE = "host-offload rule"
+TOY = 35 * 10**5  # bytes: less than the states of the toy
+PINNED = 0.85  # of the host's memory may be pinned: weights and states are more than half of a usual one
+
+
+@dataclass(frozen=True)
+class Size:
+    """A language model, its batch, and the budgets it is trained under."""
+
+    name: str
+    shape: Shape
+    vocabulary: int
+    budgets: tuple[int, ...]
+
+    def toy(self) -> Size:
+        """The same, small enough for a CPU and some seconds."""
+        return replace(
+            self, shape=replace(self.shape.toy(), blocks=1, width=256, inner=256), vocabulary=64, budgets=(TOY,)
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.batch * self.shape.length
+
+
+SEVEN = Size(
+    "7b", Shape(blocks=32, width=4096, heads=32, length=2048, batch=4, inner=11008), 32000, (16 * 10**9, 8 * 10**9)
+)
+
+
+class Whole(nn.Module):
+    """Tokens and the tokens after them in, the mean loss out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.shape.width
+        self.token = nn.Embedding(size.vocabulary, width)
+        self.blocks = nn.ModuleList(LlamaBlock(size.shape) for _ in range(size.shape.blocks))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, size.vocabulary, bias=False)
+
+    def forward(self, now: Tensor, then: Tensor) -> Tensor:
+        x = self.token(now)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), then.flatten())
+
+
+def rows(size: Size, laps: Laps, count: int, left: Callable[[], float]) -> Iterator[Row]:
+    """A row as soon as it is measured, as long as there are seconds `left`: the largest budget first."""
+    best = matmul_flops(laps)
+    ways = [(Row(size.name, "memgraph", budget=budget), _ours) for budget in size.budgets]
+    ways.insert(1, (Row(size.name, RULE), _rule))
+    for row, way in ways:
+        found = tried(partial(way, row, size, laps, count), row, left)
+        laps.clear()
+        yield _rated(found, size, best)
+
+
+def flops(size: Size) -> float:
+    """The operations of a step: two for each weight of a matrix product and token in forward, four in backward, and
+    those of causal attention."""
+    shape = size.shape
+    keys = shape.width // shape.shared
+    weights = shape.blocks * (2 * shape.width * (shape.width + keys) + 3 * shape.width * shape.inner)
+    attention = shape.blocks * shape.length * shape.width  # two products over half of the places before
+    return 6.0 * size.tokens * (weights + size.vocabulary * shape.width + attention)
+
+
+def matmul_flops(laps: Laps) -> float:
+    """Operations a second of a large matrix product in bf16, the best of a few."""
+    width = 8192 if laps.device.type == "cuda" else 256
+    a, b = (torch.randn(width, width, device=laps.device).to(torch.bfloat16) for _ in range(2))
+    return 2e3 * width**3 / min(laps.ms(lambda: a @ b) for _ in range(5))
+
+
+def made(size: Size, device: torch.device) -> tuple[Whole, tuple[Tensor, Tensor]]:
+    """The model in bf16, and a batch."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = Whole(size)
+            tokens = torch.randint(size.vocabulary, (size.shape.batch, size.shape.length + 1))
+    finally:
+        torch.set_default_dtype(before)
+    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def _ours(row: Row, size: Size, laps: Laps, count: int) -> Row:
+    model, batch = made(size, laps.device)
+    optimizer = WideAdamW(model.parameters())
+    step = memgraph.compile(
+        model, row.budget, optimizer=optimizer, fuse_update=True, pinned=PINNED, time_limit=SEARCH, lower=None
+    )
+
+    def train() -> None:
+        step(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    taken = _taken(train, laps, count, [*batch])
+    report = step.plan
+    if laps.device.type != "cuda" and report.measured is not None:  # where state lies on disk, and is no memory
+        taken = replace(taken, peak=report.measured)
+    return replace(row, taken=taken, why=plan_of(report))
+
+
+def _rule(row: Row, size: Size, laps: Laps, count: int) -> Row:
+    model, batch = made(size, laps.device)
+    hosted = Hosted(model, [model.token, *model.blocks, nn.ModuleList([model.norm, model.head])], laps.device)
+    try:
+        return replace(row, taken=_taken(lambda: hosted.step(*batch), laps, count, [*batch]))
+    finally:
+        hosted.close()
+
+
+def _taken(step: Callable[[], Any], laps: Laps, count: int, there: list[Tensor]) -> Taken:
+    for _ in range(WARM):
+        step()
+    gc.collect()
+    return laps.of(step, count, there)
+
+
+def _rated(row: Row, size: Size, best: float) -> Row:
+    if row.taken is None:
+        return row
+    seconds = row.taken.spread[1] / 1e3
+    return replace(row, tokens=size.tokens / seconds, share=flops(size) / seconds / best)

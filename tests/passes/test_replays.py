@@ -1,0 +1,51 @@
+"""What no replay does is found in the text of a step, and so is what a replay keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes import Machine, check, parse, predict
+from passes.replays import kept_nbytes, obstacle, with_kept
+
+STEP = """
+forward:
+w = parameter()  # f32[10] | makes w:40
+x = input()  # f32[100] | makes x:400
+a = relu(x)  # f32[100] | makes a:400 | 10.0 us
+y = mm(a, w)  # f32[10] | makes y:40 | 30.0 us
+backward:
+d = tangent()  # f32[10] | makes d:40
+g = mm(d, a)  # f32[10] | makes g:40 | 30.0 us
+update:
+s = AdamW.step(g, w)  # workspace 1000
+return output y, gradient g
+"""
+
+
+def test_nothing_is_in_the_way_of_a_plain_step() -> None:
+    assert obstacle(parse(STEP)) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "why"),
+    [
+        ("x = input()", "x = gradient()", "it adds to gradients"),
+        ("makes w:40", "makes w:0 | far", "state lives far"),
+        ("a = relu(x)", "a = memgraph.narrow.default(x)", "the host may look at the range"),
+        ("a = relu(x)", "a = memgraph.swap_rng.default(x)", "drawn a second time"),
+        ("g = mm(d, a)", "g = memgraph.offload.default(d)", "state lives far"),
+        ("d = tangent()  # f32[10] | makes d:40", "d = tangent()  # f32[10] | makes d:40\ne = tangent()  # f32[1] | makes e:4", "for some of its outputs"),
+    ],
+)  # fmt: skip
+def test_what_the_host_does_is(line: str, instead: str, why: str) -> None:
+    assert line in STEP
+    assert why in obstacle(parse(STEP.replace(line, instead)))
+
+
+def test_copies_and_the_updates_workspace_are_there_throughout() -> None:
+    plain = parse(STEP)
+    assert kept_nbytes(plain) == 400 + 40 + 40 + 1000  # x, d, y and what the update takes
+    kept, machine = with_kept(plain), Machine(1 << 20)
+    check(kept)
+    assert parse(str(kept)) == kept
+    assert list(predict(kept, machine).total[1:] - predict(plain, machine).total) == [1480] * len(plain.ops)
