@@ -20,6 +20,7 @@ HOSTS = {  # what the host does in an op
     "swap_rng": "random numbers are drawn a second time, for which the host sets the generator",
     "narrow": "the host may look at the range of what is cast",
     "reduce_scatter": "ranks exchange gradients in it",
+    "gather": "ranks exchange parameters in it",
 }
 
 
