@@ -92,14 +92,21 @@ def settle(*copies: Split | None) -> None:
         part.wait()
 
 
-def speed(copies: Iterable[Copy]) -> float:
-    """Bytes per microsecond in which any of `copies` moved; 0.0 if none has ended."""
-    parts = sorted((part for copy in copies for part in copy.parts if part.ended), key=lambda part: part.begin)
-    busy = until = 0.0
-    for part in parts:
-        busy += max(0.0, part.ended - max(part.begin, until))
-        until = max(until, part.ended)
-    return sum(part.nbytes for part in parts) / busy / 1e6 if busy else 0.0
+def speeds(*groups: Iterable[Copy]) -> tuple[float, ...]:
+    """Bytes per microsecond of each group of copies, while any of it moved; 0.0 if none has ended.
+
+    Where parts of several groups moved, each part has an equal share of that time.
+    """
+    parts = [(part, i) for i, copies in enumerate(groups) for copy in copies for part in copy.parts if part.ended]
+    moments = [(part.begin, 1, i) for part, i in parts] + [(part.ended, -1, i) for part, i in parts]
+    busy, moving, before = [0.0] * len(groups), [0] * len(groups), 0.0
+    for at, change, i in sorted(moments):
+        shares = [count / max(1, sum(moving)) for count in moving]
+        busy = [seconds + share * (at - before) for seconds, share in zip(busy, shares, strict=True)]
+        moving[i] += change
+        before = at
+    moved = [sum(part.nbytes for part, i in parts if i == group) for group in range(len(groups))]
+    return tuple(nbytes / seconds / 1e6 if seconds else 0.0 for nbytes, seconds in zip(moved, busy, strict=True))
 
 
 def address_of(tensor: Tensor, nbytes: int) -> int:

@@ -22,7 +22,7 @@ from itertools import accumulate
 
 import torch
 
-from .copies import Copy, Move, Part, settle, speed
+from .copies import Copy, Move, Part, settle, speeds
 from .homes import FileMapping, Place
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
@@ -112,7 +112,8 @@ class DiskLease:
 
     def speeds(self) -> tuple[float, float]:
         """Bytes per microsecond out and back, while such copies ran; 0.0 where none has ended."""
-        return speed(self.out.values()), speed(self.back.values())
+        out, back = speeds(self.out.values(), self.back.values())
+        return out, back
 
     def release(self) -> None:
         """Drop the copies that have not begun, wait for those that have, and give the room back."""

@@ -23,12 +23,12 @@ from .homes import Where
 from .host import Host
 from .host_step import reserve
 from .pointwise import obstacle_to_windows
+from .relay import Relay
 from .state_parts import StatePart, is_large
 from .stepping import stepping
 from .update import STATE, states_nbytes
-from .window_bytes import Far, window_bytes
+from .window_bytes import Far, WindowBytes, window_bytes
 from .windowed import Windowed
-from .windows import Update
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
 SHARE = 64  # of the parameters is one
@@ -67,10 +67,17 @@ class FarUpdate:
 
     def nbytes(self, trained: Collection[Tensor]) -> int:
         """What an update allocates at most, whatever lives far."""
+        return max((taken.total for taken in self._taken(trained)), default=0)
+
+    def between(self, trained: Collection[Tensor]) -> int:
+        """What is there at most between two updates in backward, of which both move their windows meanwhile."""
+        return max((taken.between for taken in self._taken(trained)), default=0) if self.fused else 0
+
+    def _taken(self, trained: Collection[Tensor]) -> Sequence[WindowBytes]:
+        """What the next update takes, and any later one, if all that is large lives far."""
         if self.optimizer is None:
-            return 0
-        far = Far(is_large, is_large, is_large)
-        return max(taken.total for taken in window_bytes(self.optimizer, self.window, far, trained))
+            return ()
+        return window_bytes(self.optimizer, self.window, Far(is_large, is_large, is_large), trained, self.fused)
 
     def refuse_at_home(self, there: int, budget: float) -> None:
         """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
@@ -110,9 +117,9 @@ class FarUpdate:
             self.has_room = True
         self.hosted.update(parameters)
 
-    def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update in windows what has a gradient."""
-        Update(optimizer, self.window, self.far_states.__contains__, self.where).run()
+    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Relay:
+        """Updates in windows for gradients that come one after the other, in this order."""
+        return Relay(optimizer, parameters, self.window, self.far_states.__contains__, self.where)
 
     def states(self, parameters: Collection[Tensor]) -> list[dict[str, object]]:
         """Those of these parameters, as far as there are any."""

@@ -22,6 +22,7 @@ from .far_update import FarUpdate
 from .homes import place_of
 from .peak import resident_bytes
 from .pointwise import POINTWISE, is_pointwise, is_unsteady, unhooked
+from .relay import Relay
 from .torn import Torn
 from .update import state_tensors
 
@@ -36,6 +37,8 @@ class FusedUpdate:
         self.torn = Torn(module)
         self.groups: dict[Tensor, int] = {}
         self.parameters: dict[str, Tensor] = {}  # of the backward that runs, or ran last
+        self.relay: Relay | None = None  # updates what is far, once the first of it was updated
+        self.waited: dict[str, float] = {}  # microseconds of each update, by the parameter's name, for the far tier
         self.updated = 0
         self.begun = False  # the latest backward was not refused
         self.options: list[dict[str, Any]] | None = None  # as they were in a backward that `step` does not know of
@@ -46,7 +49,8 @@ class FusedUpdate:
     def begin(
         self, takers: Mapping[str, Tensor | None], tangents: Sequence[Tensor | None], again: bool
     ) -> Callable[[str, Tensor], None]:
-        """What updates a parameter in the backward that begins now; `takers` are those that would take their gradients.
+        """What updates a parameter in the backward that begins now; `takers` are those that would take their gradients,
+        in the order in which they will be updated.
 
         Raises:
             FusedError: they can't be updated in this backward. Nothing has changed.
@@ -58,26 +62,46 @@ class FusedUpdate:
             raise FusedError(f"{found}; {INSTEAD}")
         self.parameters = {name: taker for name, taker in takers.items() if taker is not None}
         self.updated, self.options, self.begun = 0, _options(self.optimizer), True
+        self.waited = {}
         return self._update
 
     def _update(self, name: str, gradient: Tensor) -> None:
         """Step on one parameter."""
         parameter = self.parameters[name]
-        one = self._alone(parameter)
+        far = self._is_far(parameter)
+        if far and self.relay is None:
+            ours = list(filter(self._is_far, self.parameters.values()))
+            self.relay = self.far.relay(self._alone(*ours), ours)
         self.updated += 1
+        if far and self.relay is not None:
+            before = self.relay.waited
+            self.relay.update(parameter, gradient)
+            self.waited[name] = (self.relay.waited - before) * 1e6
+            return
+        one = self._alone(parameter)
         parameter.grad = gradient
         try:
-            if self._is_far(parameter):
-                self.far.run(one)
-            else:
-                unhooked(type(one))(one)
+            unhooked(type(one))(one)
         finally:
             parameter.grad = None
+
+    def ended(self) -> None:
+        """All is updated.
+
+        Raises:
+            SpillError: the disk has not taken all of it.
+        """
+        if self.relay is not None:
+            self.relay.finish()
+            self.relay = None
 
     def failed(self, error: BaseException) -> None:
         """Backward has ended with an error, which it may have been that it was refused."""
         if not self.begun:
             return
+        if self.relay is not None:
+            self.relay.stop()
+            self.relay = None
         self.options = None
         if self.updated:
             error.add_note(self.torn.tear(self.updated, list(self.parameters)))
@@ -146,11 +170,16 @@ class FusedUpdate:
         self.options = None
         self.torn.loaded("optimizer")
 
-    def _alone(self, parameter: Tensor) -> optim.Optimizer:
-        """The optimizer, with its options and states, as one of this parameter alone."""
+    def _alone(self, *parameters: Tensor) -> optim.Optimizer:
+        """The optimizer, with its options and states, as one of these parameters alone."""
         one = copy.copy(self.optimizer)
         one.state = self.optimizer.state
-        one.param_groups = [{**self.optimizer.param_groups[self.groups[parameter]], "params": [parameter]}]
+        mine = set(parameters)
+        one.param_groups = [
+            {**group, "params": kept}
+            for group in self.optimizer.param_groups
+            if (kept := [parameter for parameter in group["params"] if parameter in mine])
+        ]
         return one
 
     def _is_far(self, parameter: Tensor) -> bool:

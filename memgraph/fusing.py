@@ -10,7 +10,7 @@ Where the update stands is the text's affair: see `passes/updates.py`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 
 from torch import fx
@@ -40,9 +40,9 @@ def fusing(captured: Captured, names: Container[str]) -> Captured:
     return replace(captured, outputs=tuple(captured.outputs[i] for i in rest), updates=updates)
 
 
-def update_nodes(captured: Captured) -> Mapping[str, str]:
-    """The name of the parameter that each node updates, by the node's name."""
-    return {str(node.name): str(node.args[2]) for node in captured.graph.graph.nodes if node.target is update}
+def update_nodes(graph: fx.Graph) -> dict[str, str]:
+    """The name of the parameter that each node updates, by the node's name, in the graph's order."""
+    return {str(node.name): str(node.args[2]) for node in graph.nodes if node.target is update}
 
 
 def _insert(graph: fx.Graph, parameter: fx.Node, gradient: fx.Node, name: str) -> None:

@@ -72,8 +72,9 @@ class Piece:
 Window = tuple[Piece, ...]
 
 
-def cut(rows: Sequence[Row], nbytes: int, first: int = 0) -> list[Window]:
+def cut(rows: Sequence[Row], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
     """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
+    With `apart` none holds pieces of two rows.
 
     Raises:
         ValueError: the shortest piece of some parameter is larger than that.
@@ -82,6 +83,9 @@ def cut(rows: Sequence[Row], nbytes: int, first: int = 0) -> list[Window]:
     room = nbytes
     for i, row in enumerate(rows):
         begin = 0
+        if apart and windows[-1]:
+            windows.append([])
+            room = nbytes
         while True:
             count = _fits(row, begin, room, nbytes)
             if count is None:

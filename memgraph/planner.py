@@ -67,7 +67,7 @@ from .tiers import far_tier, ground, linked, tier_name
 from .times import Times
 from .trees import flatten
 from .truth import correct
-from .update import with_update
+from .update import with_price, with_update
 from .wishes import Wishes
 
 
@@ -295,7 +295,9 @@ class Planner:
         named = dict(self.module.named_parameters())
         owned = {p for group in self.fused.optimizer.param_groups for p in group["params"]}
         captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
-        return captured, replace(trained, updates={op: named[name] for op, name in update_nodes(captured).items()})
+        return captured, replace(
+            trained, updates={op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+        )
 
     def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
         """The step that sums gradients over the ranks of a sharded optimizer in backward, and gathers in forward."""
@@ -370,9 +372,11 @@ class Planner:
         if self.sharded is not None:
             trace = with_sharded_update(trace, self.sharded, trained.parameters, trained.shards)
         elif self.wishes.optimizer is not None:
-            named = dict(self.module.named_parameters())
+            named, window = dict(self.module.named_parameters()), self.update.window
             owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
-            trace = with_update(trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned)
+            trace = with_update(
+                trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned, window
+            )
         trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
@@ -381,6 +385,8 @@ class Planner:
             wishes, sizes = self.wishes, sizes_of(trace)
             machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
             machine = self._with_homes(machine, trained)
+            if machine.homes and self.wishes.optimizer is not None and not (trained.updates or self.sharded):
+                trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
 
     def _prober(self) -> Prober:
@@ -402,4 +408,5 @@ class Planner:
         if not machine.out or not self.update.can_stream or self.wishes.graphs is True:
             return machine
         window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
-        return replace(machine, homes=True, window=window, stepping=speed)
+        ahead = self.update.between(trained.parameters)
+        return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)

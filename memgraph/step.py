@@ -21,6 +21,7 @@ from .company import join
 from .errors import MemgraphError, RecordingError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
+from .fusing import update_nodes
 from .lower import Lowering
 from .oss.inside import Inside
 from .recording import Recorder, Recording, Replays
@@ -71,7 +72,8 @@ class Step:
         self.adds = bool(given)
         self.device = torch.device(report.machine.device)
         self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
-        self.updates = {name: self.place["parameter", name, -1] for name in captured.updates}
+        self.update_ops = update_nodes(halves.backward.graph) if halves.backward is not None else {}
+        self.updates = {name: self.place["parameter", name, -1] for name in self.update_ops.values()}
         self.exchanged = {name: self.place["parameter", name, -1] for name in captured.exchanged}
         self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
         here = len(self.owned)
@@ -135,6 +137,9 @@ class Step:
         """Note what the flight took, if it was measured."""
         times = flight.times()
         if times is not None:
+            if self.fused is not None:
+                waited = self.fused.waited
+                times = times.without({op: waited.get(name, 0.0) for op, name in self.update_ops.items()})
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
@@ -264,6 +269,8 @@ def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None
             added += map(step.shard, step.shards) if step.adds else ()
         flight.halves = step.halves_without(unused) if not step.shards else step.halves
         found = flight.backward([tangents[i] for i in step.tangents], added, keep)
+        if step.fused is not None and updated:
+            step.fused.ended()
         gradients, parts = found[: len(step.gradients)], found[len(step.gradients) :]
         if step.inside is not None and step.shards:
             step.inside.give(dict(zip(step.shards, parts, strict=True)))

@@ -80,6 +80,12 @@ class Subject:
         shape, known = self.parameter.shape, self.entries
         return [key for key, value in self.state.items() if known.get(key) is not None and _shape_of(value) == shape]
 
+    def takes(self, gradient: Tensor | None) -> None:
+        """From now on this is its gradient; None: one is yet to come, which may lie in another way than it does."""
+        if gradient is None:
+            gradient = torch.empty((), dtype=self.parameter.dtype, device="meta").expand(self.parameter.shape)
+        self.strands[GRADIENT] = Strand(gradient, place_of(gradient), order_of(self.parameter), written=False)
+
     @property
     def row(self) -> Row:
         strands = self.strands.values()
@@ -89,8 +95,11 @@ class Subject:
         return Row(self.parameter.numel(), moved, resident, fresh, self.parameter.dtype in EXACT)
 
 
-def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, where: Where) -> list[Subject]:
-    """The parameters that have a gradient. States that belong on disk are there then.
+def subjects_of(
+    optimizer: optim.Optimizer, alone: Alone, far_states: Whose, where: Where, awaited: bool = False
+) -> list[Subject]:
+    """The parameters that have a gradient, or all, if gradients are `awaited`. States that belong on disk are there
+    then.
 
     Raises:
         SpillError: the disk does not take them.
@@ -100,7 +109,7 @@ def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, whe
     found = []
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if parameter.grad is not None:
+            if awaited or parameter.grad is not None:
                 kind = i, parameter.dtype
                 if kind not in entries:
                     entries[kind] = alone.entries(*kind)
@@ -108,6 +117,7 @@ def subjects_of(optimizer: optim.Optimizer, alone: Alone, far_states: Whose, whe
     _bring_states_home([subject for subject in found if far_states(subject.parameter)], where)
     for subject in found:
         subject.strands = _strands(subject)
+        subject.takes(None if awaited else subject.parameter.grad)
     _refuse_shared(found)
     return found
 
@@ -164,11 +174,11 @@ def _bring_states_home(subjects: Sequence[Subject], where: Where) -> None:
 
 
 def _strands(subject: Subject) -> dict[str, Strand]:
-    parameter, gradient = subject.parameter, subject.parameter.grad
-    assert gradient is not None
-    tensors = {PARAMETER: parameter, GRADIENT: gradient, **{key: subject.state[key] for key in subject.there}}
+    """The parameter and its states."""
+    parameter = subject.parameter
+    tensors = {PARAMETER: parameter, **{key: subject.state[key] for key in subject.there}}
     order = order_of(parameter)
-    return {name: Strand(tensor, place_of(tensor), order, name != GRADIENT) for name, tensor in tensors.items()}
+    return {name: Strand(tensor, place_of(tensor), order, written=True) for name, tensor in tensors.items()}
 
 
 def _refuse_shared(subjects: Sequence[Subject]) -> None:

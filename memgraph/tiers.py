@@ -70,7 +70,7 @@ def linked(
         cap = cap_nbytes() if pinned is None else pinned
         return replace(machine, capacity=cap - cap // 128)
     toll, capacity = disk_toll(folder, links), shutil.disk_usage(spill_folder(folder)).free
-    return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity)
+    return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity, turns=True)
 
 
 def ground(device: torch.device, folder: Folder, pinned: int | None = None) -> Where:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,10 @@ class Times:
     us: float
     out: float = 0.0
     back: float = 0.0
+
+    def without(self, waited: Mapping[str, float]) -> Times:
+        """The same but for what ops have waited for the far tier, in microseconds."""
+        return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
 
 
 class Clock:

@@ -10,6 +10,7 @@ that may take more, so that no rule about any optimizer is written here.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,15 +59,17 @@ class Kind:
 def with_update(
     trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart],
     inside: Mapping[str, Tensor] | None = None, owned: Mapping[Tensor, Sequence[str]] | None = None,
+    window: int = 1 << 62,
 ) -> Trace:  # fmt: skip
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
     All of `trained` have a gradient then.  Each of `parts`, which may live in the far tier, is a value of its own.
-    `inside` are the parameters that ops in backward update, by the ops' names; then a part is of one parameter.
+    `inside` are the parameters that ops in backward update, by the ops' names; then a part is of one parameter, and no
+    more than a window of one is stepped on to find the time of its update.
     `owned` are the values of each parameter: its bytes, and its gradient.
     """
     if inside:
-        return _with_updates(trace, optimizer, parts, inside)
+        return _with_updates(trace, optimizer, parts, inside, window)
     nbytes, workspace = update_nbytes(optimizer, trained)
     whose = [[value for p in part.parameters for value in (owned or {}).get(p, ())] for part in parts]
     return with_step(trace, type(optimizer).__name__, nbytes, workspace, [part.nbytes for part in parts], whose)
@@ -88,9 +91,18 @@ def with_step(
     return replace(trace, ops=(*states, *trace.ops, update))
 
 
+def with_price(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> Trace:
+    """The trace with the time of the update that is its last op, as it is in windows of so many bytes."""
+    trial, sure = _Trial(optimizer), set(map(id, trained))
+    kinds = [_kind(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if id(p) in sure]
+    us = round(sum(trial.us(kind, window) for kind in kinds), 1)
+    return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=us)))
+
+
 def _with_updates(
-    trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], inside: Mapping[str, Tensor]
-) -> Trace:
+    trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], inside: Mapping[str, Tensor],
+    window: int,
+) -> Trace:  # fmt: skip
     """The same where each update reads the states of its own parameter, and only what is not `inside` waits for the
     end."""
     trial, name = _Trial(optimizer), type(optimizer).__name__
@@ -105,7 +117,7 @@ def _with_updates(
         if op.name not in inside:
             return op
         p = inside[op.name]
-        reads, us = (states.get(p, rest).name, *op.reads), trial.us(kinds[p])
+        reads, us = (states.get(p, rest).name, *op.reads), trial.us(kinds[p], window)
         return replace(op, fn=f"{name}.step", reads=reads, workspace=works[p], us=us)
 
     ops = (*states.values(), rest, *map(stepping, trace.ops))
@@ -177,8 +189,17 @@ class _Trial:
             self.works[kinds] = self._run(kinds)
         return self.works[kinds]
 
-    def us(self, kind: Kind) -> float:
-        """The microseconds of an update of one parameter whose states are there."""
+    def us(self, kind: Kind, window: int) -> float:
+        """The microseconds of an update of one parameter whose states are there; of a large one what fits a window is
+        stepped on."""
+        self.run(kind)
+        count = math.prod(kind.shape)
+        each = 2 * kind.dtype.itemsize + self.states[kind] / max(1, count)
+        if (fits := int(window / each)) >= count:
+            return self._priced(kind)
+        return round(self._priced(replace(kind, shape=(fits,))) * count / fits, 1)
+
+    def _priced(self, kind: Kind) -> float:
         group = sorted_options(self.optimizer.param_groups[kind.group])
         key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {kernel_modes()} {place(kind.device)}"
         return once(_times, key, lambda: self._us(kind), float, float)

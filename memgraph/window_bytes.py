@@ -37,6 +37,12 @@ class WindowBytes:
 
     windows: int  # two, for as long as the update takes
     passing: int  # temporaries of the optimizer's step on a window, and states that it made and that are on their way
+    leaving: int  # the most of those that one window has made
+
+    @property
+    def between(self) -> int:
+        """What is there behind one parameter's update and before the next one's, if both windows move meanwhile."""
+        return min(self.windows + 2 * self.leaving, self.total)
 
     @property
     def total(self) -> int:
@@ -61,9 +67,9 @@ class Draft:
 
 
 def window_bytes(
-    optimizer: optim.Optimizer, nbytes: int, far: Far, trained: Collection[Tensor] | None = None
+    optimizer: optim.Optimizer, nbytes: int, far: Far, trained: Collection[Tensor] | None = None, apart: bool = False
 ) -> tuple[WindowBytes, WindowBytes]:
-    """Bytes of the next update and of any later one, in windows of `nbytes`.
+    """Bytes of the next update and of any later one, in windows of `nbytes`; with `apart` each is of one parameter.
 
     All of `trained` have a gradient then, with the strides of its parameter; without it, all that require one.
 
@@ -85,7 +91,7 @@ def window_bytes(
                 rest = known[kind], numbers, far.states(parameter)
                 now.append(Draft(i, _row(parameter, entries, state, far), *rest))
                 later.append(Draft(i, _row(parameter, entries, None, far), *rest))
-    return _bytes(now, nbytes), _bytes(later, nbytes)
+    return _bytes(now, nbytes, apart), _bytes(later, nbytes, apart)
 
 
 def _row(
@@ -107,8 +113,8 @@ def _row(
     return Row(parameter.numel(), moved, resident, tuple(fresh), parameter.dtype in EXACT)
 
 
-def _bytes(drafts: Sequence[Draft], nbytes: int) -> WindowBytes:
-    windows = cut([draft.row for draft in drafts], nbytes)
+def _bytes(drafts: Sequence[Draft], nbytes: int, apart: bool) -> WindowBytes:
+    windows = cut([draft.row for draft in drafts], nbytes, apart=apart)
 
     def each(of: Callable[[Draft, Piece], int]) -> list[int]:
         return [sum(of(drafts[piece.row], piece) for piece in window) for window in windows]
@@ -121,7 +127,7 @@ def _bytes(drafts: Sequence[Draft], nbytes: int) -> WindowBytes:
     numbers = each(lambda draft, piece: draft.nbytes_of_numbers(piece))
     passing = max(map(sum, zip(works, made, [0, *leaving], [0, *numbers], [*numbers[1:], 0], strict=False)), default=0)
     tried = max((draft.temporaries.most([2]) + draft.row.nbytes(2) for draft in drafts), default=0)
-    return WindowBytes(slab, max(passing, tried - slab))
+    return WindowBytes(slab, max(passing, tried - slab), max(leaving, default=0))
 
 
 def _temporaries(drafts: Sequence[Draft], window: Window) -> int:

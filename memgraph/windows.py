@@ -18,6 +18,7 @@ An update that the disk interrupts knows which windows are done, and goes on fro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +71,10 @@ class Update:
 
     def __init__(
         self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, loss: Any = None,
-        hosted: Whose = nobody,
+        hosted: Whose = nobody, awaited: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        """`hosted`: the parameters that are stepped on the host, if that has their states.
+        """`hosted`: the parameters that are stepped on the host, if that has their states; `awaited`: all parameters of
+        the optimizer, in this order, if their gradients come one by one.
 
         Raises:
             SpillError: the disk does not take states that have to go there. Nothing has changed.
@@ -81,9 +83,12 @@ class Update:
         """
         self.optimizer, self.loss = optimizer, loss
         self.alone = Alone(optimizer)
-        here, there = parted(subjects_of(optimizer, self.alone, far_states, where), self.alone, hosted, where)
+        order = {parameter: i for i, parameter in enumerate(awaited)}
+        found = subjects_of(optimizer, self.alone, far_states, where, bool(awaited))
+        found.sort(key=lambda subject: order.get(subject.parameter, 0))
+        here, there = parted(found, self.alone, hosted, where)
         self.subjects = [*here, *there]
-        own = cut([subject.row for subject in here], nbytes)
+        own = cut([subject.row for subject in here], nbytes, apart=bool(awaited))
         self.turn = len(own)  # of the windows from this one on, which are the host's
         self.windows = own + cut([subject.row for subject in there], nbytes, len(here))
         for window in self.windows:
@@ -97,6 +102,7 @@ class Update:
         most = self._most(self.windows[self.turn :])
         self.desk = Desk(optimizer, where, most) if there and isinstance(where, Host) else None
         self.computed = self.finished = 0  # windows
+        self.waited = 0.0  # seconds for the far tier
         self.filled: dict[int, Filled] = {}
         self.drained: dict[int, Drained] = {}
         self.seen = self._marks()
@@ -146,9 +152,7 @@ class Update:
         if now == len(self.windows):
             self._finish(self.finished)
             return
-        for at in range(now, min(now + 2, len(self.windows))):
-            if at not in self.filled:
-                self.filled[at] = self._fill(at)
+        self._read_ahead()
         if now - self.finished == 2:
             self._finish(self.finished)
         self._compute(now)
@@ -156,6 +160,12 @@ class Update:
     def _desk(self, at: int) -> Desk | None:
         """Where a window is stepped on, if that is the host."""
         return self.desk if at >= self.turn else None
+
+    def _read_ahead(self) -> None:
+        """Begin to fill the next two windows, each as soon as what was there has been written."""
+        for at in range(self.computed, min(self.computed + 2, len(self.windows))):
+            if at not in self.filled:
+                self.filled[at] = self._fill(at)
 
     def _fill(self, at: int) -> Filled:
         desk = self._desk(at)
@@ -173,7 +183,7 @@ class Update:
                     tensors[name] = _laid(slab[begin : begin + room], strand, piece)
                     begin += room
                 else:
-                    tensors[name] = _view(strand, piece)
+                    tensors[name] = view(strand, piece)
                 if place := strand.source(piece.whole):
                     filled.copies.append(fetch(_range(place, piece, strand.tensor.dtype), tensors[name], after))
             filled.cuts.append(Cut(subject, piece, tensors, _state(subject, piece, tensors)))
@@ -181,7 +191,7 @@ class Update:
 
     def _compute(self, at: int) -> None:
         filled = self.filled[at]
-        settled(filled.copies)
+        self._wait(filled.copies)
         given = []
         for one in filled.cuts:
             for strand, tensor in _scattered(one):
@@ -203,13 +213,18 @@ class Update:
 
     def _finish(self, at: int) -> None:
         drained = self.drained[at]
-        settled(drained.copies)
+        self._wait(drained.copies)
         del self.drained[at]
         self.finished += 1
         for one in drained.cuts:
             one.subject.left -= 1
             if not one.subject.left:
                 _commit(self.optimizer, one.subject)
+
+    def _wait(self, copies: Sequence[Copying]) -> None:
+        begin = time.perf_counter()
+        settled(copies)
+        self.waited += time.perf_counter() - begin
 
     def _begin_anew(self) -> None:
         """Read again what was not computed, and write again what could not be written."""
@@ -244,13 +259,13 @@ def _version(tensor: Tensor) -> int:
 
 
 def _laid(room: Tensor, strand: Strand, piece: Piece) -> Tensor:
-    """Room in the window as the piece's tensor."""
+    """Room in the window as the piece's tensor, which counts its own versions and not all that the window sees."""
     tensor = strand.tensor
     flat = room[: piece.count * tensor.dtype.itemsize].view(tensor.dtype)
-    return flat.as_strided(tensor.shape, tensor.stride()) if piece.whole else flat
+    return (flat.as_strided(tensor.shape, tensor.stride()) if piece.whole else flat).data
 
 
-def _view(strand: Strand, piece: Piece) -> Tensor:
+def view(strand: Strand, piece: Piece) -> Tensor:
     """The piece's elements where they are."""
     if piece.whole:
         return strand.tensor.detach()
@@ -313,7 +328,7 @@ def _made(one: Cut, state: Mapping[str, Any]) -> list[Write]:
         if fresh.place is not None and (not piece.whole or fresh.tensor.stride() == value.stride()):
             writes.append((_range(fresh.place, piece, value.dtype), value))
         elif fresh.tensor is not value:
-            _view(fresh, piece).copy_(value)
+            view(fresh, piece).copy_(value)
     return writes
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from .forecast import early_share
 from .hosting import Part, device_us, host_us, parts
 from .linear import INFINITY
 from .rows import MIB, TIE
@@ -22,14 +24,15 @@ Terms = dict[int, float]
 
 @dataclass(frozen=True)
 class Far:
-    """X of every resident; N of every rest between two visits; v and u of every update; H of every part of the states
-    that the host may update, and T of what the links take for what belongs to it."""
+    """X of every resident; N of every rest between two visits; v, u and g of every update; H of every part of the
+    states that the host may update, and T of what the links take for what belongs to it."""
 
     lives: tuple[int, ...]
     stays: dict[tuple[int, int], int]
     windows: dict[int, int]
     longer: dict[int, int]
     hosted: dict[str, tuple[int, int]]  # by the states' value
+    ahead: dict[int, int]
 
     @classmethod
     def of(cls, model: Model) -> Far:
@@ -49,7 +52,8 @@ class Far:
         updates = program.updates if lives else ()
         longer = {position: column(1.0, most=INFINITY) for position in updates}
         windows = {position: column() for position in updates}
-        return cls(lives, stays, windows, longer, _hosted(model) if lives else {})
+        ahead = {position: column() for position in updates} if program.machine.ahead else {}
+        return cls(lives, stays, windows, longer, _hosted(model) if lives else {}, ahead)
 
     def there(self, model: Model, position: int) -> Terms:
         """Bytes in MiB beyond those of the captured step."""
@@ -60,6 +64,9 @@ class Far:
                     terms[self.lives[h]] = -resident.nbytes / MIB
                     if rest.visit is not None:
                         terms[self.stays[h, rest.visit]] = resident.nbytes / MIB
+        before = max((update for update in self.ahead if update < position), default=-1)
+        if before >= 0 and position not in self.windows:
+            terms[self.ahead[before]] = model.program.machine.ahead / MIB
         if position in self.windows:
             workspace = model.program.gaps.trace.ops[position].workspace
             terms[self.windows[position]] = (model.program.machine.window - workspace) / MIB
@@ -97,6 +104,17 @@ class Far:
             if resident.made and resident.visits[-1][1] < position
         }
 
+    def updated(self, model: Model) -> Terms:
+        """How long the links take for updates in backward, in microseconds."""
+        program, terms = model.program, Terms()
+        places = range(program.boundary, program.end)
+        inside = [program.gaps.trace.ops[position] for position in self.windows if position in places]
+        read = {value for op in inside for value in op.reads}
+        for lives, resident in zip(self.lives, program.residents, strict=True):
+            if resident.value in read:
+                terms[lives] = resident.update_us(program.machine)
+        return terms
+
 
 def living(model: Model) -> None:
     """What is there between two visits lives far; copies take their staging."""
@@ -113,15 +131,20 @@ def updating(model: Model) -> None:
     program, row, far = model.program, model.linear.row, model.far
     for position, window in far.windows.items():
         op, us = program.gaps.trace.ops[position], Terms()
+        rest = 1.0 - early_share(program.gaps.trace, op, program.machine)
         for lives, resident in zip(far.lives, program.residents, strict=True):
             if resident.value in op.reads:
-                us[lives] = -resident.update_us(program.machine)
+                us[lives] = -rest * resident.update_us(program.machine)
                 row(0.0, INFINITY, {window: 1.0, lives: -1.0})
         row(-INFINITY, 0.0, {window: 1.0, **dict.fromkeys(us, -1.0)})
         steps = _hosting(model, position, us)
         row(-op.us, INFINITY, {far.longer[position]: 1.0, **us})
         if steps:
             row(-op.us, INFINITY, {far.longer[position]: 1.0, **steps})
+    for before, position in pairwise([-1, *far.ahead]):
+        row(0.0, INFINITY, {far.ahead[position]: 1.0, far.windows[position]: -1.0})
+        if before >= 0:
+            row(0.0, INFINITY, {far.ahead[position]: 1.0, far.ahead[before]: -1.0})
 
 
 def _hosted(model: Model) -> dict[str, tuple[int, int]]:

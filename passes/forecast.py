@@ -4,8 +4,13 @@
 
 Bytes: what is alive before an op, what it makes, and its workspace; the copies' staging throughout, if there are
 copies. Time: four queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
-`net` what ranks exchange, each first in, first out.  `free`, `wait`, `reduced` and `gathered` hold compute until theirs
-has ended.  What a copy takes of compute itself (`Machine.toll_us`, `strain`) is charged where it begins.
+`net` what ranks exchange, each first in, first out; `out` and `back` are one where the tier carries one way at a time.
+`free`, `wait`, `reduced` and `gathered` hold compute until theirs has ended.  What a copy takes of compute
+itself (`Machine.toll_us`, `strain`) is charged where it begins.
+
+An update of what is far goes through windows: it takes as long as it computes, or as the tier carries, whichever is
+longer.  With `Machine.ahead` its first windows are filled from the end of the update before on, and its last ones leave
+behind it.
 """
 
 from __future__ import annotations
@@ -105,7 +110,7 @@ def predict(trace: Trace, machine: Machine) -> Forecast:
         change[life.kind][life.first] += life.nbytes
         change[life.kind][life.last + 1] -= life.nbytes
     by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
-    by_kind["workspace"] = np.array([_workspace(trace, op, machine) for op in trace.ops], dtype=np.int64)
+    by_kind["workspace"] = _workspaces(trace, machine)
     if any(op.fn in ("memgraph.offload.default", "memgraph.reload.default") for op in trace.ops):
         by_kind["staging"] = np.full(size, machine.staging, dtype=np.int64)
     begins, us, copies = _clock(trace, machine)
@@ -118,8 +123,15 @@ def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
     return tuple(read for read in found if read.far or read.fn == OFFLOAD)
 
 
-def _workspace(trace: Trace, op: Op, machine: Machine) -> int:
-    return machine.window if op.phase == "update" and far_reads(trace, op) else op.workspace
+def _workspaces(trace: Trace, machine: Machine) -> Bytes:
+    """What each op takes for itself, and what windows of updates take between these."""
+    windowed = [op.phase == "update" and bool(far_reads(trace, op)) for op in trace.ops]
+    first = windowed.index(True) if any(windowed) else len(windowed)
+    taken = (
+        machine.window if far else op.workspace + machine.ahead * (i > first)
+        for i, (op, far) in enumerate(zip(trace.ops, windowed, strict=True))
+    )
+    return np.fromiter(taken, dtype=np.int64, count=len(windowed))
 
 
 def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
@@ -137,55 +149,91 @@ def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
     return come, go
 
 
-def _update_us(trace: Trace, op: Op, machine: Machine) -> float:
-    """Copies go on while the update computes, and so does the host."""
-    come, go = update_nbytes(trace, op)
-    return max(op.us, come / (machine.back or 1.0) + go / (machine.out or 1.0), stepped_us(trace, op, machine))
-
-
 def stepped_us(trace: Trace, op: Op, machine: Machine) -> float:
     """What the host takes for the states of an update that it steps on."""
     there = sum(type_nbytes(trace.op[read].type) for read in op.reads if trace.op[read].hosted)
     return there / (machine.stepping or 1.0)
 
 
+def early_share(trace: Trace, op: Op, machine: Machine) -> float:
+    """How much of what an update reads goes through windows that are there before it and behind it."""
+    nbytes = sum(max(0, type_nbytes(trace.op[read].type)) for read in op.reads)
+    return min(1.0, machine.ahead / nbytes) if nbytes else 0.0
+
+
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:
     """When each op begins, when the last ends, and the copies."""
-    now, idle = 0.0, {"out": 0.0, "back": 0.0, "net": 0.0}
-    rate = {"out": machine.out or 1.0, "back": machine.back or 1.0, "net": machine.net or math.inf}
-    latency = {"net": machine.latency}
-    ends: dict[str, float] = {}
+    now, queues = 0.0, _Queues(trace, machine)
     begins: list[float] = []
-    copies: list[Copy] = []
-
-    def send(value: str, queue: str, nbytes: int) -> float:
-        """Put a copy into its queue; when compute goes on."""
-        begin = max(now, idle[queue])
-        idle[queue] = ends[value] = begin + latency.get(queue, 0.0) + nbytes / rate[queue]
-        copies.append(Copy(value, queue, begin, ends[value]))
-        if queue == "net":
-            return now + min(machine.strain, 1.0) * (idle[queue] - begin)
-        return now + machine.toll_us(nbytes)
-
     for op in trace.ops:
         begins.append(now)
         match op.fn:
             case "memgraph.offload.default":
-                now = send(op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
+                now = queues.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
             case "memgraph.reload.default":
-                now = send(op.name, "back", op.nbytes)
+                now = queues.send(now, op.name, "back", op.nbytes)
             case "memgraph.narrow.default":
                 now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
             case "memgraph.widen.default":
                 now += op.nbytes / (machine.widen or 1.0)
             case _ if op.fn in (BEGINS, GATHERS):
-                now = send(op.name, "net", sent_nbytes(trace, op))
+                now = queues.send(now, op.name, "net", sent_nbytes(trace, op))
             case "memgraph.free.default" | "memgraph.wait.default":
-                now = max(now, ends[op.reads[0]])
+                now = max(now, queues.ends[op.reads[0]])
             case _ if op.fn in (ENDS, GATHERED):
-                now = max(now, ends[op.reads[0]])
+                now = max(now, queues.ends[op.reads[0]])
             case _ if op.phase == "update":
-                now += _update_us(trace, op, machine)
+                now = queues.update(now, op)
             case _:
                 now += op.us
-    return tuple(begins), now, tuple(copies)
+    return tuple(begins), max(now, queues.written), tuple(queues.copies)
+
+
+class _Queues:
+    """What carries bytes, each first in, first out."""
+
+    def __init__(self, trace: Trace, machine: Machine) -> None:
+        self.trace, self.machine = trace, machine
+        self.rate = {"out": machine.out or 1.0, "back": machine.back or 1.0, "net": machine.net or math.inf}
+        self.idle = dict.fromkeys(self.rate, 0.0)
+        self.ends: dict[str, float] = {}
+        self.copies: list[Copy] = []
+        self.written = 0.0  # when the last update has left
+        self.updates = [op for op in trace.ops if op.phase == "update" and any(update_nbytes(trace, op))]
+        self.filled: float | None = None  # when the first windows of the next update are
+
+    def send(self, now: float, value: str, queue: str, nbytes: int) -> float:
+        """Put a copy into its queue; when compute goes on."""
+        begin = max(now, self.idle[queue])
+        latency = self.machine.latency if queue == "net" else 0.0
+        end = self.ends[value] = self._carry(queue, begin + latency, nbytes)
+        self.copies.append(Copy(value, queue, begin, end))
+        if queue == "net":
+            return now + min(self.machine.strain, 1.0) * (end - begin)
+        return now + self.machine.toll_us(nbytes)
+
+    def update(self, now: float, op: Op) -> float:
+        """Compute an update, in windows if some of it is far; when compute goes on."""
+        come, go = update_nbytes(self.trace, op)
+        stepped = stepped_us(self.trace, op, self.machine)
+        if not come + go:
+            return now + max(op.us, stepped)
+        begin = max(now, self.idle["back"]) if self.machine.turns else now
+        early = early_share(self.trace, op, self.machine)
+        waits, fetched = (now, 0.0) if self.filled is None else (max(now, self.filled), early)
+        end = self._carry("out", self._carry("back", begin, (1 - fetched) * come), (1 - early) * go)
+        now = max(waits + op.us, end, now + stepped)
+        self.written = self._carry("out", max(now, end), early * go)
+        self.updates.pop(0)
+        if self.updates and self.machine.ahead:
+            following = self.updates[0]
+            share = early_share(self.trace, following, self.machine)
+            self.filled = self._carry("back", self.written, share * update_nbytes(self.trace, following)[0])
+        return now
+
+    def _carry(self, queue: str, begin: float, nbytes: float) -> float:
+        """Carry bytes from `begin` on; when they are there."""
+        end = begin + nbytes / self.rate[queue]
+        for name in ("out", "back") if self.machine.turns and queue != "net" else (queue,):
+            self.idle[name] = max(self.idle[name], end)
+        return end

@@ -60,6 +60,8 @@ class Links:
         curves = _Curves(model)
         out = curves.out(forward)
         fetch = curves.fetch(forward)
+        if model.program.machine.turns and model.far.lives:
+            curves.turns()
         return cls(out, curves.back(backward, fetch), fetch, curves.home(backward), model.program.boundary)
 
     def leaving(self, position: int) -> int | None:
@@ -156,6 +158,27 @@ class _Curves:
             self._at_most(column, far.left(self.model, end))
         self._at_least(curve[-1], sent)
         return Curve(tuple(ends[:-1]), curve)
+
+    def turns(self) -> None:
+        """Neither phase takes less time than a tier that carries one way at a time does for all that it carries."""
+        model, machine, boundary = self.model, self.program.machine, self.program.boundary
+        begins, end = self.program.gaps.begins, self.program.end
+        out, back = MIB / machine.out, MIB / machine.back
+        come = model.far.fetched(model, lambda first: first < boundary)
+        more = model.far.fetched(model, lambda first: first >= boundary)
+        gone = model.far.left(model, self.program.size)
+        sent = list(self.sent.values())
+        early = [*((terms, out) for terms in sent), (come, back)]
+        late = [*((terms, back) for terms in sent), (more, back), (gone, out), (model.far.updated(model), 1.0)]
+        for first, last, waits, busy, moves in (
+            (0, boundary, self.waits[0], self.early, early),
+            (boundary, end, self.waits[1], self.late, late),
+        ):
+            us = Terms({waits: 1.0, **busy})
+            for terms, each in moves:
+                for column, amount in terms.items():
+                    us[column] = us.get(column, 0.0) - amount * each
+            self.linear.row(begins[first] - begins[last], INFINITY, us)
 
     def _curve(
         self, ends: list[int], rate: float, busy: dict[int, float], waits: int, start: tuple[int, ...] = ()

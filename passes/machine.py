@@ -15,6 +15,10 @@ class Machine:
     Who copies may need what computes: a copy takes `call` microseconds of compute to be begun and seen to its end, and
     `drag` more for each of its bytes, where the threads that copy share their cores with those that compute.
 
+    With `turns` the tier carries one way at a time, what was asked for first before the rest, as a disk does; else each
+    direction is a link of its own.  `window` bytes are taken by an update that fetches from the tier; `ahead` of them,
+    where updates run in backward, from the first such one on: what goes through them comes and leaves while others run.
+
     `stepping` is how fast the host updates states where they lie, in their bytes per microsecond, with what belongs to
     them; 0.0: it updates none.
 
@@ -35,7 +39,9 @@ class Machine:
     call: float = 0.0
     drag: float = 0.0
     homes: bool = False  # whether parameters, gradients and states may live there
-    window: int = 0  # bytes that the update takes for what it fetches from the far tier
+    window: int = 0
+    ahead: int = 0
+    turns: bool = False
     stepping: float = 0.0
     capacity: int = 1 << 62  # bytes that the far tier takes
     wire: str = ""

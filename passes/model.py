@@ -21,6 +21,8 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     x_s, y_s  microseconds of the casts of s, out and back         z  anything is copied: copies need their staging
     E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
     v    the update is run in windows, which need theirs           u  microseconds more than its own that each takes
+    g_t  the last update before t, or one before that, is run in windows; it is not said of t at which one stands
+    f_u  of what update u reads, the share that goes through windows that are there before and behind it (`ahead`)
 
     minimise  sum c_o R_o + sum 2 q_s O_s + sum (x_s + y_s + 2 r_s) C_s + sum H_r + w_forward + w_backward + u
 
@@ -32,10 +34,11 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     capacity    sum of L_s + sum of n_r X_r <= what the far tier takes                     rows.fits_there
     dominance   A_s <= sum of R_w over W(s)                  indirect s                    rows.available
     home        N_rk <= X_r;  X_r <= z                       r that is fetched, or leaves  far.living
-    update      u >= sum of n_r X_r / rates - its own time                                 far.updating
+    update      u >= (1 - f_u) sum of n_r X_r / rates - its own time                       far.updating
                 v >= X_r;  v <= sum of X_r                   r that it reads               far.updating
                 H_s <= X_s;  u >= sum of n_s H_s / stepping - its own time; n_s H_s is not on the links
                 T_s >= what is far of s less all of it H_s;  T_s >= H_s of what is not     far.updating
+                g_t >= v of the last update before t;  g_t >= g of that update             far.updating
     out         D_j <= D_j-1 + rate (length_j + e_j),  D_j <= sum of L_s, f_s before the end of j        links.out
                 G_j <= G_j-1 + rate (length_j + e_j),  G_j <= sum of n_d X_d, l_d before the end of j    links.home
     back        P_j <= P_j-1 + rate (length_j + e_j),  P_j >= sum of L_s, h_s up to the end of j,
@@ -43,11 +46,13 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     time        sum of e_j over forward <= w_forward + sum q_s O_s + sum (x_s + r_s) C_s + H_r of forward          links
                 sum of e_j over backward <= w_backward + sum q_s O_s + sum (y_s + r_s) C_s + sum c_o R_o
                                                                 + H_r of backward + u of updates in it        links
+    turns       the time of forward, with what is added to it on the right of `time`, >= all that it carries, by the
+                rates of the links; so of backward; where the tier carries one way at a time            links.turns
     forward t   base(t) + sum of m_s K_s + L_s over f_s < t - D_j(t) + rest ... <= B       memory.forward
     backward t  base(t) + sum of m_s V_st over gaps + rest ... <= B                        memory.backward
                 what no plan does without at t + rest ... <= B                             memory.anyhow
     rest ...    E_t + z staging - sum of n_r X_r over t in rest(r) + n_r N_rk over t in rest(r, k) - y_t
-                + v (window - workspace) in the update + what o draws (R_o - Q_ot), from o on            memory
+                + v (window - workspace) in the update + g_t ahead + what o draws (R_o - Q_ot), from o on         memory
     left        y_t <= G_j(t);  y_t <= sum of n_d X_d over l_d < t                         memory
     early       E_t >= P_j(t)-1 - sum of L_s over g_s <= t - sum of M_rk over v_rk <= t - sum of m_s G_st        memory
     again by t  Q_ot <= R_o;  Q_ot >= 1 - A_s, s of o, b_s <= t;  Q_ot >= Q_wt - A_s       memory.ran_again

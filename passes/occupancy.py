@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -138,6 +139,8 @@ class Occupancy:
         for position, window in far.windows.items():
             workspace = program.gaps.trace.ops[position].workspace
             resting[position] += (program.machine.window - workspace) / MIB * self.values[window]
+        for before, after in pairwise([*far.ahead, program.size]):
+            resting[before + 1 : after] += program.machine.ahead / MIB * self.values[far.ahead[before]]
         return resting
 
     def _far(self) -> Iterator[tuple[Resident, float, dict[int | None, float]]]:

@@ -9,14 +9,15 @@ there.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 
 from .decisions import Decision, Offload, Plan, Recompute, Reload
 from .gaps import Gaps
 from .machine import Machine
-from .streams import Fetch, Streams
+from .streams import Fetch, Streams, updates_of
 
 
 class Fate(Enum):
@@ -70,7 +71,7 @@ class _Scheduler:
         self.fates = {storage: fate(gaps, fates, storage) for storage in gaps.maker}
         ahead = {s: f in (Fate.OFFLOAD, Fate.VISIT) for s, f in fates.items() if f in HOMEWARD}
         self.streams = Streams(gaps, machine, ahead, {s for s, f in fates.items() if f is Fate.VISIT})
-        self.links = _Links(gaps, self.fates, machine)
+        self.links = _Links(gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.turns else ())
         self.there: set[str] = set()
         self.now: set[str] = set()
         self.sent: set[str] = set()
@@ -157,10 +158,12 @@ class _Scheduler:
 class _Links:
     """Where copies begin and end, so that they hide behind compute as it would run if nothing were moved."""
 
-    def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
+    def __init__(self, gaps: Gaps, fates: Fates, machine: Machine, updates: Container[int]) -> None:
+        """`updates`: the places of updates with which the tier is busy."""
         self.gaps = gaps
         self.fates = fates
         self.machine = machine
+        self.updates = updates
         self.sent = {storage: sent_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
         away = [storage for storage in gaps.maker if fates[storage] in HIDDEN]
         self.freed = self._freed(sorted(away, key=lambda s: gaps.left[s]))
@@ -197,8 +200,14 @@ class _Links:
         for decision in decisions:
             if isinstance(decision, Recompute):
                 again[self.gaps.index[decision.before]] += self.gaps.trace.op[decision.value].us
-        ends = [begin + ran for begin, ran in zip(self.gaps.begins, accumulate(again), strict=False)]
+        ends = [begin + ran for begin, ran in zip(self._begins, accumulate(again), strict=False)]
         return [end - ran for end, ran in zip(ends, again, strict=True)], ends
+
+    @cached_property
+    def _begins(self) -> list[float]:
+        """When each op begins, without the updates with which the tier is busy: it carries nothing else meanwhile."""
+        spent = accumulate((op.us * (i in self.updates) for i, op in enumerate(self.gaps.trace.ops)), initial=0.0)
+        return [begin - us for begin, us in zip(self.gaps.begins, spent, strict=True)]
 
     def _freed(self, away: list[str]) -> dict[str, int]:
         """For each storage the forward op at whose end its copy out will have ended."""

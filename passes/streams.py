@@ -23,6 +23,7 @@ from .decisions import HOST, Decision, Offload, Stream
 from .gaps import Gaps
 from .hosting import hosted
 from .machine import Machine
+from .trace import Trace
 
 AHEAD = 2  # of the largest: the bytes that are under way
 
@@ -169,3 +170,12 @@ class Streams:
         """The first update (by index) that reads each value."""
         late = [(i, op) for i, op in enumerate(self.gaps.trace.ops) if op.phase == "update"]
         return {read: i for i, op in reversed(late) for read in op.reads}
+
+
+def updates_of(trace: Trace, far: Container[str]) -> set[int]:
+    """The updates in backward (by index) that read what is `far`: storages, by name."""
+    return {
+        i
+        for i, op in enumerate(trace.ops[:-1])
+        if op.phase == "update" and any(held in far for value in op.reads for held in trace.op[value].holds)
+    }

@@ -78,6 +78,7 @@ def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st
     return st.builds(
         Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)),
         call=st.sampled_from((0.0, 4.0)), drag=st.sampled_from((0.0, 0.02)),
+        window=st.sampled_from((0, 700)), ahead=st.sampled_from((0, 500)), turns=st.booleans(),
         wire=st.sampled_from(wires), narrow=cast, widen=cast,
     )  # fmt: skip
 

@@ -51,14 +51,14 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Fate
 def test_what_is_not_to_be_updated_is_handed_out() -> None:
     module, captured = fused(chain, leave="2.weight")
     assert [role.name for role in captured.outputs if role.kind == "gradient"] == ["2.weight"]
-    assert len(update_nodes(captured)) == len(captured.updates) == len(list(module.parameters())) - 1
+    assert len(update_nodes(captured.graph.graph)) == len(captured.updates) == len(list(module.parameters())) - 1
 
 
 def test_each_update_reads_the_states_of_its_own_parameter() -> None:
     module, captured = fused(chain)
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
-    inside = {op: named[name] for op, name in update_nodes(captured).items()}
+    inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
     trace = with_update(
         summarize(captured.graph.graph), optimizer, list(named.values()), state_parts(optimizer, each=True), inside
     )
@@ -76,7 +76,7 @@ def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
     module, captured = fused(chain)
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
-    inside = {op: named[name] for op, name in update_nodes(captured).items()}
+    inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
     bare = summarize(captured.graph.graph)
     trace = with_update(bare, optimizer, list(named.values()), state_parts(optimizer, each=True), inside)
     updates = [trace.op[name].us for name in inside]

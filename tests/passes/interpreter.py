@@ -48,9 +48,10 @@ class Run:
     nbytes: list[int] = field(default_factory=list)
 
 
-def run(trace: Trace, window: int | None = None) -> Run:
-    """`window`: what an update holds that reads what is far; None, if that is its own workspace."""
-    return _Interpreter(trace, window).run()
+def run(trace: Trace, window: int | None = None, ahead: int = 0) -> Run:
+    """`window`: what an update holds that reads what is far, None, if that is its own workspace; `ahead`: what it leaves
+    to those that come behind it."""
+    return _Interpreter(trace, window, ahead).run()
 
 
 def digest(*parts: object) -> str:
@@ -60,8 +61,9 @@ def digest(*parts: object) -> str:
 class _Interpreter:
     """`env` has the values that are still to be read, `alive` every block that something refers to, `far` what was sent away."""
 
-    def __init__(self, trace: Trace, window: int | None) -> None:
-        self.trace, self.window = trace, window
+    def __init__(self, trace: Trace, window: int | None, ahead: int) -> None:
+        self.trace, self.window, self.ahead = trace, window, ahead
+        self.left = 0
         self.done = Run()
         self.env: dict[str, Value] = {}
         self.far: dict[str, tuple[str, str]] = {}
@@ -93,7 +95,8 @@ class _Interpreter:
         self.env[op.name] = getattr(self, f"_{verb}")(op, reads, blocks)
         begun = self.tangents * any(known.phase == "backward" for known in self.trace.ops[: len(self.done.nbytes) + 1])
         in_windows = op.phase == "update" and any(name in self.far for name in op.reads)
-        taken = self.window if in_windows and self.window is not None else op.workspace
+        taken = self.window if in_windows and self.window is not None else op.workspace + self.left
+        self.left = self.ahead if in_windows else self.left
         self.done.nbytes.append(sum(block.nbytes for block in self.alive) - self.tangents + begun + taken)
 
     def _new(self, name: str, nbytes: int, content: str = "") -> Block:

@@ -109,7 +109,8 @@ def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machin
         Machine, st.just(0), out=link, back=link, staging=st.sampled_from(staging), homes=st.just(True),
         window=st.sampled_from((0, 300, 2000)), call=st.sampled_from((0.0, 3.0)), drag=st.sampled_from((0.0, 0.01)),
         stepping=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
-    )  # fmt: skip
+        ahead=st.sampled_from((0, 200, 1500)), turns=st.booleans(),
+    ).map(lambda machine: replace(machine, ahead=0, turns=False) if machine.stepping else machine)  # fmt: skip
 
 
 def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
