@@ -385,7 +385,7 @@ class Planner:
             wishes, sizes = self.wishes, sizes_of(trace)
             machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
             machine = self._with_homes(machine, trained)
-            if machine.homes and self.wishes.optimizer is not None and not (trained.updates or self.sharded):
+            if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
 
