@@ -22,12 +22,10 @@ from memgraph.rewrite import fake_mode, rewrite
 from memgraph.split import split
 from memgraph.summarize import summarize
 from memgraph.truth import correct
-from passes import Machine, Trace, apply, check
+from passes import Machine, Trace
 from passes.exchanges import placed
-from passes.gaps import Gaps
-from passes.schedule import schedule
 from passes.slicing import sliced
-from tests.memgraph.test_law import MACHINE, legal, thorough
+from tests.memgraph.test_law import holds, thorough
 from tests.subjects import PROBER, Subject, price, subject
 
 RANKS = 2
@@ -65,11 +63,7 @@ def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
 @given(data=st.data())
 def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool, data: st.DataObject) -> None:
     _, graph, trace = stepped(name, adds)
-    gaps = Gaps(trace)
-    chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.maker}
-    text = apply(trace, schedule(gaps, chosen, MACHINE))
-    check(text)
-    assert summarize(rewrite(graph, text), price) == text
+    holds(graph, trace, data)
 
 
 class Twin:

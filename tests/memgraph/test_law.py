@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.disk import STAGING
@@ -36,7 +36,7 @@ from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import summarize
 from memgraph.tiers import far_tier
-from passes import Choice, Machine, Offload, Plan, Recompute, apply, check, predict
+from passes import Choice, Machine, Offload, Plan, Recompute, Trace, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import CAST, HOMEWARD, Fate, schedule
 from tests.strategies import ways
@@ -67,6 +67,15 @@ def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.Searc
 def legal(gaps: Gaps, storage: str, wire: str = "") -> list[Fate]:
     again = [] if gaps.trace.op[gaps.maker[storage]].once else [Fate.RECOMPUTE, Fate.BRIEF]
     return [Fate.KEEP, *again, *ways(gaps, storage, wire)]
+
+
+def holds(graph: fx.Graph, trace: Trace, data: st.DataObject) -> None:
+    """The law, of a step that no subject has as it is."""
+    gaps = Gaps(trace)
+    chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.maker}
+    text = apply(trace, schedule(gaps, chosen, MACHINE))
+    check(text)
+    assert summarize(rewrite(graph, text), price) == text
 
 
 def planned(name: str, adds: bool, chosen: dict[str, Fate]) -> Plan:

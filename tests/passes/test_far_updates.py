@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from expecttest import assert_expected_inline as expected
 
-from passes import Machine, Stream, Trace, apply, parse, predict
+from passes import Machine, Reload, Stream, Trace, apply, parse, predict
 from passes.forecast import early_share
 from passes.gaps import Gaps
 from passes.homes import Homes
@@ -130,7 +130,7 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     far = {home: Fate.OFFLOAD for home in Homes(gaps.trace).inputs if home in ("r", "s", "v", "w")}
     assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
     backs = {
-        machine.turns: [decision.back for decision in schedule(gaps, far, machine) if hasattr(decision, "back")]
+        machine.turns: [decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)]
         for machine in (MACHINE, replace(MACHINE, turns=False))
     }
     assert backs == {False: ["v_update"], True: ["dv"]}
