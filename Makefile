@@ -1,7 +1,7 @@
 # `make demo` shows what memgraph does; `make test` is what every change must pass.
 
 PYTHON ?= python3
-BENCHMARKS = demo models limit overhead planning oss
+BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
 
 .PHONY: demo test slow check bench gpu clean

@@ -51,19 +51,19 @@ def main(
         _rank(found, rounds, width, layers, compiled)
         return
     for count in ranks or [2, 4]:
-        rows = _launched(count, rounds, width, layers, compiled)
+        given = {"rounds": rounds, "width": width, "layers": layers}
+        rows = launched("benchmarks.oss", count, "--compiled" if compiled else None, **given)
         write("oss", f"{count} ranks", rows)
         Console(width=120).print(_table(count, rows))
 
 
-def _launched(ranks: int, rounds: int, width: int, layers: int, compiled: bool) -> list[dict[str, Any]]:
-    """The rows of a run with so many processes."""
+def launched(module: str, ranks: int, flag: str | None = None, **options: int) -> list[dict[str, Any]]:
+    """The rows that a program writes to its `found` when it is run in so many processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.oss"]
-        options = {"found": path, "rounds": rounds, "width": width, "layers": layers}
-        given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        given += ["--compiled"] * compiled
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
+        given = [text for key, value in {"found": path, **options}.items() for text in (f"--{key}", str(value))]
+        given += [flag] if flag is not None else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *launch, *given], env=environment, check=True, timeout=600)
         return json.loads(path.read_text())
@@ -84,7 +84,7 @@ def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> 
     for fused in (False, True):
         optimizers = _optimizers(alone, wrapped, fused) | _compiled(gathered, fused)
         training = {name: _training(module, one, x) for name, (module, one) in optimizers.items()}
-        trained = in_turn(training, rounds, WARM, _together)
+        trained = in_turn(training, rounds, WARM, together)
         bytes_of = {name: _most(_state_bytes(one)) for name, (_, one) in optimizers.items()}
         # What is not of DDP averages, too, which is not its step alone.
         stepping = {name: pair for name, pair in optimizers.items() if pair[0] is wrapped}
@@ -92,7 +92,7 @@ def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> 
             if isinstance(one, memgraph.OSS):
                 one.gather()
         steps: dict[str, Step] = {name: _step(*pair) for name, pair in stepping.items()}
-        stepped = in_turn(steps, rounds, WARM, _together)
+        stepped = in_turn(steps, rounds, WARM, together)
         kind = "fused" if fused else "default"
         rows += [
             {"adam": kind, "name": name, "state": bytes_of[name], "training": trained[name], "step": stepped.get(name)}
@@ -140,7 +140,7 @@ def _step(module: nn.Module, optimizer: optim.Optimizer) -> Step:
     return lambda: optimizer.step()
 
 
-def _together(step: Step) -> float:
+def together(step: Step) -> float:
     """Seconds until the last rank is done."""
     dist.barrier()
     return _most(seconds_of(step))

@@ -24,7 +24,7 @@ from .host import Host
 from .host_step import reserve
 from .pointwise import obstacle_to_windows
 from .relay import Relay
-from .state_parts import StatePart, is_large
+from .state_parts import Owner, StatePart, is_large
 from .stepping import stepping
 from .update import STATE, states_nbytes
 from .window_bytes import Far, WindowBytes, window_bytes
@@ -43,8 +43,8 @@ class FarUpdate:
     ) -> None:
         self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
         self.windowed: Windowed | None = None
-        self.far_states: set[Tensor] = set()
-        self.hosted: set[Tensor] = set()  # the parameters that are stepped on the host
+        self.far_states: set[Owner] = set()
+        self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
         self.has_room = False  # there, for windows
 
     @property
@@ -106,7 +106,7 @@ class FarUpdate:
             far, hosted = self.far_states.__contains__, self.hosted.__contains__
             self.windowed = Windowed(self.optimizer, self.window, far, self.where, hosted)
 
-    def host(self, parameters: Collection[Tensor]) -> None:
+    def host(self, parameters: Collection[Owner]) -> None:
         """Step on these on the host from now on.
 
         Raises:
@@ -121,19 +121,19 @@ class FarUpdate:
         """Updates in windows for gradients that come one after the other, in this order."""
         return Relay(optimizer, parameters, self.window, self.far_states.__contains__, self.where)
 
-    def states(self, parameters: Collection[Tensor]) -> list[dict[str, object]]:
+    def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
         """Those of these parameters, as far as there are any."""
         states = self.optimizer.state if self.optimizer is not None else {}
-        return [states[parameter] for parameter in parameters if parameter in states]
+        return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
 
 
 @dataclass(frozen=True, eq=False)
 class FarStates:
-    """The parameters whose states one step has far, which of them are stepped there, and the update that does so."""
+    """Whose states one step has far, which of them are stepped there, and the update that does so."""
 
     update: FarUpdate
-    parameters: tuple[Tensor, ...] = ()
-    hosted: tuple[Tensor, ...] = ()
+    owners: tuple[Owner, ...] = ()
+    hosted: tuple[Owner, ...] = ()
 
     @classmethod
     def of(cls, update: FarUpdate, trace: Trace, parts: Sequence[StatePart]) -> FarStates:
@@ -141,29 +141,29 @@ class FarStates:
         states = [
             (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
         ]
-        far = tuple(parameter for _, part in states for parameter in part.parameters)
-        return cls(update, far, tuple(parameter for op, part in states if op.hosted for parameter in part.parameters))
+        far = tuple(owner for _, part in states for owner in part.owners)
+        return cls(update, far, tuple(owner for op, part in states if op.hosted for owner in part.owners))
 
     @property
     def begun(self) -> bool:
         """Whether the update makes new states where they belong."""
-        known = self.update.far_states.issuperset(self.parameters)
+        known = self.update.far_states.issuperset(self.owners)
         return known and self.update.hosted.issuperset(self.hosted)
 
     def begin(self) -> list[dict[str, object]]:
         """Let the update run in windows, and have new states made where they belong; the states that are there."""
         self.update.begin()
-        self.update.far_states.update(self.parameters)
+        self.update.far_states.update(self.owners)
         self.update.host(self.hosted)
         return self.there()
 
     def there(self) -> list[dict[str, object]]:
         """The states, as far as there are any."""
-        return self.update.states(self.parameters)
+        return self.update.states(self.owners)
 
-    def end(self, kept: Collection[Tensor]) -> list[dict[str, object]]:
+    def end(self, kept: Collection[Owner]) -> list[dict[str, object]]:
         """New states are made on the device, but for those of `kept`; the states that are there and belong there."""
-        gone = set(self.parameters) - set(kept)
+        gone = set(self.owners) - set(kept)
         self.update.far_states.difference_update(gone)
         self.update.hosted.difference_update(self.hosted)  # a plan that takes this one's place says so anew
         return self.update.states(gone)

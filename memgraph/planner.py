@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,11 +41,12 @@ from .lower import Lowering
 from .nodes import returned
 from .oss import OSS
 from .oss.exchanged import exchanging
+from .oss.far_shards import shard_parts
 from .oss.gathering import arrivals, gathering
-from .oss.meeting import NEW, digest, meet
+from .oss.meeting import NEW, digest, excuse, meet
 from .oss.network import with_network
 from .oss.together import Together
-from .oss.update import with_sharded_update
+from .oss.update import far_nbytes, with_sharded_update
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
@@ -91,7 +93,9 @@ class Planner:
         self.wishes = wishes
         optimizer = wishes.optimizer
         self.sharded = optimizer if isinstance(optimizer, OSS) else None
-        self.residence, self.update = Residence(module), FarUpdate(optimizer, wishes.fuse, hosts=wishes.hosts)
+        far = self.sharded.far if self.sharded is not None else None
+        self.residence = Residence(module)
+        self.update = far or FarUpdate(optimizer, wishes.fuse, hosts=wishes.hosts)
         self._look()
         self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
         by_itself = optimizer is not None and not wishes.fuse
@@ -110,6 +114,9 @@ class Planner:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
         parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
         optimizer = self.wishes.optimizer
+        if self.sharded is not None:
+            self.sharded.follow()
+            return Trained(parameters, shard_parts(self.sharded), captured=captured)
         parts = state_parts(optimizer, self.wishes.fuse) if optimizer is not None else []
         return Trained(parameters, parts, captured=captured)
 
@@ -181,6 +188,7 @@ class Planner:
             step.again = partial(self._again, graph, trained)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
             step.meet = partial(self._meet, sequence(choice.forecast.trace))
+            step.excuse = partial(excuse, together.exchange, self.device)
         return step
 
     def _begun(
@@ -370,7 +378,8 @@ class Planner:
             machine = with_network(machine, self.sharded, together)
         trace = placed(summarize(graph, prober), not machine.hides)
         if self.sharded is not None:
-            trace = with_sharded_update(trace, self.sharded, trained.parameters, trained.shards)
+            shards = trained.parameters, trained.shards, trained.parts
+            trace = with_sharded_update(trace, self.sharded, *shards)
         elif self.wishes.optimizer is not None:
             named, window = dict(self.module.named_parameters()), self.update.window
             owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
@@ -383,8 +392,9 @@ class Planner:
             if self._lowers:
                 trace = self._lowering(graph, trace, prober).shared()
             wishes, sizes = self.wishes, sizes_of(trace)
-            machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
-            machine = self._with_homes(machine, trained)
+            with together.telling() if together else nullcontext():
+                machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
+                machine = self._with_homes(machine, trained)
             if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
@@ -403,10 +413,12 @@ class Planner:
         return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
 
     def _with_homes(self, machine: Machine, trained: Trained) -> Machine:
-        """The machine with room for state in the far tier, if state can live there; no recording does what that takes
-        of the host."""
+        """The machine with room for state in the far tier, if state can live there: of shards, states alone. No
+        recording does what that takes of the host."""
         if not machine.out or not self.update.can_stream or self.wishes.graphs is True:
             return machine
+        if self.sharded is not None:
+            return replace(machine, homes=True, only_states=True, window=far_nbytes(self.sharded, trained.shards))
         window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
         ahead = self.update.between(trained.parameters)
         return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)

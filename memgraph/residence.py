@@ -43,8 +43,7 @@ class Residence:
         wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
         if strangers or wanted:
             self._move(strangers, wanted)
-        for state in states:
-            self._move_states(state)
+        self._move_states(states)
         return {(kind, name): self._place(kind, name, named) for kind, name in homes}
 
     def leave(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
@@ -88,11 +87,11 @@ class Residence:
         for parameter, mapped in zip(parameters, moved, strict=True):
             parameter.data = mapped
 
-    def _move_states(self, state: dict[str, object]) -> None:
-        strangers = {key: value for key, value in spread(state).items() if place_of(value) is None}
-        if strangers:
-            moved = bring_home(list(strangers.values()), self.where)
-            state |= zip(strangers, moved, strict=True)
+    def _move_states(self, states: Iterable[dict[str, object]]) -> None:
+        """All into one home: each has a file of its own, of which a process may open so many."""
+        near = [(one, key, value) for one in states for key, value in spread(one).items() if place_of(value) is None]
+        for (one, key, _), moved in zip(near, bring_home([value for *_, value in near], self.where), strict=True):
+            one[key] = moved
 
     def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> Place:
         place = place_of(named[name].detach() if kind == PARAMETER else self.gradients[name])

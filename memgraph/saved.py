@@ -128,8 +128,9 @@ def _roomed(trace: Trace, machine: Machine) -> Machine:
 
 
 def _facts(machine: Machine) -> dict[str, object]:
-    """The machine in numbers; of a network only where there is one, and of a host that steps only where it may."""
-    without = {*(() if machine.net else NETWORK), *(() if machine.stepping else ("stepping",))}
+    """The machine in numbers; of a network, of a host that steps and of shards only where there are some."""
+    without = {name for name in ("stepping", "only_states") if not getattr(machine, name)}
+    without |= set() if machine.net else {*NETWORK}
     return {name: fact for name, fact in asdict(machine).items() if name not in without}
 
 

@@ -91,7 +91,7 @@ class Homes:
         """Another plan takes this one's place: what it has on the device comes back there."""
         kept = {home for home, _ in other.homes.values()} if other is not None else set()
         gone = {home for home, _ in self.homes.values()} - kept
-        states = self.states.end(other.states.parameters if other is not None else ())
+        states = self.states.end(other.states.owners if other is not None else ())
         self.residence.leave((name for kind, name in gone if kind == PARAMETER), states)
 
     def before(self, takers: Sequence[Tensor | None], adds: bool) -> tuple[dict[int, Tensor], dict[int, Place]]:

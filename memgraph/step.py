@@ -54,6 +54,7 @@ class Step:
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
         self.inside: Inside | None = None  # what sums gradients over ranks in backward
         self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
+        self.excuse: Callable[[], None] | None = None  # tells them that this one can't
         self.lowering: Lowering | None = None  # what of it is compiled
         self.replays: Replays | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
@@ -84,20 +85,11 @@ class Step:
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
-        if self.homes is not None:
-            places = self.homes.settled(tensors)
-            if self.tier is not None:
-                self.tier.bind(places)
-        coming = None
-        if self.inside is not None:
-            self.inside.sweep()  # parts whose gradients are gone take no room
-            coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
-        flight = Flight(self.halves, self.tier, self._recording(tensors))
+        flight = self._boarded(tensors)
         flight.meeting = self.meet() if self.meet is not None else None
-        if coming is not None:
+        if flight.coming is not None:
             flight.met()
-            coming.open()
-            flight.coming = coming
+            flight.coming.open()
         if self.report.measured is None:
             flight.measure(self.device)
             flight.absent = self.absent(tensors)
@@ -132,6 +124,25 @@ class Step:
         """Another step wants the device: let a recording's memory go."""
         if self.replays is not None:
             self.replays.end()
+
+    def _boarded(self, tensors: Sequence[Tensor]) -> Flight:
+        """A flight for which everything is where it belongs, or on its way; if that can't be, the other ranks are
+        told."""
+        try:
+            if self.homes is not None:
+                places = self.homes.settled(tensors)
+                if self.tier is not None:
+                    self.tier.bind(places)
+            if self.inside is not None:
+                self.inside.sweep()  # parts whose gradients are gone take no room
+            flight = Flight(self.halves, self.tier, self._recording(tensors))
+        except MemgraphError:
+            if self.excuse is not None:
+                self.excuse()
+            raise
+        if self.inside is not None:
+            flight.coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
+        return flight
 
     def land(self, flight: Flight) -> None:
         """Note what the flight took, if it was measured."""

@@ -109,7 +109,7 @@ def _with_updates(
     rows = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
     kinds = {p: _kind(i, p) for i, p in rows if p.requires_grad or p in optimizer.state}
     works = {p: trial.run(kind) for p, kind in kinds.items()}
-    sizes = {part.parameters[0]: part.nbytes for part in parts}
+    sizes = {p: part.nbytes for part in parts for p in part.parameters}
     states = {p: _state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
     rest = _state(STATE, sum(trial.states[kind] for kind in kinds.values()) - sum(sizes.values()), name)
 

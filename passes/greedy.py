@@ -185,7 +185,8 @@ class Costs:
     def homeward(self, life: Life) -> Iterator[Move]:
         """Where an input or a gradient that is there at the peak can live, or come to later."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
-        now = self.homes.get(storage) if self.machine.homes else None
+        value = self.gaps.homes.value.get(storage)
+        now = self.homes[storage] if value and self.machine.houses(self.gaps.trace.op[value].fn) else None
         there = self.machine.out > 0 < self.machine.back
         if now is Fate.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
             yield Move(storage, Fate.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)

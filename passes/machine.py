@@ -39,6 +39,7 @@ class Machine:
     call: float = 0.0
     drag: float = 0.0
     homes: bool = False  # whether parameters, gradients and states may live there
+    only_states: bool = False  # and of these none but states
     window: int = 0
     ahead: int = 0
     turns: bool = False
@@ -62,6 +63,10 @@ class Machine:
     def hides(self) -> bool:
         """Whether an exchange behind which compute goes on takes less time than one for which it waits."""
         return self.strain < 1.0
+
+    def houses(self, fn: str) -> bool:
+        """Whether what such an op makes may live in the far tier: an input, or else a gradient."""
+        return self.homes and (fn == "state" or not self.only_states)
 
     def toll_us(self, nbytes: int) -> float:
         """The microseconds that compute loses to one copy of so many bytes."""

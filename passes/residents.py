@@ -68,7 +68,7 @@ def residents(gaps: Gaps, machine: Machine) -> tuple[Resident, ...]:
     found = []
     for storage, value in gaps.homes.value.items():
         op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
-        if nbytes >= SMALLEST_HOME:
+        if nbytes >= SMALLEST_HOME and machine.houses(op.fn):
             made = not op.is_input
             visits = ((gaps.index[value], gaps.homes.ended[storage]),) if made else _visits(places.get(storage, []))
             found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))

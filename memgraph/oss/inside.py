@@ -124,7 +124,7 @@ class Inside:
         if PARTS not in kinds:
             return None
         oss = self.optimizer
-        part = self.parts.get(next(i for i, one in enumerate(oss.pieces.laid) if one is laid))
+        part = self.parts.get(oss.pieces.number(laid))
         own = laid.stretches[oss.exchange.rank]
         first = oss.exchange.rank * laid.bucket.part
         if part is None:  # no gradient is there on this rank, but on others

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,13 @@ from .exchange import Exchange
 
 NEW = 0  # what a rank is about to run is yet to be planned
 GATHER = 2  # it gathers what is awaited, and runs nothing
+UNABLE = 4  # what it is about to run can't be run
 KINDS = {NEW: "a new kind of call", GATHER: "a call of gather()"}
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
 def meet(exchange: Exchange, device: torch.device, known: int) -> Callable[[], None]:
-    """Begin to compare what the ranks are about to do: the `digest` of a step, NEW, or GATHER.
+    """Begin to compare what the ranks are about to do: the `digest` of a step, NEW, GATHER, or UNABLE.
 
     Returns:
         waits for it, and raises an AgreementError if a rank does something else than this one
@@ -38,6 +40,8 @@ def meet(exchange: Exchange, device: torch.device, known: int) -> Callable[[], N
         with watch.naming(what):
             watch.wait(work)
         said = torch.cat(every).tolist()
+        if unable := [rank for rank, one in zip(watch.members, said, strict=True) if one == UNABLE]:
+            raise AgreementError(f"ranks {unable} can't run this step, and say why; nothing was exchanged here")
         if others := [rank for rank, one in zip(watch.members, said, strict=True) if one != known]:
             mine = KINDS.get(known, "a step that it knows")
             raise AgreementError(
@@ -45,6 +49,12 @@ def meet(exchange: Exchange, device: torch.device, known: int) -> Callable[[], N
             )
 
     return compare
+
+
+def excuse(exchange: Exchange, device: torch.device) -> None:
+    """Tell the others that what they are about to run can't be run here."""
+    with suppress(AgreementError):
+        meet(exchange, device, UNABLE)()
 
 
 def digest(text: str) -> int:

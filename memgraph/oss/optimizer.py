@@ -29,6 +29,7 @@ from .agreement import OPTIMIZER, agree, parameter_lines, telling
 from .awaited import Awaited
 from .driven import drive
 from .exchange import Exchange
+from .far_shards import FarShards
 from .faults import Watch
 from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
@@ -103,7 +104,7 @@ class OSS(Saving):
             self.group_of: list[int] = []  # of each parameter
             self.held: Held | None = None
             self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-            self.inside, self.awaited = Inside(self), Awaited(self)
+            self.inside, self.awaited, self.far = Inside(self), Awaited(self), FarShards(self)
             super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
@@ -157,11 +158,16 @@ class OSS(Saving):
                 nothing has changed; or the optimizer failed on another rank, and no step is made until an earlier state
                 of model and optimizer is loaded on all ranks. The rank itself raises its own error.
             AgreementError: options of groups, or frozen parameters, are not the same on all ranks. Nothing has changed.
+            SpillError: the disk of some rank failed. The next call, on all ranks, goes on with the same step.
             CollectiveError: a rank is gone or late.
         """
         self._refuse_torn()
         self.gathered = None
         with torch.no_grad():
+            if self.updates.goes_on():
+                loss = self.updates.go_on()
+                self.held = None
+                return loss
             if self.is_driven:
                 return drive(self, closure, kwargs)
             loss, trouble = self.prepare(closure)
@@ -210,6 +216,8 @@ class OSS(Saving):
         """
         self._refuse_torn()
         with torch.no_grad():
+            if self.updates.goes_on():
+                raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
             limit, trouble = self.prepare(lambda: Limit(float(max_norm), float(norm_type), bool(error_if_nonfinite)))
             kinds, _ = self._agree(trouble, limit)
             held = self.held or self.updates.hold(kinds)
@@ -296,6 +304,7 @@ class OSS(Saving):
         """Spread parameters of which there is no state yet, as they are now."""
         self.inside.refuse_parts()
         self.awaited.begin_anew()
+        self.far.far_states.clear()  # they are of buckets that go
         self.pieces, self.items, self.group_of = Pieces(self.exchange.rank, self.exchange.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])

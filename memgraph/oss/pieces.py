@@ -73,6 +73,10 @@ class Pieces:
         """Where what ranks tell each other about all parameters comes from."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
+    def number(self, laid: Laid) -> int:
+        """Which bucket it is."""
+        return next(i for i, one in enumerate(self.laid) if one is laid)
+
     def are_others(self) -> bool:
         """Whether a parameter has become another in shape, type, strides or device."""
         return [mark[1:] for mark in map(_mark, self.parameters)] != [mark[1:] for mark in self.marks]

@@ -20,6 +20,7 @@ from ..errors import ShardError, StateError
 from . import admission
 from .agreement import agree, telling
 from .failures import failures, in_words
+from .far_shards import FarShards
 from .faults import Watch
 from .moves import Key
 from .pieces import Pieces
@@ -41,6 +42,7 @@ class Saving(optim.Optimizer):
     given: dict[str, Any]  # its options
     group_of: list[int]  # of each parameter
     is_cut: bool
+    far: FarShards
     updates: Updates
     gathered: dict[int, Entries] | None = None  # a copy of the state, since the last change
 
@@ -167,7 +169,8 @@ class Saving(optim.Optimizer):
             {**_options(own), **{name: now[name] for name in APART if name in now}, **_options(mine)}
             for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
         ]
-        self.gathered, self.updates.is_torn = None, False
+        self.gathered = None
+        self.updates.loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from passes.shards import Piece
 
+from .copies import Copies
 from .entries import Kind, Outline, kinds
 from .faults import Watch
 from .moves import Key, Move, Rows, key, rows_of
@@ -34,7 +35,7 @@ def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
     """The state of each parameter, of which this rank has a part; a collective. Nothing in it is the live state."""
     held = own_entries(oss)
     told = outlines(oss, held)
-    mesh = mesh_of(oss)
+    mesh, copies = mesh_of(oss), Copies(oss.far)
     state: dict[int, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
         first, parameter = told.get(key(pieces[0])), oss.pieces.parameters[item]
@@ -42,7 +43,7 @@ def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
             kind = _divisible(parameter, pieces, given)
             mine = {key(piece): held[key(piece)][name] for piece in pieces if key(piece) in held}
             if kind is not None:
-                state.setdefault(item, {})[name] = _moved(oss.watch, mesh, kind, parameter, pieces, mine)
+                state.setdefault(item, {})[name] = _moved(oss.watch, mesh, copies, kind, parameter, pieces, mine)
             elif mine:
                 state.setdefault(item, {})[name] = copied(next(iter(mine.values())))
     return state
@@ -119,10 +120,11 @@ def _dtensor(mesh: DeviceMesh, kind: Kind, rows: Rows, local: Tensor) -> DTensor
 
 
 def _moved(
-    watch: Watch, mesh: DeviceMesh, kind: Kind, parameter: Tensor, pieces: Sequence[Piece], mine: Mapping[Key, Tensor]
-) -> DTensor:
+    watch: Watch, mesh: DeviceMesh, copies: Copies, kind: Kind, parameter: Tensor, pieces: Sequence[Piece],
+    mine: Mapping[Key, Tensor],
+) -> DTensor:  # fmt: skip
     rows = rows_of(kind, len(watch.members))
-    local = rows.local(watch.group.rank(), kind, watch.device)
+    local = copies.room(rows.local(watch.group.rank(), kind, watch.device))
     whole = len(pieces) == 1
     flats = {at: in_order_of(value, parameter) if whole else value for at, value in mine.items()}
     Move(watch, kind, pieces, rows).to_rows(flats, local)

@@ -9,7 +9,9 @@ has another step to plan is told so before anything hangs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 
 import torch
@@ -17,7 +19,7 @@ import torch
 import passes
 from passes import Choice, Machine, Storage, Trace
 
-from ..errors import PlanError
+from ..errors import MemgraphError, PlanError
 from ..reuse import reused
 from ..saved import SavedPlan, saved, unpriced
 from .agreement import agree
@@ -33,6 +35,16 @@ class Together:
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self.exchange, self.device = exchange, device
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what comes before `machine`: what fails on a rank, the others are told there."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(MemgraphError):
+                agree(self.exchange.watch, [f"its far tier fails: {error}".replace("\n", " ")], ADVICE)
+            raise
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks have."""
@@ -59,10 +71,22 @@ class Together:
         return replace(trace, ops=tuple(ops))
 
     def machine(self, machine: Machine) -> Machine:
-        """The machine with links as fast as rank 0's."""
+        """The machine with links as fast as rank 0's, and room for each of the ranks that share a far tier.
+
+        Raises:
+            AgreementError: a rank has failed to find out how fast its own are.
+        """
+        agree(self.exchange.watch, ["its far tier is there"], ADVICE)
         facts = asdict(machine)
         facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
-        return replace(Machine(**facts), capacity=self.least(machine.capacity))
+        hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
+        room = machine.capacity // hosts.count(platform.node().encode())
+        return replace(
+            Machine(**facts),
+            capacity=self.least(room),
+            homes=bool(self.least(machine.homes)),
+            window=-self.least(-machine.window),
+        )
 
     def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], Choice]) -> Choice:
         """What rank 0 finds.

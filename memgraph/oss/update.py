@@ -1,24 +1,27 @@
 """What a sharded optimizer keeps on a rank and what its step allocates there, in the text of a step.
 
     AdamW over 25.3M parameters, 2 ranks  ->  states 101.2 MB, workspace of the update 8.4 MB and that of buckets
+    with states that live far             ->  workspace of its windows, and that of buckets
 
 The caller's optimizer is stepped on made-up pieces, as `memgraph/update.py` does with parameters.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, optim
+from torch import Tensor
 
 from passes import Trace
 from passes.wire import WORKSPACE
 
+from ..state_parts import StatePart, is_large
 from ..update import update_nbytes, with_step
-from .groups import Group, options
+from ..window_bytes import Far, window_bytes
+from .far_shards import large_nbytes
+from .groups import Group, of_groups, options
 from .optimizer import OSS
 from .pieces import Laid
 from .updates import AHEAD
@@ -26,31 +29,62 @@ from .updates import AHEAD
 FLAGS = 64, 48  # bytes for what is said of each parameter before a step, and for what each rank says
 TRIED = 4  # bytes for each byte of a tensor that is tried
 _known: dict[object, tuple[int, int]] = {}  # of pieces that are alike
+_windows: dict[object, int] = {}
 
 
-def with_sharded_update(trace: Trace, oss: OSS, trained: Collection[Tensor], inside: Collection[int]) -> Trace:
+def with_sharded_update(
+    trace: Trace, oss: OSS, trained: Collection[Tensor], inside: Collection[int], parts: Sequence[StatePart] = ()
+) -> Trace:
     """The trace with this rank's states among its inputs and its part of the update as its last op.
 
-    All of `trained` have a gradient then; `inside` are the buckets that backward has averaged.
+    All of `trained` have a gradient then; `inside` are the buckets that backward has averaged. Each of `parts`, which
+    may live in the far tier, is a value of its own, with the bytes of the rank that has most of it.
     """
     laid = oss.pieces.laid
-    averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
-    gathered = [gathered_nbytes(oss, one) for one in laid]
     if oss.is_cut:
         steps = [_of_bucket(oss, one) for one in laid]
         states = sum(nbytes for nbytes, _ in steps)
-        late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
-        turns = _turns(averaged, [update for _, update in steps], [0] * len(laid) if late else gathered)
-        taken = max(*map(sum, turns), sum(gathered) * late, 0)
+        taken = _in_turns(oss, [update for _, update in steps], inside)
     else:
         states, update = _of_all(oss, trained)
-        taken = sum(averaged) + max(update, sum(gathered))
-    taken += (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
+        averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
+        taken = sum(averaged) + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _said(oss)
+    sizes = [part.nbytes for part in parts]
+    rest = states - _of_this_rank(oss, parts)
+    return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken, sizes)
+
+
+def _of_this_rank(oss: OSS, parts: Sequence[StatePart]) -> int:
+    """Bytes that this rank has of states in parts."""
+    apart = {owner for part in parts for owner in part.owners}
+    each = enumerate(large_nbytes(oss) if parts else ())
+    return sum(of_ranks[oss.exchange.rank] for i, of_ranks in each if i in apart)
+
+
+def far_nbytes(oss: OSS, inside: Collection[int]) -> int:
+    """What an update takes at most, whatever states live far."""
+    updates = [max(_of_bucket(oss, one)[1], _in_windows(oss, one)) for one in oss.pieces.laid]
+    return _in_turns(oss, updates, inside)
+
+
+def _in_turns(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
+    """What a step takes, bucket by bucket, if the update of each takes so much."""
+    laid = oss.pieces.laid
+    averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
+    gathered = [gathered_nbytes(oss, one) for one in laid]
+    late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
+    turns = _turns(averaged, updates, [0] * len(laid) if late else gathered)
+    return max(*map(sum, turns), sum(gathered) * late, 0) + _said(oss)
+
+
+def _said(oss: OSS) -> int:
+    """What is taken for flags, and by casts for the wire."""
+    taken = (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
     if oss.exchange.wire is not None:
         taken += WORKSPACE
     if oss.exchange.wire is torch.float16:  # of which it is tried whether it takes the numbers
         taken += TRIED * max(parameter.nbytes for parameter in oss.pieces.parameters)
-    return with_step(trace, type(oss.inner).__name__, states, taken)
+    return taken
 
 
 def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -62,13 +96,37 @@ def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[i
 
 def _of_bucket(oss: OSS, laid: Laid) -> tuple[int, int]:
     """Bytes of the states of a bucket's own pieces, and what their update takes."""
+    group, key = _of_own(oss, laid)
+    if key not in _known:
+        _known[key] = update_nbytes(of_groups(oss.inner, [group]))
+    return _known[key]
+
+
+def _in_windows(oss: OSS, laid: Laid) -> int:
+    """What their update takes in windows, when it makes states, and when all are there."""
+    group, key = _of_own(oss, laid)
+    if not oss.far.can_stream or not group["params"]:
+        return 0
+    key = key, oss.far.window
+    if key not in _windows:
+        far = Far(_nobody, _nobody, is_large)
+        taken = window_bytes(of_groups(oss.inner, [group]), oss.far.window, far, group["params"])
+        _windows[key] = max(one.total for one in taken)
+    return _windows[key]
+
+
+def _of_own(oss: OSS, laid: Laid) -> tuple[Group, object]:
+    """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
+    alike."""
     first = laid.bucket.items[0]
     views = [view for _, view in laid.own if oss.pieces.parameters[first].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
     key = oss.optim, repr(group), tuple((view.shape, view.dtype, view.device) for view in views)
-    if key not in _known:
-        _known[key] = update_nbytes(_stepping(oss, [group | {"params": list(map(_trained, views))}]))
-    return _known[key]
+    return group | {"params": list(map(_trained, views))}, key
+
+
+def _nobody(parameter: Tensor) -> bool:
+    return False
 
 
 def _of_all(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
@@ -82,14 +140,7 @@ def _of_all(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
             groups[oss.group_of[piece.item]].append(stepped)
             sure += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(_stepping(oss, given), sure)
-
-
-def _stepping(oss: OSS, groups: list[Group]) -> optim.Optimizer:
-    """The caller's own optimizer, of other parameters."""
-    one = copy.copy(oss.inner)
-    one.param_groups = groups
-    return one
+    return update_nbytes(of_groups(oss.inner, given), sure)
 
 
 def _trained(view: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ..errors import ShardError
 from ..pointwise import unhooked
+from ..spill import SpillError
 from .failures import failures, in_words
 from .flags import SPARSE
 from .groups import Group, options
 from .held import Held, Same
+from .interrupted import ANEW, ON, TORN, Begun, Interrupted
 from .near import Near
 from .pieces import Laid
 from .sparse import mean, refuse
@@ -45,24 +47,70 @@ class Updates:
         self.deferred: list[Laid] = []  # what the step that runs leaves to the next forward to gather
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
         self.is_torn = False  # a step has failed when some parameters were updated
+        self.interrupted: Interrupted | None = None  # a step that a disk has ended half way
         self.is_left = False  # parameters of some rank are beyond what their way allows
         self.failed: Exception | None = None  # what the caller's optimizer has raised here
         self.has_failed = False  # whether it has, on this rank or another
 
+    @property
+    def is_half_done(self) -> bool:
+        """Whether a disk has ended a step half way, and no earlier state was loaded since."""
+        return self.interrupted is not None and self.interrupted.way() != ANEW
+
+    def loaded(self) -> None:
+        """The optimizer has an earlier state."""
+        self.is_torn = False
+        self.optimizer.far.forget()
+        if self.interrupted is not None:
+            self.interrupted.is_loaded = True
+
+    def goes_on(self) -> bool:
+        """Whether a step that a disk has interrupted is to be finished; a collective, if there is one.
+
+        Raises:
+            SpillError: it can't be, since something has changed; on all ranks.
+        """
+        if self.interrupted is None:
+            return False
+        way, exchange = self.interrupted.way(), self.optimizer.exchange
+        most, least = exchange.most(self._numbers([way, -way]), "comparison of what has become of a step").tolist()
+        if most == TORN or most != -least:
+            raise SpillError(
+                "a disk has interrupted the last step, and it can't go on, as gradients, parameters or states of some "
+                f"rank are others now: {MEND}"
+            )
+        if way == ANEW:
+            self.interrupted = None
+        return way == ON
+
+    def go_on(self) -> Any:
+        """Finish a step that a disk has interrupted; returns its loss."""
+        assert self.interrupted is not None
+        begun, self.interrupted = self.interrupted.begun, None
+        self._run(begun)
+        return begun.loss
+
     def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        """Update all parameters of which some rank has a gradient."""
-        used = self._used(kinds)
+        """Update all parameters of which some rank has a gradient.
+
+        Raises:
+            SpillError: the disk of some rank failed; on all ranks.
+        """
+        self._run(Begun(list(kinds), kwargs, loss))
+
+    def _run(self, begun: Begun) -> None:
+        used = self._used(begun.kinds)
         self.near = self.optimizer.neighbours
         self.deferred = self.optimizer.awaited.deferred(used)
         self.is_torn, self.failed, self.has_failed = True, None, False
         with self.optimizer.watch.awaited():
             if self.optimizer.is_cut:
-                self._by_bucket(used, kinds, kwargs)
+                self._by_bucket(used, begun)
             else:
-                self._at_once(used, kinds, kwargs, loss)
+                self._at_once(used, begun)
             self.optimizer.awaited.stepped(used, self.deferred)
         self.flats.clear()
-        self._refuse_failed()
+        self._refuse_failed(begun)
         self.is_torn = False
         if self.is_left:
             self.is_left = False
@@ -71,10 +119,16 @@ class Updates:
             )
             raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
-    def _refuse_failed(self) -> None:
-        """Raise if the caller's optimizer has failed; all ranks have come to the end, and can tell each other."""
+    def _refuse_failed(self, begun: Begun) -> None:
+        """Raise if the caller's optimizer has failed, or a disk; all ranks have come to the end, and can tell each
+        other."""
         error, exchange = self.failed, self.optimizer.exchange
         told = failures(exchange.watch, error, FAILURE) if self.has_failed and exchange.tells else {}
+        if told and all(each.startswith(f"{SpillError.__name__}:") for each in told.values()):
+            self.optimizer.awaited.gather()  # so that nobody but the step that goes on writes to parameters
+            self.is_torn, self.interrupted = False, Interrupted(begun, self.optimizer)
+            text = f"a disk has failed in the update: {in_words(told)}; a part of the parameters is updated"
+            raise SpillError(f"{text}: call step() again on all ranks, which does the rest, or {MEND}") from error
         if error is not None:
             error.add_note(f"some parameters were updated, on this rank and others; {MEND}")
             raise error
@@ -151,14 +205,14 @@ class Updates:
                 optimizer.pieces.flatten(self.flats)
             self.near.open(self.flats, optimizer.pieces.parameters)
 
-    def _by_bucket(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group) -> None:
+    def _by_bucket(self, used: Sequence[Laid], begun: Begun) -> None:
         self._open()
         late = self.near is not None or self.optimizer.exchange.wire is torch.float16
         coming: deque[Gradients] = deque()
         going: deque[Callable[[], None]] = deque()
         for turn, laid in enumerate(used):
             coming += map(self.averaged, used[turn + len(coming) : turn + 1 + AHEAD])
-            self._update(laid, coming.popleft()(), kinds, kwargs)
+            self._advance(laid, coming.popleft()(), begun)
             if late or self._is_deferred(laid):
                 continue
             going.append(self._gathered(laid))
@@ -171,8 +225,21 @@ class Updates:
         for wait in going:
             wait()
 
-    def _at_once(self, used: Sequence[Laid], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        self.give(kinds)
+    def _advance(self, laid: Laid, gradients: Sequence[Tensor], begun: Begun) -> None:
+        """Update a bucket that is not yet updated, unless something has failed before: then the others go on, and are
+        told in the end."""
+        number = self.optimizer.pieces.number(laid)
+        if self.failed is None and number not in begun.done:
+            self._update(laid, gradients, begun.kinds, begun.kwargs)
+            if self.failed is None:
+                begun.done.add(number)
+
+    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+        return self.optimizer.exchange.numbers(numbers, torch.int32, self.optimizer.pieces.device)
+
+    def _at_once(self, used: Sequence[Laid], begun: Begun) -> None:
+        kwargs, loss = begun.kwargs, begun.loss
+        self.give(begun.kinds)
         given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
         if loss is not None:
             kwargs = {**kwargs, "closure": once(loss)}
@@ -220,7 +287,15 @@ class Updates:
         views = _give(laid, gradients, kinds)
         group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
         given = options(group) | {"params": views}
-        if views:
+        number = optimizer.pieces.number(laid)
+        if views and number in optimizer.far.far_states and not kwargs:
+            try:
+                optimizer.far.update(number, given)
+            except Exception as error:
+                self.failed = error
+            finally:
+                _take(views)
+        elif views:
             self._step([given], kwargs)
         group.update(options(given))
 
@@ -236,8 +311,7 @@ class Updates:
         finally:
             inner.param_groups = before
             for group in groups:
-                for view in group["params"]:
-                    view.grad = None
+                _take(group["params"])
 
     def _gathered(self, laid: Laid) -> Callable[[], None]:
         return self.optimizer.exchange.gather(laid.bucket, laid.views)
@@ -251,6 +325,12 @@ def _give(laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list
             view.grad = gradient
             given.append(view)
     return given
+
+
+def _take(views: Sequence[Tensor]) -> None:
+    """Let go of the gradients."""
+    for view in views:
+        view.grad = None
 
 
 def once(loss: Any) -> Callable[[], Any]:

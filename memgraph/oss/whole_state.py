@@ -91,7 +91,7 @@ def outlines(oss: Saving, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
 
 def _own_outlines(oss: Saving, held: Mapping[Key, Entries]) -> tuple[str, list[Any]]:
     """What is in the way, and what this rank holds."""
-    if oss.updates.is_torn:
+    if oss.updates.is_torn or oss.updates.is_half_done:
         return "a step has failed when some parameters were updated; start again from the last checkpoint", []
     try:
         return "", [[*at, outline(entries, f"parameter {at[0]}")] for at, entries in held.items()]

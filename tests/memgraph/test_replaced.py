@@ -33,7 +33,7 @@ def homes(twins: Twins) -> Homes:
 
 def states(twins: Twins) -> list[Tensor]:
     """Those that the plan has far, wherever they are."""
-    parameters = homes(twins).states.parameters
+    parameters = homes(twins).states.owners
     return [value for parameter in parameters for value in spread(twins.ours.state[parameter]).values()]
 
 
@@ -101,11 +101,11 @@ def test_what_the_next_plan_has_far_stays_there() -> None:
     twins = trained()
     found = homes(twins)
     other = copy.copy(found)
-    other.states = replace(found.states, parameters=found.states.parameters[:1])
+    other.states = replace(found.states, owners=found.states.owners[:1])
     addresses = [parameter.data_ptr() for parameter in twins.module.parameters()]
     found.replaced(other)
     assert addresses == [parameter.data_ptr() for parameter in twins.module.parameters()]
-    assert found.states.update.far_states == set(found.states.parameters[:1])
+    assert found.states.update.far_states == set(found.states.owners[:1])
     kept = [parameter for parameter, state in twins.ours.state.items() if any(map(is_far, spread(state).values()))]
-    assert [id(parameter) for parameter in kept] == [id(found.states.parameters[0])]
+    assert [id(parameter) for parameter in kept] == [id(found.states.owners[0])]
     twins.assert_same()

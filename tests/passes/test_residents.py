@@ -260,3 +260,16 @@ def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> 
     floor = int(program.Program(Gaps(CHAIN), machine).floor.max())
     with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
         make_plan(CHAIN, machine)
+
+
+def test_where_only_states_may_live_far_nothing_else_does() -> None:
+    machine = Machine(0, out=20.0, back=20.0, homes=True, only_states=True, window=500)
+    for budget in (16_000, 12_000, 9_500):
+        machine = replace(machine, budget=budget)
+        for plan in (greedy.descend(CHAIN, machine), make_plan(CHAIN, machine).plan):
+            applied = apply(CHAIN, plan)
+            assert predict(applied, machine).peak <= budget
+            assert {op.fn for op in applied.ops if op.far} <= {"state"}
+            assert all(applied.op[value].fn == "mm" for kind, value in applied.outputs if kind == "gradient")
+    with pytest.raises(BudgetError):
+        make_plan(CHAIN, replace(machine, budget=8_000))
