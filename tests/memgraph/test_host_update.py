@@ -374,7 +374,7 @@ def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(slabs:
     first.begin()
     assert whole.hosted == set(parameters) and first.begun
     second = FarStates(whole, tuple(parameters), (parameters[1],))
-    first.end(second.parameters)
+    first.end(second.owners)
     assert not second.begun
     second.begin()
     assert whole.hosted == {parameters[1]} and second.begun
