@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch import fx
 
 from .capture import Captured
+from .errors import FusedError
 from .nodes import returned
 from .ops import update
 
@@ -24,9 +25,17 @@ def fusing(captured: Captured, names: Container[str]) -> Captured:
     """The step that updates the parameters of these names itself, and does not hand out their gradients.
 
     The graph is changed in place.
+
+    Raises:
+        FusedError: backward would begin where nobody can say whether gradients are scaled.
     """
     graph = captured.graph.graph
     output, handed = graph.output_node(), returned(graph)
+    if not captured.tangents or any(handed[i].meta["val"].numel() != 1 for i in captured.tangents):
+        raise FusedError(
+            "fuse_update=True wants the loss in the step, and the model returns no scalar that can be "
+            "differentiated: give loss=, or a module that returns its loss"
+        )
     inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     parameters = {role.name: node for node, role in inputs if role.kind == "parameter"}
     roles = {i: role for i, role in enumerate(captured.outputs) if role.kind == "gradient" and role.name in names}

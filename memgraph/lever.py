@@ -1,7 +1,7 @@
 """Whether micro-batches would help a call that no plan fits: tried, before an error recommends them.
 
-parts_help(module, args, kwargs, graph, machine)     the rows go through on their own, and at any op less of them
-                                                     has to lie there   ->   True
+"... a smaller batch"   ->   "... microbatches= or a smaller batch", if the rows go through on their own, and at any op
+                             less of them has to lie there
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from passes import Machine
+from passes import BudgetError, Machine
 from passes.gaps import Gaps
+from passes.obstacle import PARTS, SMALLER
 from passes.program import Program
 
 from .capture import Wanted, capture
@@ -24,11 +25,22 @@ from .shared import WithLoss
 from .summarize import summarize
 
 
-def parts_help(
+def advised(
+    error: BudgetError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted,
+    graph: fx.Graph, machine: Machine,
+) -> BudgetError:  # fmt: skip
+    """The error, which names micro-batches where a smaller batch would help and they are as good; `graph` is the call's
+    as it is."""
+    text = str(error)
+    if SMALLER not in text or not _parts_help(module, args, kwargs, wanted, graph, machine):
+        return error
+    return BudgetError(text.replace(SMALLER, f"{PARTS} or {SMALLER}"), error.budget, error.smallest)
+
+
+def _parts_help(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, graph: fx.Graph, machine: Machine
 ) -> bool:
-    """Whether the batch may be cut in two, and what no plan can do without is less then; `graph` is the call's as it
-    is."""
+    """Whether the batch may be cut in two, and what no plan can do without is less then."""
     cut = _cut(module)
     if cut is None:
         return False

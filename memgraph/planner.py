@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
 import passes
 from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
 from passes.exchanges import placed, sequence
-from passes.obstacle import PARTS, SMALLER
 from passes.replays import with_kept
 
 from .accumulation import accumulating, mark_watched
@@ -30,15 +29,14 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, FusedError, RecordingError
+from .errors import BudgetError, CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import fusing, update_nodes
-from .lever import parts_help
+from .lever import advised
 from .links import sizes_of
 from .lower import Lowering
-from .nodes import returned
 from .oss import OSS
 from .oss.exchanged import exchanging
 from .oss.far_shards import shard_parts
@@ -52,7 +50,7 @@ from .peak import resident_bytes
 from .probe import Prober
 from .recordable import let_record
 from .recording import recorder_of
-from .refusal import refuse_hooks
+from .refusal import elsewhere, refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
 from .residence import Residence
@@ -67,22 +65,10 @@ from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, ground, linked, tier_name
 from .times import Times
-from .trees import flatten
+from .trained import Trained
 from .truth import correct
 from .update import with_price, with_update
 from .wishes import Wishes
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """The parameters that a step makes gradients of, and the states of the optimizer in parts."""
-
-    parameters: Sequence[Tensor]
-    parts: Sequence[StatePart]
-    updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
-    shards: frozenset[int] = frozenset()  # the buckets that backward sums over ranks
-    gathers: frozenset[int] = frozenset()  # those that forward gathers
-    captured: Captured | None = None
 
 
 class Planner:
@@ -277,35 +263,19 @@ class Planner:
                 refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)
                 captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
         except FakeTensorDeviceMismatchError as error:
-            given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-            there = ", ".join(sorted({str(device) for device in given if device != self.device})) or "several devices"
-            raise CaptureError(
-                f"an input lies on {there}, but {self.device} is wanted, where the model is: "
-                f"move it with .to({str(self.device)!r})\ntorch says: {error}"
-            ) from error
+            raise elsewhere(error, args, kwargs, self.device) from error
         mark_watched(captured, self._watched())
         return captured
 
     def _fused(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
-        """The step with updates in backward, if they are asked for.
-
-        Raises:
-            FusedError: backward would begin where nobody can say whether gradients are scaled.
-        """
+        """The step with updates in backward, if they are asked for."""
         if self.fused is None or not captured.differentiable:
             return captured, trained
-        outputs = returned(captured.graph.graph)
-        if any(outputs[i].meta["val"].numel() != 1 for i in captured.tangents) or not captured.tangents:
-            raise FusedError(
-                "fuse_update=True wants the loss in the step, and the model returns no scalar that can be "
-                "differentiated: give loss=, or a module that returns its loss"
-            )
         named = dict(self.module.named_parameters())
         owned = {p for group in self.fused.optimizer.param_groups for p in group["params"]}
         captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
-        return captured, replace(
-            trained, updates={op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
-        )
+        updates = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+        return captured, replace(trained, updates=updates)
 
     def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
         """The step that sums gradients over the ranks of a sharded optimizer in backward, and gathers in forward."""
@@ -334,14 +304,11 @@ class Planner:
         self, error: passes.BudgetError, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
         wanted: Wanted,
     ) -> passes.BudgetError:  # fmt: skip
-        """The error, which names micro-batches where a smaller batch would help and they are as good."""
-        text, machine = str(error), Machine(self.budget, str(self.device))
-        if SMALLER not in text or self.fused is not None:
+        if self.fused is not None:
             return error
+        machine = Machine(self.budget, str(self.device))
         with capturing(self.module):
-            if not parts_help(self.module, args, kwargs, wanted, captured.graph.graph, machine):
-                return error
-        return passes.BudgetError(text.replace(SMALLER, f"{PARTS} or {SMALLER}"), error.budget, error.smallest)
+            return advised(error, self.module, args, kwargs, wanted, captured.graph.graph, machine)
 
     def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: Trained) -> BudgetError:
         """The error, with what the same call needs `later`, when there are gradients to add to."""

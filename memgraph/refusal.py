@@ -11,8 +11,10 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .errors import CaptureError
 from .known import KnowingMode
+from .trees import flatten
 from .where import is_torchs, is_users, module_running, source_line
 
 VALUE = (
@@ -157,3 +160,13 @@ def refuse_hooks(module: nn.Module) -> None:
                 f"{name or 'the model'} has backward hooks, which a captured step can't call: "
                 "register them on the compiled module, or hooks on parameters and outputs instead"
             )
+
+
+def elsewhere(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> CaptureError:
+    """What torch says of inputs that are not where the model is."""
+    given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    there = ", ".join(sorted({str(other) for other in given if other != device})) or "several devices"
+    return CaptureError(
+        f"an input lies on {there}, but {device} is wanted, where the model is: "
+        f"move it with .to({str(device)!r})\ntorch says: {error}"
+    )
