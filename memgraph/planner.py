@@ -41,7 +41,7 @@ from .oss import OSS
 from .oss.exchanged import exchanging
 from .oss.far_shards import shard_parts
 from .oss.gathering import arrivals, gathering
-from .oss.meeting import NEW, digest, excuse, meet
+from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
 from .oss.together import Together
 from .oss.update import far_nbytes, with_sharded_update
@@ -182,13 +182,14 @@ class Planner:
     ) -> tuple[Captured, fx.Graph, Trained]:
         """The call, captured, and the graph of the step that is to be planned: it adds to gradients if there are some,
         and updates if that is asked for."""
-        self._look()
-        refuse_hooks(self.module)
-        if self.sharded is not None:
-            self.sharded.awaited.capturing(self.module.parameters())
-        captured = self._capture(args, kwargs, scalars if self.fused else wanted)
-        captured, trained = self._fused(captured, self._trained(captured))
-        captured, trained = self._exchanging(captured, trained)
+        with telling_failure(self.sharded, self.module.parameters()):
+            self._look()
+            refuse_hooks(self.module)
+            if self.sharded is not None:
+                self.sharded.awaited.capturing(self.module.parameters())
+            captured = self._capture(args, kwargs, scalars if self.fused else wanted)
+            captured, trained = self._fused(captured, self._trained(captured))
+            captured, trained = self._exchanging(captured, trained)
         if (together := self._together(trained)) is not None:
             meet(together.exchange, self.device, NEW)()
         adds = has_gradients(self.module.parameters())
@@ -339,21 +340,22 @@ class Planner:
         machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
         if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
-        prober = self._prober()
-        correct(graph, fake_mode(graph), prober.made)
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = with_network(machine, self.sharded, together)
-        trace = placed(summarize(graph, prober), not machine.hides)
-        if self.sharded is not None:
-            shards = trained.parameters, trained.shards, trained.parts
-            trace = with_sharded_update(trace, self.sharded, *shards)
-        elif self.wishes.optimizer is not None:
-            named, window = dict(self.module.named_parameters()), self.update.window
-            owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
-            trace = with_update(
-                trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned, window
-            )
-        trace = with_kept(trace) if self.wishes.graphs is True else trace
+        with together.telling() if together else nullcontext():
+            prober = self._prober()
+            correct(graph, fake_mode(graph), prober.made)
+            trace = placed(summarize(graph, prober), not machine.hides)
+            if self.sharded is not None:
+                shards = trained.parameters, trained.shards, trained.parts
+                trace = with_sharded_update(trace, self.sharded, *shards)
+            elif self.wishes.optimizer is not None:
+                named, window = dict(self.module.named_parameters()), self.update.window
+                owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
+                trace = with_update(
+                    trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned, window
+                )
+            trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
             if self._lowers:

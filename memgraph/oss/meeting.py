@@ -8,19 +8,24 @@ It is 8 bytes from each, and may go on beside what needs nobody else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..errors import AgreementError
+from ..errors import AgreementError, CollectiveError, MemgraphError
 from .exchange import Exchange
+
+if TYPE_CHECKING:
+    from .optimizer import OSS
 
 NEW = 0  # what a rank is about to run is yet to be planned
 GATHER = 2  # it gathers what is awaited, and runs nothing
 UNABLE = 4  # what it is about to run can't be run
-KINDS = {NEW: "a new kind of call", GATHER: "a call of gather()"}
+KINDS = {NEW: "a new kind of call", GATHER: "a call of gather(), or a new kind of call, which begins with one"}
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
@@ -55,6 +60,31 @@ def excuse(exchange: Exchange, device: torch.device) -> None:
     """Tell the others that what they are about to run can't be run here."""
     with suppress(AgreementError):
         meet(exchange, device, UNABLE)()
+
+
+@contextmanager
+def telling_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Around what comes before `meet` in a call that reads these: what fails here on a rank, the others are told there,
+    if they are sure to come.
+
+    The rank itself raises its own error.
+    """
+    try:
+        yield
+    except (AgreementError, CollectiveError):  # which the others have, too
+        raise
+    except Exception:
+        with suppress(MemgraphError):
+            if optimizer is not None and _meets(optimizer, parameters):
+                excuse(optimizer.exchange, optimizer.pieces.device)
+        raise
+
+
+def _meets(optimizer: OSS, parameters: Iterable[Tensor]) -> bool:
+    """Whether ranks meet before they run a step with these parameters."""
+    if optimizer.exchange.is_alone or not torch.is_grad_enabled() or not any(one.requires_grad for one in parameters):
+        return False
+    return optimizer.gathers == "forward" or bool(optimizer.inside.parcels({}))
 
 
 def digest(text: str) -> int:

@@ -92,7 +92,7 @@ class OSS(Saving):
     ) -> None:
         self.watch = Watch(_ready(group))
         with telling(self.watch, OPTIMIZER, ADVICE):
-            _refuse_arguments(optim, gradients, gather, wire_dtype)
+            _refuse_arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
             groups = groups_of(params)
             self.exchange = Exchange(self.watch, wire_dtype)
             self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
@@ -351,7 +351,9 @@ def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return ready
 
 
-def _refuse_arguments(kind: object, gradients: object, gather: object, wire: torch.dtype | None) -> None:
+def _refuse_arguments(
+    kind: object, gradients: object, gather: object, wire: torch.dtype | None, nbytes: object
+) -> None:
     if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
         found = repr(kind) if isinstance(kind, str | type) else f"a {type(kind).__name__}"
         example = "OSS(params, torch.optim.AdamW, lr=3e-4)"
@@ -360,6 +362,8 @@ def _refuse_arguments(kind: object, gradients: object, gather: object, wire: tor
         raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
     if gather not in GATHERS:
         raise ShardError(f"gather={gather!r}; give one of {', '.join(map(repr, GATHERS))}")
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
+        raise ShardError(f"bucket_bytes={nbytes!r}; give a number of bytes, as 25 << 20")
     if gather == "forward" and (issubclass(kind, optim.LBFGS) or wire is torch.float16):
         what = "float16 may have to be sent anew" if wire is torch.float16 else "LBFGS asks for losses in its step"
         raise ShardError(f'gather="forward" leaves the gathering to the next forward, and {what}; give gather="step"')

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 
 import torch
@@ -19,15 +19,17 @@ import torch
 import passes
 from passes import Choice, Machine, Storage, Trace
 
-from ..errors import MemgraphError, PlanError
+from ..errors import PlanError
 from ..reuse import reused
 from ..saved import SavedPlan, saved, unpriced
-from .agreement import agree
+from .agreement import agree, telling
 from .exchange import Exchange
 from .meeting import ADVICE
 from .texts import texts
 
 SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
+PLANNING = "the planning of the step"
+FINE = f"{PLANNING}: without trouble"
 
 
 class Together:
@@ -36,15 +38,9 @@ class Together:
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self.exchange, self.device = exchange, device
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Around what comes before `machine`: what fails on a rank, the others are told there."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(MemgraphError):
-                agree(self.exchange.watch, [f"its far tier fails: {error}".replace("\n", " ")], ADVICE)
-            raise
+    def telling(self) -> AbstractContextManager[None]:
+        """Around what comes before `trace` or `machine`: what fails here on a rank, the others are told there."""
+        return telling(self.exchange.watch, PLANNING, ADVICE)
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks have."""
@@ -58,9 +54,9 @@ class Together:
         """The step with one price for all ranks.
 
         Raises:
-            AgreementError: a rank has another step.
+            AgreementError: a rank has another step, or has failed.
         """
-        lines = [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
+        lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
         agree(self.exchange.watch, lines, ADVICE)
         numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
         most = self.exchange.most(self._integers(numbers)).tolist()
@@ -76,7 +72,7 @@ class Together:
         Raises:
             AgreementError: a rank has failed to find out how fast its own are.
         """
-        agree(self.exchange.watch, ["its far tier is there"], ADVICE)
+        agree(self.exchange.watch, [FINE], ADVICE)
         facts = asdict(machine)
         facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
         hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
