@@ -292,7 +292,13 @@ class OSS(Saving):
         if self.pieces.are_others() and _is_fresh(state):
             self._begin_anew()
             return
-        renewed = self.pieces.renew()
+        try:
+            renewed = self.pieces.renew()
+        except ShardError as error:
+            if not self.awaited.buckets:
+                raise
+            missing = "turn it back and call optimizer.gather() on all ranks before, as ranges of it are NaN here"
+            raise ShardError(f"{error}; {missing}") from None
         for was, view in renewed:
             if was in state:
                 state[view] = state.pop(was)

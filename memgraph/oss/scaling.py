@@ -14,17 +14,22 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
+from .ghosts import is_ghost
 
 if TYPE_CHECKING:
     from .optimizer import OSS
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, for gradients that differ between ranks: what one has found, all have."""
+    """`torch.amp.GradScaler`, for gradients that differ between ranks: what one has found, all have.
+
+    `step` and `unscale_` raise a ShardError where a compiled module's backward has averaged the gradients.
+    """
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Any, Tensor]:
+        _refuse_ghosts(optimizer)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not hasattr(optimizer, "exchange"):
             return found
@@ -33,6 +38,15 @@ class GradScaler(torch.amp.GradScaler):
         everywhere = exchange.most(exchange.numbers([worst], torch.float32, found_inf.device))[0]
         # Where there are no gradients, torch finds nothing, and has nothing to look at later.
         return {device: value.copy_(everywhere) for device, value in (found or {found_inf.device: found_inf}).items()}
+
+
+def _refuse_ghosts(optimizer: Any) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None and is_ghost(parameter.grad):
+            raise ShardError(
+                "the compiled module's backward has averaged the gradients and keeps its rank's part, of which a "
+                "GradScaler sees nothing: train without one, as with bfloat16, or compile without optimizer="
+            )
 
 
 def unscale(optimizer: OSS, scale: Tensor) -> None:

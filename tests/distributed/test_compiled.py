@@ -272,6 +272,10 @@ def _refused(rank: int) -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match="more than one element"):
         scaler.step(optimizer)
+    ours = memgraph.GradScaler("cpu")
+    ours.scale(torch.ones(()))
+    with pytest.raises(ShardError, match="of which a GradScaler sees nothing: train without one"):
+        ours.step(optimizer)
     optimizer.zero_grad()
     net.first.weight.sum().backward()
     loss = model(batch())

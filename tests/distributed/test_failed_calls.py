@@ -5,6 +5,7 @@ All of it is tried in one start of two ranks: what is returned is what each of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
     said.append(_said(lambda: step(tokens if rank == 0 else tokens.float())))  # beside a step that is known
     optimizer.zero_grad()
     train(model, optimizer, batch, 1)
+    net.double()
+    said.append(_said(optimizer.gather))
+    net.float()
     optimizer.gather()
     return said, same(net, plain)
 
@@ -78,4 +82,6 @@ def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: s
     else:  # what is awaited comes first, and is where ranks meet
         assert "or a new kind of call, which begins with one, and something else have ranks [0]" in own[2]
         assert "rank 0 has a step that it knows, and something else have ranks [1]" in told[2]
+    turned = "float64.* now; make the optimizer anew; turn it back and call optimizer.gather"
+    assert all(bool(re.search(turned, said[3])) == (gather == "forward") for said in (own, told))
     assert first and second

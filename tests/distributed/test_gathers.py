@@ -303,6 +303,8 @@ def _refused(rank: int) -> None:
     parameters = [nn.Parameter(torch.ones(8))]
     refused: list[tuple[dict[str, Any], str]] = [
         ({"gather": "later"}, "give one of 'step', 'forward'"),
+        ({"bucket_bytes": "4MB"}, "bucket_bytes='4MB'; give a number of bytes"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0; give a number of bytes"),
         ({"gather": "forward", "optim": optim.LBFGS}, "LBFGS asks for losses in its step"),
         ({"gather": "forward", "wire_dtype": torch.float16}, "float16 may have to be sent anew"),
     ]
