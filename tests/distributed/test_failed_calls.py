@@ -17,15 +17,16 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_compiled import BYTES, ROOM, Net, batches, same, train
 
 HERE = {"failing": False}
+SMALL = 3000  # elements: an update is first tried on fewer
 
 
 class Fussy(optim.AdamW):
-    """Can't be tried on the rank that is in a bad mood."""
+    """Can't be tried on large parameters, on the rank that is in a bad mood."""
 
     pointwise = True
 
     def step(self, closure: Any = None) -> Any:
-        if HERE["failing"]:
+        if HERE["failing"] and any(p.numel() > SMALL for group in self.param_groups for p in group["params"]):
             raise FloatingPointError("no, thanks")
         return super().step(closure)
 
