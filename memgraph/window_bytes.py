@@ -38,11 +38,12 @@ class WindowBytes:
     windows: int  # two, for as long as the update takes
     passing: int  # temporaries of the optimizer's step on a window, and states that it made and that are on their way
     leaving: int  # the most of those that one window has made
+    numbers: int  # of `passing`: states that are one for all elements, as handed to the windows that are under way
 
     @property
     def between(self) -> int:
         """What is there behind one parameter's update and before the next one's, if both windows move meanwhile."""
-        return min(self.windows + 2 * self.leaving, self.total)
+        return min(self.windows + 2 * self.leaving + self.numbers, self.total)
 
     @property
     def total(self) -> int:
@@ -125,9 +126,11 @@ def _bytes(drafts: Sequence[Draft], nbytes: int, apart: bool) -> WindowBytes:
     # What the window before has made may still be on its way, and the next one has its numbers already.
     leaving = each(lambda draft, piece: draft.fresh(piece) if draft.far_states else 0)
     numbers = each(lambda draft, piece: draft.nbytes_of_numbers(piece))
-    passing = max(map(sum, zip(works, made, [0, *leaving], [0, *numbers], [*numbers[1:], 0], strict=False)), default=0)
+    beside = [before + after for before, after in zip([0, *numbers], [*numbers[1:], 0], strict=False)]
+    passing = max(map(sum, zip(works, made, [0, *leaving], beside, strict=False)), default=0)
+    handed = max(map(sum, zip(numbers, beside, strict=False)), default=0)
     tried = max((draft.temporaries.most([2]) + draft.row.nbytes(2) for draft in drafts), default=0)
-    return WindowBytes(slab, max(passing, tried - slab), max(leaving, default=0))
+    return WindowBytes(slab, max(passing, tried - slab), max(leaving, default=0), handed)
 
 
 def _temporaries(drafts: Sequence[Draft], window: Window) -> int:

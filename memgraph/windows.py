@@ -209,6 +209,7 @@ class Update:
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
             written = _version(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
             writes += _changed(one, written) + _made(one, state or {})
+            one.state.clear()  # its numbers are the subject's now
         self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])
 
     def _finish(self, at: int) -> None:
@@ -220,6 +221,7 @@ class Update:
             one.subject.left -= 1
             if not one.subject.left:
                 _commit(self.optimizer, one.subject)
+                one.subject.scalars.clear()  # they would stay as long as the update
 
     def _wait(self, copies: Sequence[Copying]) -> None:
         begin = time.perf_counter()

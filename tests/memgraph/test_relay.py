@@ -145,6 +145,30 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
     assert seen.peak + resident_bytes(one.slabs) - (near_states(optimizer) - before) <= foreseen.total
 
 
+def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
+    """However many parameters have been updated by then; none of them makes a state any more."""
+    ours = [nn.Parameter(tensor) for tensor in bring_home([torch.zeros(40_001) for _ in range(8)], tmp_path)]
+    optimizer = OPTIMIZERS["AdamW"](ours)
+    zeros = [torch.zeros(()).expand(parameter.shape) for parameter in ours]
+    with torch.no_grad():
+        first = relay(optimizer, ours, tmp_path)
+        for parameter, gradient in zip(ours, zeros, strict=True):
+            first.update(parameter, gradient)
+        first.finish()
+        foreseen = window_bytes(optimizer, WINDOW, Far(everywhere, everywhere, everywhere), ours, apart=True)[0]
+        held, seen = measured(lambda: _most_of_them(optimizer, ours, zeros, tmp_path))
+        assert seen is not None
+        assert resident_bytes(held.slabs) < seen.net <= foreseen.between
+        held.finish()
+
+
+def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor], folder: Path) -> Relay:
+    one = relay(optimizer, ours, folder)
+    for parameter, gradient in zip(ours[:-1], zeros, strict=False):
+        one.update(parameter, gradient)
+    return one
+
+
 def near_states(optimizer: Any) -> int:
     return resident_bytes(tensor for tensor in state_tensors(optimizer) if place_of(tensor) is None)
 
