@@ -148,7 +148,10 @@ class Alone:
 
     def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
         """The state of a parameter of two elements."""
-        (state,) = self._step([(group, _made_up(2, dtype, self.device), {})])
+        try:
+            (state,) = self._step([(group, _made_up(2, dtype, self.device), {})])
+        except Exception as error:
+            raise untried(self.optimizer, error) from error
         return state or {}
 
     def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:
@@ -184,6 +187,14 @@ class Alone:
             alone.state, alone.param_groups = defaultdict(dict), []
             for name in self.scaling:
                 vars(alone).pop(name, None)
+
+
+def untried(optimizer: optim.Optimizer, error: Exception) -> UpdateError:
+    """A trial of its step has failed."""
+    return UpdateError(
+        f"{type(optimizer).__name__} can't be planned, since its step can't be tried on a dense gradient: {error}; "
+        "compile without optimizer=, and its states and its update are not counted"
+    )
 
 
 def unhooked(kind: type[optim.Optimizer]) -> Callable[..., Any]:

@@ -26,9 +26,9 @@ from passes.updates import early
 
 from .costs import once
 from .device import keeping_freed_memory
-from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .place import place
+from .pointwise import untried
 from .signature import kernel_modes
 from .state_parts import StatePart
 from .stopwatch import cool, shortest
@@ -238,14 +238,10 @@ class _Trial:
 
     def _run(self, kinds: Sequence[Kind]) -> int:
         alone = self._alone(kinds)
-        name = type(alone).__name__
         try:
             allocated = [measured(lambda: type(alone).step(alone), kinds[0].device)[1] for _ in range(STEPS)]
         except Exception as error:
-            raise UpdateError(
-                f"{name} can't be planned, since its step can't be tried on a dense gradient: {error}; "
-                "compile without optimizer=, and its states and its update are not counted"
-            ) from error
+            raise untried(alone, error) from error
         kept = resident_bytes(state_tensors(alone))
         if len(kinds) == 1:
             self.states[kinds[0]] = kept
