@@ -133,12 +133,12 @@ def plan(
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", pinned: Budget = None,
-    **kwargs: Any,
+    cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     asked = wishes(
         budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower,
-        host_update=host_update, pinned=pinned,
+        host_update=host_update, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
@@ -174,7 +174,7 @@ def planner_of(model: nn.Module, asked: Wishes) -> Planner:
         if isinstance(optimizer, OSS) and asked.lower == "inductor" and not optimizer.exchange.is_alone:
             raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
         if isinstance(optimizer, OSS) and asked.hosts:
-            raise ShardError("host_update=True is not built for a sharded optimizer, whose states stay on the device")
+            raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
         if asked.fuse:
             refuse_fused(optimizer)
     return Planner(model, asked)

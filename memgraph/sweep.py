@@ -37,7 +37,7 @@ def sweep(
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto",
-    pinned: str | int | float | None = None, **kwargs: Any,
+    pinned: str | int | float | None = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
@@ -55,7 +55,7 @@ def sweep(
     # A budget of a byte, so that the links are measured.
     asked = wishes(
         1, optimizer, offload, spill_dir, None, time_limit, wire_dtype, fuse_update, lower,
-        host_update=host_update, pinned=pinned,
+        host_update=host_update, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
