@@ -1,4 +1,4 @@
-"""The sharded optimizer beside DistributedDataParallel with the plain one, and torch's ZeroRedundancyOptimizer.
+"""The sharded optimizer beside DDP with the plain one, torch's ZeroRedundancyOptimizer and FairScale's OSS.
 
     python -m benchmarks.oss [--ranks 2 --ranks 4] [--rounds 9] [--width 2048] [--layers 12] [--compiled]
 
@@ -6,7 +6,8 @@ Starts torchrun with so many gloo processes, each on one thread. All optimizers 
 in the same run, in turn. Two times are taken, each until the last rank is done: `step` is optimizer.step() alone, on
 gradients that are the same on all ranks; `training` is forward, backward, averaging and update. Ratios are taken in
 each round; the table gives their median and middle half, and results/oss.json every round.  With `--compiled` there are
-two compiled modules more, whose parameters are gathered by the step, and by the next forward.
+two compiled modules more, whose parameters are gathered by the step, and by the next forward.  FairScale is left out
+where it is not installed (`pip install -e .[peers]`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from rich.table import Table
 from torch import Tensor, nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+try:
+    from fairscale.optim.oss import OSS as FairScale
+except ImportError:
+    FairScale = None
 
 import memgraph
 from benchmarks.clock import Step, in_turn, middle, seconds_of
@@ -110,6 +116,7 @@ def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, 
     return {
         PLAIN: (wrapped, optim.Adam(shared, **given)),
         "DDP, ZeroRedundancyOptimizer": (wrapped, ZeroRedundancyOptimizer(shared, optim.Adam, **given)),
+        **({"DDP, FairScale OSS": (wrapped, FairScale(shared, optim.Adam, **given))} if FairScale else {}),
         "DDP, OSS": (wrapped, memgraph.OSS(shared, optim.Adam, gradients="same", **given)),
         "OSS": (alone, memgraph.OSS(alone.parameters(), optim.Adam, **given)),
     }

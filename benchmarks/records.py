@@ -73,7 +73,7 @@ def surroundings(benchmark: str = "planner") -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "planner": _digest(),
-        **{package: _version(package) for package in ("torch", "triton", "highspy", "transformers")},
+        **{package: _version(package) for package in ("torch", "triton", "highspy", "transformers", "fairscale")},
     }
 
 

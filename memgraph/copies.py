@@ -92,12 +92,12 @@ def settle(*copies: Split | None) -> None:
         part.wait()
 
 
-def speeds(*groups: Iterable[Copy]) -> tuple[float, ...]:
-    """Bytes per microsecond of each group of copies, while any of it moved; 0.0 if none has ended.
+def speeds(*groups: Iterable[Part]) -> tuple[float, ...]:
+    """Bytes per microsecond of each group of parts, while any of it moved; 0.0 if none has ended.
 
     Where parts of several groups moved, each part has an equal share of that time.
     """
-    parts = [(part, i) for i, copies in enumerate(groups) for copy in copies for part in copy.parts if part.ended]
+    parts = [(part, i) for i, group in enumerate(groups) for part in group if part.ended]
     moments = [(part.begin, 1, i) for part, i in parts] + [(part.ended, -1, i) for part, i in parts]
     busy, moving, before = [0.0] * len(groups), [0] * len(groups), 0.0
     for at, change, i in sorted(moments):

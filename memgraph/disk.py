@@ -18,7 +18,8 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 
 import torch
 
@@ -84,7 +85,7 @@ class DiskLease:
         self.room: int | None = room
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.begun: list[Part] = []  # what the workers have taken up
+        self.begun: dict[Move, list[Part]] = {write: [], read: []}  # what the workers have taken up
         self.dropped = False
 
     def bind(self, homes: Mapping[int, Place]) -> None:
@@ -112,7 +113,7 @@ class DiskLease:
 
     def speeds(self) -> tuple[float, float]:
         """Bytes per microsecond out and back, while such copies ran; 0.0 where none has ended."""
-        out, back = speeds(self.out.values(), self.back.values())
+        out, back = speeds(self.begun[write], self.begun[read])
         return out, back
 
     def release(self) -> None:
@@ -120,7 +121,7 @@ class DiskLease:
         self.dropped = True
         # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
         if not isinstance(threading.current_thread(), Worker):
-            for part in self.begun:
+            for part in chain(*self.begun.values()):
                 part.wait()
             self._give_back()
 
@@ -129,7 +130,8 @@ class DiskLease:
         self._give_back()
 
     def _give_back(self) -> None:
-        self.out, self.back, self.begun = {}, {}, []
+        self.out, self.back = {}, {}
+        self.begun = {write: [], read: []}
         room, self.room = self.room, None
         if room is not None:
             self.tier.take_back(room)
@@ -139,7 +141,7 @@ class DiskLease:
     ) -> None:
         copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
         # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
-        copy.begin(self._take_up, after)
+        copy.begin(partial(self._take_up, self.begun[move]), after)
 
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""
@@ -149,8 +151,8 @@ class DiskLease:
         assert isinstance(home.mapping, FileMapping)
         return home.mapping.file, home.offset, home.nbytes
 
-    def _take_up(self, part: Part) -> None:
-        self.begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
+    def _take_up(self, begun: list[Part], part: Part) -> None:
+        begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
         self._room()
 
     def _room(self) -> int:

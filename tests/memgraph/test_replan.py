@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import costs, planner, probe
+from memgraph import costs, planner, probe, workers
 from memgraph.device import return_freed_memory
 from memgraph.disk import DiskTier
 from memgraph.links import Link
@@ -256,6 +257,26 @@ def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     assert out > 0
     assert back == 0.0
     lease.release()
+
+
+def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease, sent, plain = DiskTier([1 << 20], tmp_path).lease(), torch.ones(1 << 20, dtype=torch.uint8), workers.transfer
+    lease.offload(0, sent)
+    lease.free(0)
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.1)
+        plain(*args)
+
+    monkeypatch.setattr(workers, "transfer", slow)
+    lease.reload(0, torch.empty_like(sent))
+    lease.wait(0)
+    monkeypatch.setattr(workers, "transfer", plain)
+    lease.reload(0, torch.empty_like(sent))
+    lease.wait(0)
+    _, back = lease.speeds()
+    lease.release()
+    assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 
 
 def test_what_forward_saves_has_the_time_that_it_took_and_not_that_of_being_handed_to_backward(
