@@ -31,7 +31,7 @@ from passes import Forecast, Machine
 from passes.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
-LATE = 0.005  # seconds that a disk that is held may catch up
+LATE = 0.001  # seconds that a disk that is held may catch up
 COLUMNS = ("update", "budget MB", "forecast s", "compute s", "transfer s", "of the longer", "gap %") + (
     ("step s", "forecast/step", "middle half", "repriced/step")
 )  # fmt: skip
