@@ -1,0 +1,1 @@
+"""What memgraph costs and spares: each module is a command, `python -m benchmarks.NAME`."""
