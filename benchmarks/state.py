@@ -4,8 +4,8 @@
     python -m benchmarks.state overlap    # `overlap.py`: what of a step that waits for its disk goes on beside compute
 
 The golden configuration of FairScale's OffloadModel, which takes 4.03 bytes of device a parameter with it: a
-TransformerLM of 292.9 million parameters, batch 8, 32 tokens, Adam.  Plain Adam trains first, in memory; then memgraph
-with each budget, from the same seeds: losses must be the same numbers, and measured <= forecast <= budget.
+TransformerLM of 292.9 million parameters, batch 8, 32 tokens, Adam.  Beside memgraph with each budget plain Adam trains
+in memory, in turn and from the same seeds: losses must be the same numbers, and measured <= forecast <= budget.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -25,13 +24,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from benchmarks.clock import in_turn, middle
 from passes import Stream
 
 VOCABULARY, BATCH, TOKENS, HEADS, DROPOUT = 10_000, 8, 32, 32, 0.1
 PER = (20.0, 16.0, 8.0, 4.0, 2.0, 1.0)
 COLUMNS = ("bytes/parameter", "budget MB", "forecast MB", "measured MB", "measured/parameter", "kept") + (
-    ("losses equal", "step s", "of plain", "forecast/step", "streamed")
+    ("losses equal", "plain s", "step s", "of plain", "middle half", "forecast/step", "streamed")
 )  # fmt: skip
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 
 class TransformerLM(nn.Module):
@@ -56,13 +57,36 @@ class TransformerLM(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), then.flatten())
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training: its losses, the seconds of each step, and the last plan's report, if there is one."""
+class Training:
+    """A model that trains step by step, with batches and random numbers of its own: its losses, and the seconds of each
+    step."""
 
-    losses: list[float]
-    seconds: list[float]
-    report: Any = None
+    def __init__(self, wrap: Wrap, layers: int, width: int) -> None:
+        gc.collect()
+        model = _model(layers, width)
+        self.adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+        self.called = wrap(model, self.adam)
+        self.batches = torch.Generator().manual_seed(1)
+        self.random = torch.get_rng_state()
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        now, then = (torch.randint(VOCABULARY, (BATCH, TOKENS), generator=self.batches) for _ in range(2))
+        torch.set_rng_state(self.random)
+        begin = time.perf_counter()
+        loss = self.called(now, then)
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        self.seconds.append(time.perf_counter() - begin)
+        self.random = torch.get_rng_state()
+        self.losses.append(loss.item())
+
+    @property
+    def report(self) -> Any:
+        """The last plan's."""
+        return self.called.plan
 
     @property
     def settled(self) -> list[float]:
@@ -70,7 +94,8 @@ class Run:
         return self.seconds[min(3, len(self.seconds) - 1) :]
 
     @property
-    def step(self) -> float:
+    def usual(self) -> float:
+        """The seconds of such a step."""
         return statistics.median(self.settled)
 
 
@@ -85,29 +110,30 @@ def main(
     if context.invoked_subcommand:
         return
     count = parameters(layers, width)
-    plain = train(lambda model, adam: model, layers, width, steps)
     title = f"{count / 1e6:.1f}M parameters, Adam, {BATCH} x {TOKENS} tokens, {steps} steps, torch {torch.__version__}"
-    table = Table(
-        *COLUMNS, title=f"{title}, {torch.get_num_threads()} threads; plain step {plain.step:.2f} s", box=None
-    )
+    table = Table(*COLUMNS, title=f"{title}, {torch.get_num_threads()} threads", box=None)
     broken = False
     for share in per or PER:
-        run = train(compiled(int(share * count)), layers, width, steps)
-        kept = run.report.measured <= run.report.peak <= run.report.budget
-        broken |= not kept or run.losses != plain.losses
-        table.add_row(f"{share:g}", *_cells(run, plain, count, kept))
-        Console(stderr=True).print(f"{share:g} bytes a parameter: {run.step:.2f} s a step")
+        plain, ours = (Training(wrap, layers, width) for wrap in (_unchanged, compiled(int(share * count))))
+        in_turn({"plain": plain.step, "ours": ours.step}, steps, warm=0)
+        kept = ours.report.measured <= ours.report.peak <= ours.report.budget
+        broken |= not kept or ours.losses != plain.losses
+        table.add_row(f"{share:g}", *_cells(ours, plain, count, kept))
+        Console(stderr=True).print(f"{share:g} bytes a parameter: {ours.usual:.2f} s a step, plain {plain.usual:.2f} s")
+        del plain, ours  # before the next are made
     Console(width=170).print(table)
     raise typer.Exit(broken)
 
 
-def _cells(run: Run, plain: Run, count: int, kept: bool) -> list[str]:
-    report = run.report
+def _cells(ours: Training, plain: Training, count: int, kept: bool) -> list[str]:
+    report = ours.report
     predicted = report.repriced_us or report.predicted_us  # the update included, as in the step
+    low, ratio, high = middle(one / other for one, other in zip(ours.settled, plain.settled, strict=True))
     return [
         *(f"{nbytes / 1e6:.1f}" for nbytes in (report.budget, report.peak, report.measured)),
-        *(f"{report.measured / count:.3f}", str(kept), str(run.losses == plain.losses)),
-        *(f"{run.step:.2f}", f"{run.step / plain.step:.2f}", f"{predicted / 1e6 / run.step:.2f}"),
+        *(f"{report.measured / count:.3f}", str(kept), str(ours.losses == plain.losses)),
+        *(f"{plain.usual:.2f}", f"{ours.usual:.2f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"),
+        f"{predicted / 1e6 / ours.usual:.2f}",
         str(sum(isinstance(decision, Stream) for decision in report.plan)),
     ]
 
@@ -117,27 +143,12 @@ def parameters(layers: int, width: int) -> int:
     return sum(parameter.numel() for parameter in _model(layers, width).parameters())
 
 
-def compiled(budget: int, fuse: bool = False) -> Callable[[nn.Module, torch.optim.Optimizer], nn.Module]:
+def compiled(budget: int, fuse: bool = False) -> Wrap:
     return lambda model, adam: memgraph.compile(model, budget, optimizer=adam, fuse_update=fuse)
 
 
-def train(wrap: Callable[[nn.Module, torch.optim.Optimizer], Any], layers: int, width: int, steps: int) -> Run:
-    gc.collect()
-    model = _model(layers, width)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-4)
-    called = wrap(model, adam)
-    random = torch.Generator().manual_seed(1)
-    losses, seconds = [], []
-    for _ in range(steps):
-        now, then = (torch.randint(VOCABULARY, (BATCH, TOKENS), generator=random) for _ in range(2))
-        begin = time.perf_counter()
-        loss = called(now, then)
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-        seconds.append(time.perf_counter() - begin)
-        losses.append(loss.item())
-    return Run(losses, seconds, getattr(called, "plan", None))
+def _unchanged(model: nn.Module, adam: torch.optim.Optimizer) -> nn.Module:
+    return model
 
 
 def _model(layers: int, width: int) -> TransformerLM:
