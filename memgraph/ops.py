@@ -63,23 +63,6 @@ Updater = Callable[[str, Tensor], None]
 
 _local = threading.local()
 _library = torch.library.Library("memgraph", "DEF")
-for _schema in (
-    "offload(Tensor x, int slot) -> Tensor",
-    "free(Tensor ticket, Tensor x, int slot) -> ()",
-    "reload(Tensor ticket, int slot, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
-    "wait(Tensor(a) x, int slot) -> Tensor(a)",
-    "narrow(Tensor x) -> Tensor",
-    "widen(Tensor x) -> Tensor",
-    "rng_state(Device device) -> Tensor",
-    "swap_rng(Tensor state, Device device) -> Tensor",
-    "stretch(Tensor(a) x, int begin, int end) -> Tensor(a)",
-    "room(Tensor x, int nbytes) -> Tensor",
-    "reduce_scatter(Tensor x, Tensor room, int bucket, int part) -> Tensor",
-    "reduced(Tensor(a) part, Tensor x, Tensor room, int bucket) -> Tensor(a)",
-    "gather(Tensor[] parameters, int bucket, int size) -> Tensor",
-    "gathered(Tensor sent, Tensor[] parameters, int bucket) -> ()",
-):
-    _library.define(_schema)
 
 
 @contextmanager
@@ -203,22 +186,22 @@ def _gathered(sent: Tensor, parameters: Sequence[Tensor], bucket: int) -> None:
         gather.end(bucket)
 
 
-def _fake_offload(x: Tensor, slot: int) -> Tensor:
+def _empty(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(0)
 
 
-def _fake_free(ticket: Tensor, x: Tensor, slot: int) -> None:
+def _nothing(*_: object) -> None:
     pass
+
+
+def _first(x: Tensor, *_: object) -> Tensor:
+    return x
 
 
 def _fake_reload(
     ticket: Tensor, slot: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def _fake_wait(x: Tensor, slot: int) -> Tensor:
-    return x
 
 
 def _fake_narrow(x: Tensor) -> Tensor:
@@ -245,34 +228,33 @@ def _fake_reduce_scatter(x: Tensor, room: Tensor, bucket: int, part: int) -> Ten
     return x.new_empty(part)
 
 
-def _fake_reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
-    return part
-
-
 def _fake_gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor:
     return parameters[0].new_empty(()).expand(size)  # so that its type says what comes
 
 
-def _fake_gathered(sent: Tensor, parameters: Sequence[Tensor], bucket: int) -> None:
-    pass
-
-
-_OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "offload": (_offload, _fake_offload),
-    "free": (_free, _fake_free),
-    "reload": (_reload, _fake_reload),
-    "wait": (_wait, _fake_wait),
-    "narrow": (narrow, _fake_narrow),
-    "widen": (widen, _fake_widen),
-    "rng_state": (_get_state, _fake_rng_state),
-    "swap_rng": (_swap_rng, _fake_swap_rng),
-    "stretch": (stretch, stretch),
-    "room": (_room, _fake_room),
-    "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
-    "reduced": (_reduced, _fake_reduced),
-    "gather": (_gather, _fake_gather),
-    "gathered": (_gathered, _fake_gathered),
-}
-for _name, (_run, _fake) in _OPS.items():
+# What torch is told of each, what runs, and what its result looks like.
+_OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("offload(Tensor x, int slot) -> Tensor", _offload, _empty),
+    ("free(Tensor ticket, Tensor x, int slot) -> ()", _free, _nothing),
+    (
+        "reload(Tensor ticket, int slot, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
+        _reload,
+        _fake_reload,
+    ),
+    ("wait(Tensor(a) x, int slot) -> Tensor(a)", _wait, _first),
+    ("narrow(Tensor x) -> Tensor", narrow, _fake_narrow),
+    ("widen(Tensor x) -> Tensor", widen, _fake_widen),
+    ("rng_state(Device device) -> Tensor", _get_state, _fake_rng_state),
+    ("swap_rng(Tensor state, Device device) -> Tensor", _swap_rng, _fake_swap_rng),
+    ("stretch(Tensor(a) x, int begin, int end) -> Tensor(a)", stretch, stretch),
+    ("room(Tensor x, int nbytes) -> Tensor", _room, _fake_room),
+    ("reduce_scatter(Tensor x, Tensor room, int bucket, int part) -> Tensor", _reduce_scatter, _fake_reduce_scatter),
+    ("reduced(Tensor(a) part, Tensor x, Tensor room, int bucket) -> Tensor(a)", _reduced, _first),
+    ("gather(Tensor[] parameters, int bucket, int size) -> Tensor", _gather, _fake_gather),
+    ("gathered(Tensor sent, Tensor[] parameters, int bucket) -> ()", _gathered, _nothing),
+)
+for _schema, _run, _fake in _OPS:
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph::{_name}", _fake, lib=_library)
