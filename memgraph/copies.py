@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .homes import is_dense
+from .dense import is_dense
 from .spill import SpillError, pages
 from .workers import CHUNK, WORKERS, Latch, submit
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .dense import is_dense, shaped
 from .spill import PAGE, nameless_file, pages, spill_folder
 
 Room = tuple[int, int]  # offset, bytes
@@ -202,15 +203,5 @@ def _within(mapping: Mapping, offset: int, nbytes: int) -> Place | None:
     return Place(offset, nbytes, mapping) if whole else None
 
 
-def shaped(flat: Tensor, tensor: Tensor) -> Tensor:
-    """A run of bytes, seen as a tensor of this type, shape and strides."""
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
 def form_of(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one run of memory, each its own part of it."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

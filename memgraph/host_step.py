@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .homes import Place, Source, Where, shaped
+from .dense import shaped
+from .homes import Place, Source, Where
 from .host import After, Host, StreamCopy
 from .pinned import beside, noted
 from .pointwise import EXACT, Alone, Given

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .homes import Place, shaped
+from .dense import shaped
+from .homes import Place
 from .slab import SLABS, Slab, Slabs
 from .spill import PAGE
 

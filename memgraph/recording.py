@@ -24,9 +24,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .dense import is_dense
 from .errors import RecordingError
 from .flight import Flight, Tier
-from .homes import is_dense
 from .pinned import PinnedLease
 from .split import Halves
 

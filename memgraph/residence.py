@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .dense import laid
 from .homes import Home, Place, Where, form_of, place_of
 from .movement import bring_home
 
@@ -102,10 +103,3 @@ class Residence:
 def spread(state: Mapping[str, object]) -> dict[str, Tensor]:
     """What a state has in it that is no single number."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
-
-
-def laid(flat: Tensor, like: Tensor) -> Tensor:
-    """The bytes of a tensor, laid out as `like`."""
-    return torch.empty(0, dtype=like.dtype, device=flat.device).set_(
-        flat.untyped_storage(), 0, like.shape, like.stride()
-    )

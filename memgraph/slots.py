@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from .capture import Captured
+from .dense import laid
 from .far_update import FarStates
 from .homes import Place, place_of
 from .nodes import returned
-from .residence import GRADIENT, PARAMETER, Key, Residence, laid, spread
+from .residence import GRADIENT, PARAMETER, Key, Residence, spread
 from .summarize import tensors
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default

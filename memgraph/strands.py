@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from .dense import is_dense
 from .errors import UpdateError
-from .homes import Form, Home, Place, Where, form_of, is_dense, place_of
+from .homes import Form, Home, Place, Where, form_of, place_of
 from .movement import bring_home
 from .pieces import Row
 from .pointwise import EXACT, Alone

@@ -26,7 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .homes import Form, Home, form_of, is_dense
+from .dense import is_dense
+from .homes import Form, Home, form_of
 from .spill import spill_folder
 
 PREFIX, MODEL = "memgraph", "model"

@@ -35,6 +35,7 @@ from .movement import Copying, fetch, part_of, settled, store
 from .pieces import Piece, Window, aligned, boxes, cut
 from .pointwise import Alone
 from .strands import GRADIENT, PARAMETER, Strand, Subject, Whose, fresh_strand, make_places, nobody, subjects_of
+from .versions import version_of
 
 Write = tuple[Place, Tensor]
 
@@ -200,14 +201,14 @@ class Update:
             piece = one.tensors[PARAMETER]
             piece.grad = one.tensors[GRADIENT]
             given.append((one.subject.group, piece, one.state))
-        versions = [_version(one.tensors[GRADIENT]) for one in filled.cuts]
+        versions = [version_of(one.tensors[GRADIENT]) for one in filled.cuts]
         states = (self._desk(at) or self.alone).step(given)
         del self.filled[at]
         self.computed += 1
         writes: list[Write] = []
         for one, state, version in zip(filled.cuts, states, versions, strict=True):
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
-            written = _version(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
+            written = version_of(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
             writes += _changed(one, written) + _made(one, state or {})
             one.state.clear()  # its numbers are the subject's now
         self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])
@@ -253,11 +254,7 @@ class Update:
 def _mark(value: Any) -> object:
     if not isinstance(value, Tensor):
         return value
-    return id(value), value.data_ptr(), _version(value)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return id(value), value.data_ptr(), version_of(value)
 
 
 def _laid(room: Tensor, strand: Strand, piece: Piece) -> Tensor:

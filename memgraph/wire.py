@@ -14,6 +14,8 @@ from torch import Tensor
 
 from passes.wire import WORKSPACE
 
+from .dense import flat
+
 LARGEST = torch.finfo(torch.bfloat16).max
 PART = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
 
@@ -80,14 +82,3 @@ def _take_back_infinities(x: Tensor, cast: Tensor) -> None:
         thin.clamp_(-LARGEST, LARGEST)
         for infinite in (torch.inf, -torch.inf):
             thin.masked_fill_(wide == infinite, infinite)
-
-
-def flat(x: Tensor) -> Tensor:
-    """The numbers of a dense tensor as they lie in memory.
-
-    Raises:
-        ValueError: it has gaps or overlaps.
-    """
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(x):
-        raise ValueError(f"a tensor with shape {tuple(x.shape)} and strides {x.stride()} has gaps or overlaps")
-    return x.as_strided((x.numel(),), (1,))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import flat
+from ..dense import flat
 from .formats import FORMATS, narrowed, widened
 from .move import check, move_twin
 from .noise import noise

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..wire import flat
+from ..dense import flat
 from .move import Pair, move, move_by
 from .ways import Found, Trial, Way, measured
 

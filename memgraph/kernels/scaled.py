@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import flat
+from ..dense import flat
 from .formats import FORMATS, narrowed, rounded, widened
 from .move import UNIT, lines
 from .noise import noise, noise_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..dense import flat, is_dense
 from .agreement import checksum, written
 from .first_state import FirstState
-from .pieces import flat, is_dense
 from .sharded_state import place_of
 
 if TYPE_CHECKING:

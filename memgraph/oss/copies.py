@@ -12,8 +12,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from ..dense import laid
 from ..homes import Form, Home
-from ..residence import laid
 from ..spill import SpillError, pages
 from ..state_parts import is_large
 from .far_shards import FarShards

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..dense import flat, is_dense
 from .faults import Watch
-from .pieces import flat, is_dense
 
 
 class Courier:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ..errors import ShardError
+from ..versions import version_of
 from .pieces import Laid
 
 
@@ -76,4 +77,4 @@ class Same(Held):
 
 
 def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None or gradient.is_inference() else gradient._version
+    return 0 if gradient is None else version_of(gradient)

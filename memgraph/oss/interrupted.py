@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..versions import version_of
 from .groups import Group
 
 if TYPE_CHECKING:
@@ -78,4 +79,4 @@ def _state(tensor: Tensor | None) -> tuple[int, int]:
     """Where it lies, and how often it was written."""
     if tensor is None:
         return 0, 0
-    return 0 if tensor.is_sparse else tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_sparse else tensor.data_ptr(), version_of(tensor)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from passes.shards import Piece
 
+from ..dense import flat
 from .entries import Kind
 from .faults import Watch
-from .pieces import flat
 
 Key = tuple[int, int]  # a piece: its parameter, and where it begins
 

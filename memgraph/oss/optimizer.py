@@ -23,6 +23,7 @@ from torch import Tensor, optim
 
 from passes.shards import Item, Sizes, loads_of, shards
 
+from ..dense import is_dense
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
 from .agreement import OPTIMIZER, agree, parameter_lines, telling
@@ -37,7 +38,7 @@ from .held import Held
 from .inside import Inside
 from .near import Near, near
 from .norm import Limit, clip
-from .pieces import Pieces, is_dense
+from .pieces import Pieces
 from .saving import Saving
 from .scaling import unscale
 from .updates import MEND, Updates

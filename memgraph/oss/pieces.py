@@ -18,6 +18,7 @@ from torch import Tensor
 
 from passes.shards import Bucket, Piece
 
+from ..dense import flat, is_dense
 from ..errors import ShardError
 from .ghosts import is_ghost
 
@@ -38,7 +39,7 @@ class Laid:
         found = []
         rest = list(stretches)
         for piece, view in self.own:
-            found.append(shaped(rest[0][: piece.count], view))
+            found.append(in_shape_of(rest[0][: piece.count], view))
             rest[0] = rest[0][piece.count :]
             if not rest[0].numel():
                 del rest[0]
@@ -137,16 +138,6 @@ class Pieces:
         return parameter.detach() if piece.count == parameter.numel() else self._stretch(piece)
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether each place in its memory, from the first to the last, is one of its elements."""
-    return tensor.layout == torch.strided and torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as they lie in memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements of a tensor of the parameter's shape, flat and in the order of the parameter's."""
     if tensor.stride() == parameter.stride() and is_dense(tensor):
@@ -156,7 +147,7 @@ def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     return flat(torch.empty_like(parameter).copy_(tensor.detach()))
 
 
-def shaped(taken: Tensor, view: Tensor) -> Tensor:
+def in_shape_of(taken: Tensor, view: Tensor) -> Tensor:
     """Flat elements in the shape and order of what they belong to."""
     if is_dense(view):
         return taken.as_strided(view.shape, view.stride(), taken.storage_offset())

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from passes.shards import Piece
 
+from ..dense import is_dense
 from .copies import Copies
 from .entries import Kind, Outline, kinds
 from .faults import Watch
 from .moves import Key, Move, Rows, key, rows_of
-from .pieces import in_order_of, is_dense
+from .pieces import in_order_of
 from .whole_state import Entries, copied, is_elementwise, outlines, own_entries, places
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from passes import Trace
 from passes.wire import WORKSPACE
 
 from ..state_parts import StatePart, is_large
+from ..strands import nobody
 from ..update import update_nbytes, with_step
 from ..window_bytes import Far, window_bytes
 from .far_shards import large_nbytes
@@ -109,7 +110,7 @@ def _in_windows(oss: OSS, laid: Laid) -> int:
         return 0
     key = key, oss.far.window
     if key not in _windows:
-        far = Far(_nobody, _nobody, is_large)
+        far = Far(nobody, nobody, is_large)
         taken = window_bytes(of_groups(oss.inner, [group]), oss.far.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
@@ -123,10 +124,6 @@ def _of_own(oss: OSS, laid: Laid) -> tuple[Group, object]:
     group = options(oss.param_groups[oss.group_of[first]])
     key = oss.optim, repr(group), tuple((view.shape, view.dtype, view.device) for view in views)
     return group | {"params": list(map(_trained, views))}, key
-
-
-def _nobody(parameter: Tensor) -> bool:
-    return False
 
 
 def _of_all(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from passes.shards import Piece
 
+from ..dense import flat
 from ..errors import StateError
 from .courier import Courier
 from .entries import Kind, Outline, filled, kinds, outline, tensors
 from .moves import Key, key
-from .pieces import flat, in_order_of
+from .pieces import in_order_of
 from .texts import texts
 
 if TYPE_CHECKING:
