@@ -29,8 +29,9 @@ from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
 from memgraph import joint
 from memgraph.capture import capture, losses
+from memgraph.nodes import tensors
 from memgraph.probe import is_view
-from memgraph.summarize import Cost, summarize, tensors
+from memgraph.summarize import Cost, summarize
 from passes import Trace
 from tests import nets
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from .errors import CaptureError
-from .nodes import aten, derived, storages
+from .nodes import all_storages, aten, derived, storages
 from .where import NOTES
 
 
@@ -47,7 +47,7 @@ class Desk:
 
     def own_output(self, node: fx.Node) -> fx.Node:
         """The output, or a copy of it if it is a view of an input or of a constant."""
-        given = _all_storages([*self.placeholders, *self.graph.find_nodes(op="get_attr")])
+        given = all_storages([*self.placeholders, *self.graph.find_nodes(op="get_attr")])
         return self._copy(node, node.meta["val"], self.turn, "forward") if storages(node) & given else node
 
     def write_back(self, changed: Iterable[int], new: Iterable[fx.Node]) -> None:
@@ -57,8 +57,8 @@ class Desk:
 
     def own_gradients(self, handed: list[fx.Node], owners: list[fx.Node | None]) -> list[fx.Node]:
         """Copies in the place of gradients that share or don't fill their storage, or lie unlike their owner."""
-        taken = _all_storages(self._until_turn())
-        taken |= _all_storages(node for node, owner in zip(handed, owners, strict=True) if owner is None)
+        taken = all_storages(self._until_turn())
+        taken |= all_storages(node for node, owner in zip(handed, owners, strict=True) if owner is None)
         owned = []
         for node, owner in zip(handed, owners, strict=True):
             if owner is not None:
@@ -110,10 +110,6 @@ def _obeys(gradient: Tensor, owner: Tensor) -> bool:
     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     order = order_of(owner) or list(range(owner.dim()))
     return whole and gradient.permute(order).is_contiguous()
-
-
-def _all_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return {storage for node in nodes for storage in storages(node)}
 
 
 def _is_backward(node: fx.Node) -> bool:

@@ -25,10 +25,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .nodes import changes_inputs, is_random, storages, written_by
+from .nodes import all_storages, aten, changes_inputs, is_random, storages, written_by
 from .surrogates import as_made
 
-aten = torch.ops.aten
 ELEMENTS = 1 << 24  # what may be computed to answer one question
 ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
 
@@ -159,7 +158,7 @@ def _too_large(nodes: list[fx.Node]) -> bool:
 
 def _changed_in_place(nodes: list[fx.Node]) -> bool:
     """Whether any op so far has written to what these nodes hold."""
-    held = set[int]().union(*map(storages, nodes))
+    held = all_storages(nodes)
     return any(storages(written) & held for node in nodes[0].graph.nodes for written in written_by(node))
 
 

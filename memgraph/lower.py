@@ -22,10 +22,9 @@ from passes.choice import dearer
 from passes.segments import Price, Segment, affordable, fused, segments, shared
 
 from . import inductor
-from .nodes import storages
+from .nodes import all_storages, storages, tensors
 from .probe import Prober, layout
 from .rewrite import Rewriter
-from .summarize import tensors
 from .times import Times
 from .truth import empty_like
 
@@ -161,4 +160,4 @@ def _is_fusible(node: fx.Node) -> bool:
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if not all(isinstance(value, Tensor) for value in given) or not tensors(node):
         return False
-    return storages(node).isdisjoint(held for source in node.all_input_nodes for held in storages(source))
+    return storages(node).isdisjoint(all_storages(node.all_input_nodes))

@@ -1,7 +1,11 @@
-"""What can be read off a node of a traced graph."""
+"""What can be read off a node of a traced graph, and what may be dropped of such a graph.
+
+%add_ : aten.add_.Tensor(%x, %y)    ->   writes to %x; holds the storage of %x; makes nothing
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +19,24 @@ aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
 
 
+def tensors(node: fx.Node) -> list[Tensor]:
+    """The fake tensors of its value."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
 def storages(node: fx.Node) -> set[int]:
     """The storages that its value holds."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors(node)}
+
+
+def all_storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages that their values hold."""
+    return {storage for node in nodes for storage in storages(node)}
+
+
+def makes_nothing(node: fx.Node) -> bool:
+    """Whether its value holds only storages of what it reads, as that of a view."""
+    return storages(node) <= all_storages(node.all_input_nodes)
 
 
 def returned(graph: fx.Graph) -> list[Any]:

@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
-from .nodes import storages
+from .nodes import makes_nothing, tensors
 from .peak import measured, resident_bytes
 from .place import place
 from .roofline import roofline
 from .signature import kernel_modes
 from .stopwatch import cool, shortest
-from .summarize import Cost, tensors
+from .summarize import Cost
 from .surrogates import COPY_STORAGES
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
@@ -96,7 +96,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
-    return storages(node) <= {storage for source in node.all_input_nodes for storage in storages(source)}
+    return makes_nothing(node)
 
 
 def layout(tensor: Tensor) -> Layout:

@@ -17,7 +17,7 @@ from passes.replays import kept_nbytes, obstacle
 
 from .capture import Captured
 from .errors import RecordingError
-from .nodes import is_random, returned, storages, written_by
+from .nodes import all_storages, is_random, returned, storages, written_by
 from .recording import Recorder, Replays
 from .step import Step
 
@@ -61,7 +61,7 @@ def _shared(captured: Captured, graph: fx.Graph) -> str:
     """What a copy of an input or of an output would not be."""
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [node for node, role in zip(placeholders, captured.inputs, strict=False) if role.kind == "input"]
-    theirs = {held for node in inputs for held in storages(node)}
+    theirs = all_storages(inputs)
     if any(not theirs.isdisjoint(storages(node)) for reader in graph.nodes for node in written_by(reader)):
         return "forward changes an input in place"
     handed = [node for role, node in zip(captured.outputs, returned(graph), strict=True) if role.kind == "output"]

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
 
-from .nodes import derived
-from .summarize import FAR, tensors
+from .nodes import derived, tensors
+from .summarize import FAR
 from .truth import REAL, again
 
 

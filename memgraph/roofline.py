@@ -17,10 +17,10 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from .costs import once
+from .nodes import tensors
 from .place import place
 from .signature import kernel_modes
 from .stopwatch import shortest
-from .summarize import tensors
 
 SIDE = 768  # of the matrices that are multiplied
 COPIED = 32 << 20  # bytes: more than caches hold

@@ -17,9 +17,8 @@ from .capture import Captured
 from .dense import laid
 from .far_update import FarStates
 from .homes import Place, place_of
-from .nodes import returned
+from .nodes import returned, tensors
 from .residence import GRADIENT, PARAMETER, Key, Residence, spread
-from .summarize import tensors
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
 
-from .nodes import changes_inputs, returned, storages
+from .nodes import all_storages, changes_inputs, returned, storages
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -54,8 +54,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
-    written = {storage for node in graph.nodes if changes_inputs(node) for storage in storages(node)}
-    kept = {storage for node in saved for storage in storages(node)} - written
+    kept = all_storages(saved) - all_storages(filter(changes_inputs, graph.nodes))
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, fakes, names, theirs)
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from passes import Op, Storage, Trace
 from passes.wire import WORKSPACE
 
 from .device import block_nbytes
 from .inductor import Segment
-from .nodes import is_random, returned
+from .nodes import all_storages, is_random, returned, storages, tensors
 from .ops import accumulate, state_nbytes, update
 
 SHORT = {
@@ -71,11 +70,6 @@ def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
             return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
         ops.append(_summarize_node(node, names, price, mutated))
     raise ValueError("the graph has no output node")
-
-
-def tensors(node: fx.Node) -> list[Tensor]:
-    """The fake tensors of a node's value."""
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
 
 
 def draws(node: fx.Node) -> bool:
@@ -159,10 +153,6 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
     """The inputs that the step writes to, and the views of them."""
-    found = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
-    storages = {
-        tensor.untyped_storage()._cdata for node in found if isinstance(node, fx.Node) for tensor in tensors(node)
-    }
-    return {
-        node for node in graph.nodes if any(tensor.untyped_storage()._cdata in storages for tensor in tensors(node))
-    }
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = all_storages(copy.args[0] for copy in copies)
+    return {node for node in graph.nodes if not written.isdisjoint(storages(node))}

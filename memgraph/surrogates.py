@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from .nodes import aten, derived, storages
+from .nodes import all_storages, aten, derived, makes_nothing, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
 # A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
@@ -50,8 +50,8 @@ def keep_workspaces(graph: fx.Graph) -> None:
 
 def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Let what copies a storage copy of an input's no more than the input: nobody knows how large that storage is."""
-    given = {storage for node in graph.find_nodes(op="placeholder") for storage in storages(node)}
-    views = {node for node in graph.nodes if node.op == "call_function" and _is_view(node)}
+    given = all_storages(graph.find_nodes(op="placeholder"))
+    views = {node for node in graph.nodes if node.op == "call_function" and makes_nothing(node)}
     changed = set[fx.Node]()
     for node in graph.nodes:
         if node.target in COPY_STORAGES and not given.isdisjoint(storages(node.args[0])):
@@ -66,10 +66,6 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
             continue
         node.meta["val"] = derived(node, mode)
         changed.add(node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return storages(node) <= {storage for read in node.all_input_nodes for storage in storages(read)}
 
 
 def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:

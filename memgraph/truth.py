@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .nodes import derived, storages
+from .nodes import all_storages, derived, tensors
 from .probe import Made, is_view, made_of
 
 REAL = "real"  # in a node's meta: its fake value is not what its op would give on fake tensors
@@ -31,7 +31,7 @@ def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tup
                 node.meta["val"] = derived(node, mode)
                 changed.add(node)
             continue
-        real, expected = made(node), tuple(map(made_of, _leaves(node)))
+        real, expected = made(node), tuple(map(made_of, tensors(node)))
         # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": _like(node, real, mode), REAL: True}
@@ -40,7 +40,7 @@ def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tup
 
 def again(node: fx.Node, mode: FakeTensorMode) -> Any:
     """A new fake value like that of a corrected node, in storages of its own."""
-    return _like(node, tuple(map(made_of, _leaves(node))), mode)
+    return _like(node, tuple(map(made_of, tensors(node))), mode)
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -48,14 +48,10 @@ def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return _empty(tensor, made_of(tensor), mode)
 
 
-def _leaves(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(node.meta["val"])[0] if isinstance(leaf, Tensor)]
-
-
 def _like(node: fx.Node, made: tuple[Made, ...], mode: FakeTensorMode) -> Any:
     """The node's value with tensors that lie as `made` says; what it took over from its inputs stays."""
     leaves, form = tree_flatten(node.meta["val"])
-    given = {storage for source in node.all_input_nodes for storage in storages(source)}
+    given = all_storages(node.all_input_nodes)
     rest = iter(made)
     new: list[Any] = []
     for leaf in leaves:

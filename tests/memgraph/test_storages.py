@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import memgraph
 from memgraph.capture import capture
 from memgraph.known import KnowingMode
+from memgraph.nodes import tensors
 from memgraph.peak import measured, resident_bytes
 from memgraph.probe import Made, made_of
-from memgraph.summarize import tensors
 from tests.nets import Function
 
 X = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
