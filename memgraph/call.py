@@ -5,16 +5,14 @@ model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from .trees import Spec, flatten, tensors_of, unflatten
-from .where import nodes_behind
 
 
 @dataclass(frozen=True)
@@ -84,61 +82,18 @@ class View:
         return source.as_strided(self.shape, self.stride, source.storage_offset() + self.offset)
 
 
-# Of the outputs that can be differentiated, by place, the places of those that a loss may be made of.
-Wanted = Callable[[Mapping[int, Tensor]], Sequence[int]]
-
-
-def everything(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """All of them."""
-    return list(outputs)
-
-
-def losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, and what is computed with parameters of its own: logits beside the loss that is made of them, or
-    their softmax, are only looked at; logits beside a penalty have a loss yet to come."""
-    behind = set(nodes_behind(output.grad_fn for output in outputs.values() if output.numel() == 1))
-    if not behind:
-        return scalars(outputs)
-    return [place for place, output in outputs.items() if output.numel() == 1 or _is_beside(output.grad_fn, behind)]
-
-
-def _is_beside(root: Node | None, behind: Set[Node]) -> bool:
-    """Whether an op that no scalar is computed by reads a parameter, on the way to this result."""
-    waiting, seen = [root], set(behind)
-    while waiting:
-        node = waiting.pop()
-        if node is None or hasattr(node, "variable"):
-            return True
-        if node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions if following is not None]
-    return False
-
-
-def scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, or all if there are none."""
-    return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """What runs, and the real tensors that it reads, in the order of the placeholders."""
 
     module: nn.Module
-    loss: Callable[[Any], Any] | None
     leaves: list[Any]
     spec: Spec
     inputs: tuple[Input, ...]
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Callable[[Any], Any] | None = None,
-    ) -> Call:
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = flatten((args, kwargs))
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         given = tensors_of(leaves)
@@ -147,7 +102,7 @@ class Call:
             *(Input("buffer", name) for name in buffers),
             *(Input("input", index=i) for i in range(len(given))),
         )
-        return cls(module, loss, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
+        return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
 
     def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Of one tensor per input, those in the place of parameters and buffers, by name."""
@@ -159,5 +114,4 @@ class Call:
         given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
         leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
-        result = self.module(*args, **kwargs)
-        return result if self.loss is None else self.loss(result)
+        return self.module(*args, **kwargs)

@@ -8,14 +8,14 @@ that is not a tensor is written into the graph as it was in this call: a caller 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .call import Call, Input, Output, Ref, Wanted, everything, losses, scalars
+from .call import Call, Input, Output, Ref
 from .errors import CaptureError
 from .fakes import surroundings
 from .functional import make_functional
@@ -27,6 +27,7 @@ from .settle import settle
 from .sums import sum_early
 from .surrogates import copy_only_inputs
 from .trees import Spec, unflatten
+from .wanted import Wanted, everything, losses, scalars
 
 __all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands", "scalars"]
 
@@ -70,15 +71,14 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    loss: Callable[[Any], Any] | None = None,
     grad: bool = True,
     wanted: Wanted = everything,
 ) -> Captured:
-    """The step of `loss(module(*args, **kwargs))`; no real tensor is read or written.
+    """The step of `module(*args, **kwargs)`; no real tensor is read or written.
 
     With `grad` it includes the backward from those differentiable outputs that are `wanted`.
     """
-    call = Call.of(module, args, kwargs, loss)
+    call = Call.of(module, args, kwargs)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
@@ -96,7 +96,7 @@ def capture(
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The real tensors for the placeholders of a captured call, without the tangents."""
-    return Call.of(module, args, kwargs, None).tensors
+    return Call.of(module, args, kwargs).tensors
 
 
 def _hoped(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:

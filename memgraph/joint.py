@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.nn.utils import stateless
 
-from .call import Call, Input, Output, Ref, View, Wanted
+from .call import Call, Input, Output, Ref, View
 from .checkpoint import without_checkpoint
 from .constants import describe_constants, refuse_trained_constants
 from .contents import Contents
@@ -36,7 +36,8 @@ from .nodes import drop_aliases, drop_dead, returned
 from .surrogates import keep_workspaces
 from .trees import Spec, flatten
 from .untouched import Untouched, untouched
-from .where import Notes, nodes_behind
+from .wanted import Wanted, nodes_behind
+from .where import Notes
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,17 +103,6 @@ class Notes:
         node.meta[NOTES] = {**node.meta.get(NOTES, {}), **notes}
 
 
-def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:
-    """All autograd nodes that the roots lead to, with them."""
-    waiting = [root for root in roots if root is not None]
-    found = set(waiting)
-    while waiting:
-        new = {following for following, _ in waiting.pop().next_functions if following is not None} - found
-        found |= new
-        waiting.extend(new)
-    return list(found)
-
-
 def source_line(traceback: TracebackType | None) -> str:
     """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
     places = [(frame.f_code, line) for frame, line in walk_tb(traceback)]

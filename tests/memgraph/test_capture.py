@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memgraph.capture import Input, Output, Ref, capture, losses
+from memgraph.shared import WithLoss
 from tests.captured import TOKENS, Plain, X, agrees
 
 
@@ -179,7 +180,7 @@ def test_without_gradients_there_is_no_backward() -> None:
 
 
 def test_the_loss_can_be_inside() -> None:
-    captured = capture(nn.Linear(4, 4), (X,), {}, loss=lambda out: out.square().mean())
+    captured = capture(WithLoss(nn.Linear(4, 4), lambda out: out.square().mean()), (X,), {})
     model = nn.Linear(4, 4)
     with torch.no_grad():
         loss, *_ = captured.graph(*model.parameters(), X, torch.ones(()))
