@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .alone import ALONE, undisturbed
 from .attributes import Attributes
+from .backward import Unforeseen
 from .capture import Captured, Wanted, everything, losses, scalars
 from .eager import eager_gradients
 from .errors import FusedError, NoPlanError
@@ -26,7 +27,7 @@ from .planner import Planner
 from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
-from .step import Step, Unforeseen
+from .step import Step
 from .transforms import refuse_duals, refuse_transforms
 from .trees import Spec, flatten, tensors_of
 from .wishes import Wishes

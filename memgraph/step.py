@@ -1,23 +1,22 @@
-"""A planned step, run: forward, what is saved, backward, and the gradients on their way to the parameters.
+"""A planned step: what runs it, what is known of it, and what it takes note of.
 
-loss = step(tensors)      forward's half runs; what backward reads waits in a list
-loss.backward()           backward's half takes the list and empties it as it reads
+loss = step(tensors)      a flight begins: forward's half runs; what backward reads waits in a list
+loss.backward()           backward's half takes the list and empties it as it reads; see `backward.py`
+step.report, step.times   what the flight took, if it was one that is measured
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph
 
+from .backward import Run, Unforeseen
 from .call import Output
 from .capture import Captured
-from .company import join
 from .errors import MemgraphError, RecordingError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
@@ -26,14 +25,10 @@ from .lower import Lowering
 from .oss.inside import Inside
 from .recording import Recorder, Recording, Replays
 from .report import Report
-from .signature import has_hooks, in_process_group, is_watched
 from .slots import Homes
 from .split import Halves
 from .times import Times
 from .unused import without
-
-# The gradients of all inputs, if gradients arrive for other outputs than was planned.
-Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class Step:
@@ -97,7 +92,7 @@ class Step:
         elif self.times is None:
             flight.time(self.device)
         if self.halves.backward is not None:
-            return list(_Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
+            return list(Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
         try:
             return flight.forward(tensors, self.outputs)
         finally:
@@ -171,9 +166,9 @@ class Step:
             self.partial[unused] = found
         return found
 
-    def is_without(self, name: str, unused: frozenset[int]) -> bool:
-        """Whether a parameter has no gradient if none come for these outputs."""
-        return bool(unused) and self.captured.sources[Output("gradient", name)] <= unused
+    def is_without(self, role: Output, unused: frozenset[int]) -> bool:
+        """Whether eager makes no such gradient if none come for these outputs."""
+        return bool(unused) and self.captured.sources[role] <= unused
 
     @property
     def is_due(self) -> bool:
@@ -206,136 +201,3 @@ class Step:
     def target(self, role: Any) -> int:
         """The place among the inputs of what a gradient is of."""
         return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
-
-
-class _Run(torch.autograd.Function):
-    """Autograd's view of a step: one node from the inputs to the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, flight: Flight, unforeseen: Unforeseen, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
-        try:
-            outputs = flight.forward(tensors, step.outputs)
-        except BaseException:
-            step.land(flight)
-            raise
-        join(flight, frozenset(id(tensors[i]) for i in step.owned))
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
-        step: Step = ctx.step
-        if torch.is_grad_enabled():
-            raise MemgraphError(
-                "the gradients of a memgraph module can't be differentiated again (create_graph=True): "
-                "its backward is a graph of its own; use the plain module for this"
-            )
-        results: list[Tensor | None] = [None] * len(ctx.parameters)
-        more = any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents))
-        if more or any(tangents[i] is None for i in step.captured.hoped):
-            if step.updates:
-                step.land(ctx.flight)
-            results[:] = ctx.unforeseen(tangents)
-        else:
-            for role, gradient in zip(step.gradients, _backward(ctx, tangents), strict=True):
-                results[step.target(role)] = gradient
-        return None, None, None, *results
-
-
-def _backward(ctx: Any, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients that autograd has to hand on; those of parameters are put into `.grad` here, where nobody
-    watches."""
-    step, flight = ctx.step, ctx.flight
-    if flight.meter is not None:
-        flight.absent = min(flight.absent, step.absent(ctx.parameters))
-    behind = ctx.next_functions  # is made anew whenever it is read
-    seen = in_process_group() or flight.shared
-    takers = [
-        _taker(behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
-        for role in step.gradients
-    ]
-    keep = _get_current_graph_task_keep_graph()
-    apart = {}
-    if step.homes is not None:
-        apart, places = step.homes.before(takers, step.adds)
-        flight.bind(places)
-    there = [taker.grad if taker is not None else None for taker in takers]
-    added = (
-        [grad for role, grad in zip(step.gradients, there, strict=True) if role.kind == "gradient"] if step.adds else []
-    )
-    if keep:
-        _warn_of_retained(step.report)
-    unused = frozenset(i for i in step.tangents if tangents[i] is None)
-    gone = [bool(unused) and step.captured.sources[role] <= unused for role in step.gradients]
-    updated = {name: None if seen else _taker(behind[place][0]) for name, place in step.updates.items()}
-    try:
-        if step.fused is not None and updated:
-            flight.update = step.fused.begin(updated, [tangents[i] for i in step.tangents], keep)
-        if step.inside is not None and step.shards:
-            flight.met()
-            owners = {name: i for name, i in step.exchanged.items() if not step.is_without(name, unused)}
-            flight.exchange = step.inside.begin({name: _taker(behind[i][0]) for name, i in owners.items()})
-            added += map(step.shard, step.shards) if step.adds else ()
-        flight.halves = step.halves_without(unused) if not step.shards else step.halves
-        found = flight.backward([tangents[i] for i in step.tangents], added, keep)
-        if step.fused is not None and updated:
-            step.fused.ended()
-        gradients, parts = found[: len(step.gradients)], found[len(step.gradients) :]
-        if step.inside is not None and step.shards:
-            step.inside.give(dict(zip(step.shards, parts, strict=True)))
-        if step.homes is not None:
-            kept = [None if none else taker for taker, none in zip(takers, gone, strict=True)]
-            gradients = step.homes.after(gradients, kept, apart, flight.sent)
-    except BaseException as error:
-        if step.fused is not None and updated:
-            step.fused.failed(error)
-        raise
-    finally:
-        if not keep or step.updates:
-            step.land(flight)
-    return [
-        _nothing(behind[step.target(role)][0], gradient) if none else _give(taker, gradient)
-        for role, taker, gradient, none in zip(step.gradients, takers, gradients, gone, strict=True)
-    ]
-
-
-def _warn_of_retained(report: Report) -> None:
-    """No plan counts a graph that is kept; one that has no room for it runs all the same, as two forwards do."""
-    if report.forecast.retained > report.budget:
-        warnings.warn(
-            f"backward(retain_graph=True) keeps all that forward saved: this step may take {report.forecast.retained} "
-            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
-
-
-def _taker(node: Any) -> Tensor | None:
-    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
-    parameter: Tensor | None = getattr(node, "variable", None)
-    if parameter is None or has_hooks(parameter):
-        return None
-    try:
-        return parameter if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch.autograd.grad asks for this gradient
-        return None
-
-
-def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
-    """What autograd hands on of a gradient that eager would not have made: nothing, but zeros to whom it would call all
-    the same, hooks and what comes before the module, that can do with less no worse than with nothing."""
-    leaf = getattr(node, "variable", None)
-    return gradient.zero_() if leaf is None or is_watched(leaf) else None
-
-
-def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is
-    returned."""
-    if taker is None:
-        return gradient
-    if taker.grad is None:
-        taker.grad = gradient
-    elif taker.grad is not gradient:
-        taker.grad.add_(gradient)
-    return None

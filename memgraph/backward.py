@@ -1,0 +1,202 @@
+"""Autograd's view of a step: one node from the inputs to the outputs, whose backward runs the step's other half.
+
+    outputs = Run.apply(step, flight, unforeseen, *tensors)    forward's half has run
+    loss.backward()                                            backward's half runs
+
+The gradients of parameters are put into `.grad` here, where nobody watches, and autograd hands on the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
+
+from .call import Output
+from .company import join
+from .errors import MemgraphError
+from .flight import Flight
+from .report import Report
+from .signature import has_hooks, in_process_group, is_watched
+
+if TYPE_CHECKING:
+    from .step import Step
+
+# The gradients of all inputs, if gradients arrive for other outputs than was planned.
+Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+class Run(torch.autograd.Function):
+    """A step, as autograd calls it."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, flight: Flight, unforeseen: Unforeseen, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
+        try:
+            outputs = flight.forward(tensors, step.outputs)
+        except BaseException:
+            step.land(flight)
+            raise
+        join(flight, frozenset(id(tensors[i]) for i in step.owned))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        step: Step = ctx.step
+        if torch.is_grad_enabled():
+            raise MemgraphError(
+                "the gradients of a memgraph module can't be differentiated again (create_graph=True): "
+                "its backward is a graph of its own; use the plain module for this"
+            )
+        results: list[Tensor | None] = [None] * len(ctx.parameters)
+        more = any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents))
+        if more or any(tangents[i] is None for i in step.captured.hoped):
+            if step.updates:
+                step.land(ctx.flight)
+            results[:] = ctx.unforeseen(tangents)
+        else:
+            for role, gradient in zip(step.gradients, _Backward(ctx, tangents).run(), strict=True):
+                results[step.target(role)] = gradient
+        return None, None, None, *results
+
+
+class _Backward:
+    """One backward of a flight: `takers` are the parameters that would take the gradients, where nobody else is told of
+    them; `gone` says which gradients eager would not make, since none has come to what they are made of."""
+
+    def __init__(self, ctx: Any, tangents: Sequence[Tensor | None]) -> None:
+        self.step: Step = ctx.step
+        self.flight: Flight = ctx.flight
+        self.tensors: Sequence[Tensor] = ctx.parameters
+        self.tangents = [tangents[i] for i in self.step.tangents]
+        self.unused = frozenset(i for i in self.step.tangents if tangents[i] is None)
+        self.keep = _get_current_graph_task_keep_graph()
+        self.behind = ctx.next_functions  # is made anew whenever it is read
+        step, seen = self.step, in_process_group() or self.flight.shared
+        self.takers = [
+            _taker(self.behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
+            for role in step.gradients
+        ]
+        self.updated = {name: None if seen else _taker(self.behind[i][0]) for name, i in step.updates.items()}
+        self.gone = [step.is_without(role, self.unused) for role in step.gradients]
+
+    def run(self) -> list[Tensor | None]:
+        """The gradients that autograd has to hand on."""
+        step, flight = self.step, self.flight
+        if flight.meter is not None:
+            flight.absent = min(flight.absent, step.absent(self.tensors))
+        apart: Mapping[int, Tensor] = {}
+        if step.homes is not None:
+            apart, places = step.homes.before(self.takers, step.adds)
+            flight.bind(places)
+        added = self._there() if step.adds else []
+        if self.keep:
+            _warn_of_retained(step.report)
+        try:
+            self._begin()
+            gradients = self._parted(self._made(added))
+            if step.homes is not None:
+                kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
+                gradients = step.homes.after(gradients, kept, apart, flight.sent)
+        except BaseException as error:
+            if step.fused is not None and self.updated:
+                step.fused.failed(error)
+            raise
+        finally:
+            if not self.keep or step.updates:
+                step.land(flight)
+        return self._given(gradients)
+
+    def _there(self) -> list[Tensor | None]:
+        """The gradients that are there to be added to, of each parameter that the step makes one of."""
+        roles = zip(self.step.gradients, self.takers, strict=True)
+        return [None if taker is None else taker.grad for role, taker in roles if role.kind == "gradient"]
+
+    def _begin(self) -> None:
+        """Have those ready that update parameters, or sum gradients over ranks, in this backward."""
+        step, flight = self.step, self.flight
+        if step.fused is not None and self.updated:
+            flight.update = step.fused.begin(self.updated, self.tangents, self.keep)
+        if step.inside is not None and step.shards:
+            flight.met()
+            flight.exchange = step.inside.begin(
+                {
+                    name: _taker(self.behind[i][0])
+                    for name, i in step.exchanged.items()
+                    if not step.is_without(Output("gradient", name), self.unused)
+                }
+            )
+
+    def _made(self, added: Sequence[Tensor | None]) -> list[Tensor]:
+        """All that the half returns, once every update in it is done."""
+        step, flight = self.step, self.flight
+        if step.shards:
+            flight.halves = step.halves
+            added = [*added, *(map(step.shard, step.shards) if step.adds else ())]
+        else:
+            flight.halves = step.halves_without(self.unused)
+        found = flight.backward(self.tangents, added, self.keep)
+        if step.fused is not None and self.updated:
+            step.fused.ended()
+        return found
+
+    def _parted(self, found: list[Tensor]) -> list[Tensor]:
+        """The gradients; this rank's parts of what ranks have summed stay with who sums."""
+        count = len(self.step.gradients)
+        if self.step.inside is not None and self.step.shards:
+            self.step.inside.give(dict(zip(self.step.shards, found[count:], strict=True)))
+        return found[:count]
+
+    def _given(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Put gradients where they belong; what autograd has to hand on is returned."""
+        rows = zip(self.step.gradients, self.takers, gradients, self.gone, strict=True)
+        return [
+            _nothing(self.behind[self.step.target(role)][0], gradient) if gone else _give(taker, gradient)
+            for role, taker, gradient, gone in rows
+        ]
+
+
+def _taker(node: Any) -> Tensor | None:
+    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
+    parameter: Tensor | None = getattr(node, "variable", None)
+    if parameter is None or has_hooks(parameter):
+        return None
+    try:
+        return parameter if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad asks for this gradient
+        return None
+
+
+def _warn_of_retained(report: Report) -> None:
+    """No plan counts a graph that is kept; one that has no room for it runs all the same, as two forwards do."""
+    if report.forecast.retained > report.budget:
+        warnings.warn(
+            f"backward(retain_graph=True) keeps all that forward saved: this step may take {report.forecast.retained} "
+            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+
+
+def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
+    """What autograd hands on of a gradient that eager would not have made: nothing; but zeros to a hook, and to what
+    comes before the module, which would be called all the same."""
+    leaf = getattr(node, "variable", None)
+    return gradient.zero_() if leaf is None or is_watched(leaf) else None
+
+
+def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is
+    returned."""
+    if taker is None:
+        return gradient
+    if taker.grad is None:
+        taker.grad = gradient
+    elif taker.grad is not gradient:
+        taker.grad.add_(gradient)
+    return None
