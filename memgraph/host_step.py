@@ -27,8 +27,8 @@ from .strands import Strand, Subject, Whose
 CPU = torch.device("cpu")
 
 
-class Desk:
-    """Where the host steps: the optimizer as one of the host's tensors, and two windows for what is on the device."""
+class HostStep:
+    """What steps on the host: the optimizer as one of the host's tensors, and two windows for what is on the device."""
 
     def __init__(self, optimizer: optim.Optimizer, host: Host, nbytes: int) -> None:
         """

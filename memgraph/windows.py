@@ -19,7 +19,7 @@ An update that the disk interrupts knows which windows are done, and goes on fro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,27 +27,18 @@ import torch
 from torch import Tensor, optim
 
 from .copies import settle
-from .homes import Place, Where
+from .cuts import Cut, Write, commit, in_room, range_of, state_of, view
+from .homes import Where
 from .host import Host
-from .host_step import Desk, at_home, parted
+from .host_step import HostStep, at_home, parted
 from .interrupts import Interrupts
-from .movement import Copying, fetch, part_of, settled, store
-from .pieces import Piece, Window, aligned, boxes, cut
+from .movement import Copying, fetch, settled, store
+from .pieces import Window, aligned, cut
 from .pointwise import Alone
-from .strands import GRADIENT, PARAMETER, Strand, Subject, Whose, fresh_strand, make_places, nobody, subjects_of
+from .strands import GRADIENT, PARAMETER, Whose, make_places, nobody, subjects_of
 from .versions import version_of
 
-Write = tuple[Place, Tensor]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A piece as the optimizer sees it."""
-
-    subject: Subject
-    piece: Piece
-    tensors: dict[str, Tensor]
-    state: dict[str, Any]
+__all__ = ["Update", "view"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class Update:
         device = here[0].parameter.device if here else None
         self.slabs = [torch.empty(self._most(own), dtype=torch.uint8, device=device) for _ in own[:2]]
         most = self._most(self.windows[self.turn :])
-        self.desk = Desk(optimizer, where, most) if there and isinstance(where, Host) else None
+        self.host_step = HostStep(optimizer, where, most) if there and isinstance(where, Host) else None
         self.computed = self.finished = 0  # windows
         self.waited = 0.0  # seconds for the far tier
         self.filled: dict[int, Filled] = {}
@@ -131,8 +122,8 @@ class Update:
         with Interrupts() as interrupts:
             try:
                 self._begin_anew()
-                if self.desk:
-                    self.desk.begin()
+                if self.host_step:
+                    self.host_step.begin()
                 while not self.done:
                     self._advance()
                     interrupts.check()
@@ -158,9 +149,9 @@ class Update:
             self._finish(self.finished)
         self._compute(now)
 
-    def _desk(self, at: int) -> Desk | None:
-        """Where a window is stepped on, if that is the host."""
-        return self.desk if at >= self.turn else None
+    def _on_host(self, at: int) -> HostStep | None:
+        """What steps on a window, if that is the host."""
+        return self.host_step if at >= self.turn else None
 
     def _read_ahead(self) -> None:
         """Begin to fill the next two windows, each as soon as what was there has been written."""
@@ -169,25 +160,25 @@ class Update:
                 self.filled[at] = self._fill(at)
 
     def _fill(self, at: int) -> Filled:
-        desk = self._desk(at)
-        if desk:
-            desk.wait()
+        host = self._on_host(at)
+        if host:
+            host.wait()
         before = self.drained.get(at - 2)
         after = [part for copy in before.copies for part in copy.parts] if before else []
-        slab, begin = (desk or self).slabs[at % 2], 0
+        slab, begin = (host or self).slabs[at % 2], 0
         filled = Filled([], [])
         for piece in self.windows[at]:
             subject, tensors = self.subjects[piece.row], {}
             for name, strand in subject.strands.items():
                 if strand.roomy(piece.whole):
                     room = aligned(piece.count * strand.tensor.dtype.itemsize)
-                    tensors[name] = _laid(slab[begin : begin + room], strand, piece)
+                    tensors[name] = in_room(slab[begin : begin + room], strand, piece)
                     begin += room
                 else:
                     tensors[name] = view(strand, piece)
                 if place := strand.source(piece.whole):
-                    filled.copies.append(fetch(_range(place, piece, strand.tensor.dtype), tensors[name], after))
-            filled.cuts.append(Cut(subject, piece, tensors, _state(subject, piece, tensors)))
+                    filled.copies.append(fetch(range_of(place, piece, strand.tensor.dtype), tensors[name], after))
+            filled.cuts.append(Cut(subject, piece, tensors, state_of(subject, piece, tensors)))
         return filled
 
     def _compute(self, at: int) -> None:
@@ -195,21 +186,19 @@ class Update:
         self._wait(filled.copies)
         given = []
         for one in filled.cuts:
-            for strand, tensor in _scattered(one):
-                for box, flat in _boxes(strand, one.piece, tensor):
-                    flat.copy_(box)
+            one.gather()
             piece = one.tensors[PARAMETER]
             piece.grad = one.tensors[GRADIENT]
             given.append((one.subject.group, piece, one.state))
         versions = [version_of(one.tensors[GRADIENT]) for one in filled.cuts]
-        states = (self._desk(at) or self.alone).step(given)
+        states = (self._on_host(at) or self.alone).step(given)
         del self.filled[at]
         self.computed += 1
         writes: list[Write] = []
         for one, state, version in zip(filled.cuts, states, versions, strict=True):
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
             written = version_of(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
-            writes += _changed(one, written) + _made(one, state or {})
+            writes += one.changed(written) + one.made(state or {})
             one.state.clear()  # its numbers are the subject's now
         self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])
 
@@ -221,7 +210,7 @@ class Update:
         for one in drained.cuts:
             one.subject.left -= 1
             if not one.subject.left:
-                _commit(self.optimizer, one.subject)
+                commit(self.optimizer, one.subject)
                 one.subject.scalars.clear()  # they would stay as long as the update
 
     def _wait(self, copies: Sequence[Copying]) -> None:
@@ -255,97 +244,3 @@ def _mark(value: Any) -> object:
     if not isinstance(value, Tensor):
         return value
     return id(value), value.data_ptr(), version_of(value)
-
-
-def _laid(room: Tensor, strand: Strand, piece: Piece) -> Tensor:
-    """Room in the window as the piece's tensor, which counts its own versions and not all that the window sees."""
-    tensor = strand.tensor
-    flat = room[: piece.count * tensor.dtype.itemsize].view(tensor.dtype)
-    return (flat.as_strided(tensor.shape, tensor.stride()) if piece.whole else flat).data
-
-
-def view(strand: Strand, piece: Piece) -> Tensor:
-    """The piece's elements where they are."""
-    if piece.whole:
-        return strand.tensor.detach()
-    assert strand.flat is not None
-    return strand.flat[piece.begin : piece.end]
-
-
-def _range(place: Place, piece: Piece, dtype: torch.dtype) -> Place:
-    return part_of(place, piece.begin * dtype.itemsize, piece.count * dtype.itemsize)
-
-
-def _state(subject: Subject, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of a piece. What is one for all elements is handed to each piece as it was before the update."""
-    if piece.whole:
-        return {key: tensors.get(key, value) for key, value in subject.state.items()}
-    known = {key: value for key, value in subject.state.items() if key in subject.entries}
-    scalars = {key: value.clone() for key, value in known.items() if key not in tensors and isinstance(value, Tensor)}
-    return known | scalars | {key: tensors[key] for key in known if key in tensors}
-
-
-def _scattered(one: Cut) -> list[tuple[Strand, Tensor]]:
-    """What is moved row by row, because its order is not the parameter's."""
-    whole = one.piece.whole
-    strands = one.subject.strands.items()
-    return [(strand, one.tensors[name]) for name, strand in strands if strand.roomy(whole) and not strand.source(whole)]
-
-
-def _boxes(strand: Strand, piece: Piece, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a strand in the parameter's order, each with its part of the piece's memory."""
-    begin = 0
-    for box in boxes(strand.ordered, piece.begin, piece.end):
-        yield box, memory[begin : begin + box.numel()].view(box.shape)
-        begin += box.numel()
-
-
-def _changed(one: Cut, gradient: bool) -> list[Write]:
-    """What of the update of a piece has to be written to disk; what is scattered in memory is put back."""
-    piece, writes = one.piece, []
-    for strand, tensor in _scattered(one):
-        if strand.written or gradient:
-            for box, flat in _boxes(strand, piece, tensor):
-                box.copy_(flat)
-    for name, strand in one.subject.strands.items():
-        if (strand.written or gradient) and (place := strand.source(piece.whole)):
-            writes.append((_range(place, piece, strand.tensor.dtype), one.tensors[name]))
-    return writes
-
-
-def _made(one: Cut, state: Mapping[str, Any]) -> list[Write]:
-    """Keep the states that the update of a piece has made; what has to be written to disk is returned."""
-    subject, piece, writes = one.subject, one.piece, []
-    subject.keys = tuple(state)
-    for key, value in state.items():
-        if key in one.tensors:
-            continue
-        if key not in subject.missing or not isinstance(value, Tensor):
-            subject.scalars[key] = value
-            continue
-        fresh = subject.fresh.setdefault(key, fresh_strand(value))
-        if fresh.place is not None and (not piece.whole or fresh.tensor.stride() == value.stride()):
-            writes.append((_range(fresh.place, piece, value.dtype), value))
-        elif fresh.tensor is not value:
-            view(fresh, piece).copy_(value)
-    return writes
-
-
-def _commit(optimizer: optim.Optimizer, subject: Subject) -> None:
-    """All pieces of the parameter are updated: let the optimizer have its state."""
-    for strand in subject.strands.values():
-        apart = strand.place is not None or strand.owner is not None
-        if strand.written and apart and not strand.known.is_inference():
-            torch.autograd.graph.increment_version(strand.known)
-    if not subject.keys:
-        return
-    state = optimizer.state[subject.parameter]
-    fresh = {key: strand.known for key, strand in subject.fresh.items()}
-    for key in subject.keys:
-        value, before = {**subject.scalars, **fresh}.get(key), state.get(key)
-        if key in fresh or (key in subject.scalars and not isinstance(before, Tensor)):
-            if isinstance(value, Tensor) and key in subject.numbers:
-                value = value.to(subject.numbers[key])
-            state[key] = value
-        elif key in subject.scalars and value is not before:
-            before.copy_(subject.scalars[key])

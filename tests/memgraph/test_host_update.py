@@ -331,7 +331,7 @@ def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_d
     parameter.grad, plain.grad = (torch.arange(1200.0).view(40, 30) for _ in range(2))
     optimizer, other = optim.AdamW([parameter]), optim.AdamW([plain])
     update = Update(optimizer, WINDOW, lambda _: True, Host(CPU, Late(0), slabs), hosted=lambda _: True)
-    assert update.desk is None and update.turn == len(update.windows)
+    assert update.host_step is None and update.turn == len(update.windows)
     with torch.no_grad():
         update.run()
     other.step()
