@@ -105,7 +105,7 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
         except BaseException as error:
             raise AllFailed(error) from error
         optimizer.inside.kinds = kinds
-        optimizer.updates.give(kinds)
+        optimizer.averages.give(kinds)
         optimizer.held = None
         return optimizer.exchange.mean(torch.as_tensor(loss))
 

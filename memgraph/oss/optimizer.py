@@ -27,6 +27,8 @@ from ..dense import is_dense
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
 from .agreement import OPTIMIZER, agree, parameter_lines, telling
+from .arguments import ready, refuse_arguments
+from .averages import Averages
 from .awaited import Awaited
 from .driven import drive
 from .exchange import Exchange
@@ -47,8 +49,6 @@ BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
 CACHED = 1 << 20  # bytes of a piece: what an update reads again and again stays in the cache of a CPU
 VECTOR = 64  # elements: no kernel takes more at once
-GRADIENTS = ("average", "same")
-GATHERS = ("step", "forward")
 ADVICE = (
     "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
     "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
@@ -91,9 +91,9 @@ class OSS(Saving):
         gather: str = "step",
         **defaults: Any,
     ) -> None:
-        self.watch = Watch(_ready(group))
+        self.watch = Watch(ready(group))
         with telling(self.watch, OPTIMIZER, ADVICE):
-            _refuse_arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
+            refuse_arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
             groups = groups_of(params)
             self.exchange = Exchange(self.watch, wire_dtype)
             self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
@@ -110,7 +110,7 @@ class OSS(Saving):
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
         self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
-        self.updates = Updates(self)
+        self.averages, self.updates = Averages(self), Updates(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardError("a sharded optimizer can't be copied or pickled; load its state_dict() into another one")
@@ -221,7 +221,7 @@ class OSS(Saving):
                 raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
             limit, trouble = self.prepare(lambda: Limit(float(max_norm), float(norm_type), bool(error_if_nonfinite)))
             kinds, _ = self._agree(trouble, limit)
-            held = self.held or self.updates.hold(kinds)
+            held = self.held or self.averages.hold(kinds)
             total = clip(self, held, limit)
             self.held = None if self.are_same else held.seen_now()
             return total
@@ -340,40 +340,6 @@ class OSS(Saving):
         # In the order of the caller's parameters: LBFGS sums over all of them.
         own.sort(key=lambda one: (one[0].item, one[0].begin))
         return {**options(self.param_groups[index]), "params": [view for _, view in own]}
-
-
-def _ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        call = 'torch.distributed.init_process_group("gloo"), or "nccl" with GPUs'
-        raise ShardError(f"there is no process group to spread over: start with torchrun, and first call {call}")
-    try:
-        is_out = dist.get_rank(group) < 0
-    except (TypeError, ValueError) as error:  # torch's own, of what it does not know
-        found = "torch.distributed.new_group(ranks), which all ranks have to call"
-        raise ShardError(f"group={group!r} is no process group that there is now; make one with {found}") from error
-    if is_out:
-        raise ShardError(f"rank {dist.get_rank()} is not in the group; build the optimizer on the group's ranks alone")
-    ready = dist.group.WORLD if group is None else group
-    assert ready is not None
-    return ready
-
-
-def _refuse_arguments(
-    kind: object, gradients: object, gather: object, wire: torch.dtype | None, nbytes: object
-) -> None:
-    if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
-        found = repr(kind) if isinstance(kind, str | type) else f"a {type(kind).__name__}"
-        example = "OSS(params, torch.optim.AdamW, lr=3e-4)"
-        raise ShardError(f"optim is {found}; give the class of an optimizer, and its options by name: {example}")
-    if gradients not in GRADIENTS:
-        raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
-    if gather not in GATHERS:
-        raise ShardError(f"gather={gather!r}; give one of {', '.join(map(repr, GATHERS))}")
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
-        raise ShardError(f"bucket_bytes={nbytes!r}; give a number of bytes, as 25 << 20")
-    if gather == "forward" and (issubclass(kind, optim.LBFGS) or wire is torch.float16):
-        what = "float16 may have to be sent anew" if wire is torch.float16 else "LBFGS asks for losses in its step"
-        raise ShardError(f'gather="forward" leaves the gathering to the next forward, and {what}; give gather="step"')
 
 
 def _is_fresh(state: Mapping[Any, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The update of a step: gradients averaged, pieces updated, parameters gathered, bucket by bucket.
+"""A step: gradients averaged, pieces updated, parameters gathered, bucket by bucket.
 
     bucket 0    reduce ......... update gather .........
     bucket 1         reduce ......... update gather .........
@@ -20,14 +20,11 @@ from torch import Tensor
 from ..errors import ShardError
 from ..pointwise import unhooked
 from ..spill import SpillError
+from .averages import Gradients, give
 from .failures import failures, in_words
-from .flags import SPARSE
 from .groups import Group, options
-from .held import Held, Same
 from .interrupted import ANEW, ON, TORN, Begun, Interrupted
-from .near import Near
 from .pieces import Laid
-from .sparse import mean, refuse
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 AHEAD = 2  # buckets that are averaged, and that are gathered, while one is updated
 FAILURE = "exchange of what has failed in the update"
 MEND = "load an earlier state into model and optimizer, on all ranks"
-Gradients = Callable[[], list[Tensor]]  # waits; one for each of the own pieces of a bucket
 
 
 class Updates:
@@ -43,9 +39,7 @@ class Updates:
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
-        self.near: Near | None = None  # the ranks, if they can read each other's memory now
         self.deferred: list[Laid] = []  # what the step that runs leaves to the next forward to gather
-        self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
         self.is_torn = False  # a step has failed when some parameters were updated
         self.interrupted: Interrupted | None = None  # a step that a disk has ended half way
         self.is_left = False  # parameters of some rank are beyond what their way allows
@@ -99,8 +93,7 @@ class Updates:
         self._run(Begun(list(kinds), kwargs, loss))
 
     def _run(self, begun: Begun) -> None:
-        used = self._used(begun.kinds)
-        self.near = self.optimizer.neighbours
+        used = self.optimizer.averages.used(begun.kinds)
         self.deferred = self.optimizer.awaited.deferred(used)
         self.is_torn, self.failed, self.has_failed = True, None, False
         with self.optimizer.watch.awaited():
@@ -109,7 +102,7 @@ class Updates:
             else:
                 self._at_once(used, begun)
             self.optimizer.awaited.stepped(used, self.deferred)
-        self.flats.clear()
+        self.optimizer.averages.end()
         self._refuse_failed(begun)
         self.is_torn = False
         if self.is_left:
@@ -136,82 +129,14 @@ class Updates:
             text = f"the update has failed on another rank: {in_words(told)}; some parameters were updated, and ranks"
             raise ShardError(f"{text} may differ: {MEND}")
 
-    def averaged(self, laid: Laid) -> Gradients:
-        """Begin to average the gradients of a bucket."""
-        optimizer = self.optimizer
-        if optimizer.held is not None:
-            held = optimizer.held.gradients_of(laid)
-            return lambda: held
-        if (parts := optimizer.inside.averaged(laid)) is not None:
-            return parts
-        if optimizer.are_same:
-            own = optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
-            return lambda: laid.gradients(own)
-        if self.near is not None:
-            near, mine = self.near, optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
-            return lambda: laid.gradients(near.average(laid, mine))
-        wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
-        return lambda: laid.gradients(wait())
-
-    def hold(self, kinds: Sequence[int]) -> Held:
-        """The averages of all gradients."""
-        optimizer = self.optimizer
-        kind = Same if optimizer.are_same else Held
-        return kind(optimizer.pieces.parameters, kinds, self._all(kinds))
-
-    def give(self, kinds: Sequence[int]) -> None:
-        """Let all own pieces have their gradients."""
-        for laid, gradients in self._all(kinds):
-            _give(laid, gradients, kinds)
-
-    def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
-        """The averages of all buckets, for their own pieces."""
-        self.near = self.optimizer.neighbours
-        self._open()
-        coming = [(laid, self.averaged(laid)) for laid in self._used(kinds)]
-        found = [(laid, wait()) for laid, wait in coming]
-        if self.near is not None:
-            self.near.meet("averaging of the gradients")
-        self.flats.clear()
-        if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
-            return found
-        return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
-
-    def _with_sparse(self, laid: Laid, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
-        """The gradients of whole parameters, sparse where they are so."""
-        exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
-        found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
-        for piece in laid.bucket.pieces:
-            if kinds[piece.item] != SPARSE:
-                continue
-            parameter = parameters[piece.item]
-            gradient = parameter.grad if self.optimizer.are_same else mean(exchange, parameter, piece.rank)
-            if piece.rank == exchange.rank and gradient is not None:
-                found[piece.item] = gradient
-        return list(found.values())
-
-    def _used(self, kinds: Sequence[int]) -> list[Laid]:
-        """The buckets in which some rank has a gradient."""
-        if self.optimizer.is_cut and SPARSE in kinds:
-            refuse(self.optimizer.optim)
-        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
-
-    def _open(self) -> None:
-        """Make gradients flat that other ranks are going to read, and tell them where they are."""
-        optimizer = self.optimizer
-        self.flats.clear()
-        if self.near is not None:
-            if not optimizer.are_same and optimizer.held is None:
-                optimizer.pieces.flatten(self.flats)
-            self.near.open(self.flats, optimizer.pieces.parameters)
-
     def _by_bucket(self, used: Sequence[Laid], begun: Begun) -> None:
-        self._open()
-        late = self.near is not None or self.optimizer.exchange.wire is torch.float16
+        averages = self.optimizer.averages
+        averages.begin()
+        late = averages.near is not None or self.optimizer.exchange.wire is torch.float16
         coming: deque[Gradients] = deque()
         going: deque[Callable[[], None]] = deque()
         for turn, laid in enumerate(used):
-            coming += map(self.averaged, used[turn + len(coming) : turn + 1 + AHEAD])
+            coming += map(averages.of, used[turn + len(coming) : turn + 1 + AHEAD])
             self._advance(laid, coming.popleft()(), begun)
             if late or self._is_deferred(laid):
                 continue
@@ -239,7 +164,7 @@ class Updates:
 
     def _at_once(self, used: Sequence[Laid], begun: Begun) -> None:
         kwargs, loss = begun.kwargs, begun.loss
-        self.give(begun.kinds)
+        self.optimizer.averages.give(begun.kinds)
         given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
         if loss is not None:
             kwargs = {**kwargs, "closure": once(loss)}
@@ -252,10 +177,10 @@ class Updates:
         """Gather all buckets that are not deferred; exactly, where a rank has numbers that would not survive the
         way."""
         exchange, used = self.optimizer.exchange, [laid for laid in used if not self._is_deferred(laid)]
-        if self.near is not None:
+        if (near := self.optimizer.averages.near) is not None:
             # Others may still read gradients here, if there is nothing to gather.
             failed, end = self.failed is not None, "end of the step"
-            self.has_failed = self.near.gather(used, failed) if used else self.near.meet(end, failed)
+            self.has_failed = near.gather(used, failed) if used else near.meet(end, failed)
             return
         device = self.optimizer.pieces.device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
@@ -284,7 +209,7 @@ class Updates:
     def _update(self, laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int], kwargs: Group) -> None:
         """Update the own pieces of a bucket, which are all of one group."""
         optimizer = self.optimizer
-        views = _give(laid, gradients, kinds)
+        views = give(laid, gradients, kinds)
         group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
         given = options(group) | {"params": views}
         number = optimizer.pieces.number(laid)
@@ -315,16 +240,6 @@ class Updates:
 
     def _gathered(self, laid: Laid) -> Callable[[], None]:
         return self.optimizer.exchange.gather(laid.bucket, laid.views)
-
-
-def _give(laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
-    """Let the own pieces of a bucket have their gradients; returns those that have one."""
-    given = []
-    for (piece, view), gradient in zip(laid.own, gradients, strict=True):
-        if kinds[piece.item]:
-            view.grad = gradient
-            given.append(view)
-    return given
 
 
 def _take(views: Sequence[Tensor]) -> None:
