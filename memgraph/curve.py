@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.table import Table
 
-from passes import Choice, Offload, Recompute, Trace
+from passes import Choice, Offload, Recompute
 from passes.linear import INSTALL, MISSING
 
 from .tables import mb, ms, printed, table
@@ -113,19 +113,11 @@ def missing(budget: int, smallest: int, plain_us: float) -> Point:
 def _shares(choice: Choice) -> tuple[float, float, float]:
     """Kept, recomputed, offloaded; what is both sent away and run again counts as sent away."""
     trace = choice.captured.trace
-    read = _read_by_backward(trace)
     gone = {trace.op[said.value].holds[0] for said in choice.plan if isinstance(said, Offload)}
     again = {s.name for said in choice.plan if isinstance(said, Recompute) for s in trace.op[said.value].makes} - gone
-    every = sum(read.values())
-    away, made = (sum(read.get(storage, 0) for storage in some) / (every or 1) for some in (gone, again))
+    every = sum(trace.saved.values()) or 1
+    away, made = (sum(trace.saved.get(storage, 0) for storage in some) / every for some in (gone, again))
     return max(0.0, 1 - away - made), made, away
-
-
-def _read_by_backward(trace: Trace) -> dict[str, int]:
-    """The bytes of each storage that forward makes and backward reads."""
-    forward, later = trace.ops[: trace.boundary], trace.ops[trace.boundary :]
-    read = {held for op in later for name in op.reads for held in trace.op[name].holds}
-    return {s.name: s.nbytes for op in forward if not op.is_input for s in op.makes if s.name in read}
 
 
 def _add(lines: Table, point: Point, mark: str) -> None:

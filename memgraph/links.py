@@ -60,9 +60,7 @@ _known: dict[str, Links] = {}
 
 def sizes_of(trace: Trace) -> list[int]:
     """The bytes of each value that may be sent away: that forward makes and backward reads."""
-    forward, later = trace.ops[: trace.boundary], trace.ops[trace.boundary :]
-    read = {held for op in later for name in op.reads for held in trace.op[name].holds}
-    return [made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read and made.nbytes]
+    return [nbytes for nbytes in trace.saved.values() if nbytes]
 
 
 def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:

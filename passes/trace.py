@@ -117,6 +117,13 @@ class Trace:
         """The index of the first backward op; the number of ops if there is none."""
         return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
 
+    @cached_property
+    def saved(self) -> dict[str, int]:
+        """The bytes of every storage that forward makes and backward reads, by its name."""
+        forward, later = self.ops[: self.boundary], self.ops[self.boundary :]
+        read = {held for op in later for name in op.reads for held in self.op[name].holds}
+        return {made.name: made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read}
+
     def __str__(self) -> str:
         lines, phase = [], ""
         for op in self.ops:
