@@ -23,23 +23,17 @@ def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
-    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    parameters = {
-        role.name: node for role, node in zip(captured.inputs, graph.find_nodes(op="placeholder"), strict=True)
-    }
-    handed = returned(graph)
+    inputs, handed = graph.find_nodes(op="placeholder"), returned(graph)
+    owners = {role.name: node for role, node in zip(captured.inputs, inputs, strict=True) if role.kind == "parameter"}
+    last_input = inputs[-1]
     for place, role in enumerate(captured.outputs):
-        if role.kind == "shard":
-            with graph.inserting_after(last_input):
-                last_input = _gradient_input(graph, handed[place])
+        if role.kind not in ("gradient", "shard"):
+            continue
+        with graph.inserting_after(last_input):
+            last_input = _gradient_input(graph, owners[role.name] if role.kind == "gradient" else handed[place])
+        if role.kind == "shard" or role.name not in watched:
             with graph.inserting_after(handed[place]):
                 handed[place] = _accumulate(graph, last_input, handed[place])
-        if role.kind == "gradient":
-            with graph.inserting_after(last_input):
-                last_input = _gradient_input(graph, parameters[role.name])
-            if role.name not in watched:
-                with graph.inserting_after(handed[place]):
-                    handed[place] = _accumulate(graph, last_input, handed[place])
     output.args = (tuple(handed),)
     return graph
 
@@ -53,13 +47,10 @@ def mark_watched(captured: Captured, watched: Container[str]) -> None:
     )
 
 
-def _gradient_input(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
-    node = graph.placeholder(f"{parameter.name}_grad")
-    node.meta = {
-        "kind": "gradient",
-        "val": parameter.meta["val"].detach().clone(),
-        "where": parameter.meta.get("where", ""),
-    }
+def _gradient_input(graph: fx.Graph, owner: fx.Node) -> fx.Node:
+    """An input for the gradient that is there, which looks like the parameter, or the part of a sum, whose it is."""
+    node = graph.placeholder(f"{owner.name}_grad")
+    node.meta = {"kind": "gradient", "val": owner.meta["val"].detach().clone(), "where": owner.meta.get("where", "")}
     return node
 
 

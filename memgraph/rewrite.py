@@ -42,14 +42,14 @@ class Rewriter:
         self.slot: dict[str, int] = {}  # of each op that copies
 
     def rewrite(self, applied: Trace) -> fx.Graph:
+        """The new graph; once."""
         for op in applied.ops:
             if op.name in self.old or op.again:
                 self.env[op.name] = self._compute(op)
             elif op.fn.startswith("memgraph."):
                 self.env[op.name] = self._memory_op(op)
-        self.new.output(tuple(self.env[value] for _, value in applied.outputs)).meta = dict(
-            self.graph.output_node().meta
-        )
+        output = self.new.output(tuple(self.env[value] for _, value in applied.outputs))
+        output.meta = dict(self.graph.output_node().meta)
         self.new.lint()
         return self.new
 
@@ -105,6 +105,7 @@ class Rewriter:
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode in which the graph's fake values were made; a new one, if it has none."""
     for node in graph.nodes:
         for tensor in tensors(node):
             if isinstance(tensor, FakeTensor):

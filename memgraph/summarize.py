@@ -48,9 +48,10 @@ class Cost:
     workspace: int = 0
 
 
-DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
-GATHER = torch.ops.memgraph.gather.default
 FAR = "far"  # in the meta of an input whose bytes live in the far tier
+DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
+OPS = torch.ops.memgraph
+WORKSPACES = {OPS.narrow.default: WORKSPACE, OPS.reduced.default: DIVISOR}  # of memory ops, which are not run to know
 Price = Callable[[fx.Node], Cost]
 
 
@@ -98,10 +99,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
             makes.append(Storage(names[storage._cdata], nbytes))
         holds.append(names[storage._cdata])
     cost = price(node) if node.op == "call_function" else Cost()
-    if node.target is torch.ops.memgraph.narrow.default:
-        cost = Cost(workspace=WORKSPACE)
-    if node.target is torch.ops.memgraph.reduced.default:
-        cost = Cost(workspace=DIVISOR)
+    if node.target in WORKSPACES:
+        cost = Cost(workspace=WORKSPACES[node.target])
     drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
     return Op(
         name=node.name,
@@ -147,7 +146,7 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     if has_own_generator(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    changes = node.target in (accumulate, update, GATHER) or (schema is not None and schema.is_mutable)
+    changes = node.target in (accumulate, update, OPS.gather.default) or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
 
 
