@@ -30,10 +30,10 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.plain is not None:
             signal.signal(signal.SIGINT, self.plain)
-        if not any(_):
+        if not any(error):
             self.check()
 
     def check(self) -> None:

@@ -151,14 +151,14 @@ def _reduced(
         counted = [count for count in counts if count is not None]
         if len(counted) == len(parts):
             total = _sum(counted)
-            scalars = [known(one, n) * (n / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)]
+            scalars = [or_zero(one, n) * (n / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)]
         else:
             rows = sum(part.rows for part in parts)
             scalars = [one * (part.rows / rows) for one, part in zip(scalars, parts, strict=True)]
     return _sum(scalars)
 
 
-def known(mean: Tensor, count: Tensor) -> Tensor:
+def or_zero(mean: Tensor, count: Tensor) -> Tensor:
     """A mean over so many targets, but 0 of none of them."""
     return torch.where(count > 0, mean, torch.zeros_like(mean))
 

@@ -98,8 +98,10 @@ def recorder_of(device: torch.device) -> Callable[[], Recorder]:
 class Recording:
     """Both halves of a step, noted down with their memory."""
 
-    def __init__(self, halves: Halves, tier: Tier | None, tensors: Sequence[Tensor], varying: Sequence[int],
-                 outputs: int, recorder: Recorder) -> None:  # fmt: skip
+    def __init__(
+        self, halves: Halves, tier: Tier | None, tensors: Sequence[Tensor], varying: Sequence[int], outputs: int,
+        recorder: Recorder,
+    ) -> None:  # fmt: skip
         """`varying` are the places of what the caller gives, which lies elsewhere each time."""
         for place in varying:
             if not is_dense(tensors[place]):
@@ -114,8 +116,9 @@ class Recording:
         flight = self.flight = Flight(halves, tier)
         self.outputs, self.again = recorder.record(lambda: _joined(flight, lambda: flight.forward(self.given, outputs)))
         if halves.backward is not None:
-            self.tangents = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                             for x in halves.tangents]  # fmt: skip
+            self.tangents = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in halves.tangents
+            ]
             self.gradients, self.back = recorder.record(
                 lambda: _joined(flight, lambda: flight.backward(self.tangents, [], keep=False))
             )

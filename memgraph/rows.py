@@ -23,7 +23,7 @@ from passes import Machine, predict
 from .capture import Captured, Ref, capture, operands
 from .errors import CaptureError
 from .expected import Expected
-from .microbatches import INSTEAD, MicroBatches, Part, is_cut, known, parts_of, rows_of
+from .microbatches import INSTEAD, MicroBatches, Part, is_cut, or_zero, parts_of, rows_of
 from .nodes import changes_inputs, returned
 from .shared import Shared
 from .summarize import summarize
@@ -225,7 +225,7 @@ class _Sums(Shared):
     def _sum(self, leaf: Any, count: Tensor | None) -> Any:
         if self._reduction != "mean" or not isinstance(leaf, Tensor) or leaf.dim():
             return leaf
-        return leaf * self._rows if count is None else known(leaf, count) * count
+        return leaf * self._rows if count is None else or_zero(leaf, count) * count
 
 
 def _shape(leaf: Ref, captured: Captured) -> torch.Size:

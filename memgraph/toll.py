@@ -71,15 +71,15 @@ def _measure(folder: Path, links: Links) -> Toll:
 
 def _trip_us(sent: Tensor, slot: int) -> float:
     """What a copy out and one back take of the thread that computes, as the ops of a step."""
-    ops, watch = torch.ops.memgraph, _Watch()
-    ticket = watch.run(partial(ops.offload.default, sent, slot))
-    watch.run(partial(ops.free.default, ticket, sent, slot))
-    back = watch.run(partial(ops.reload.default, ticket, slot, sent.shape, sent.stride(), sent.dtype, CPU))
-    watch.run(partial(ops.wait.default, back, slot))
-    return watch.us
+    ops, processor = torch.ops.memgraph, _Processor()
+    ticket = processor.run(partial(ops.offload.default, sent, slot))
+    processor.run(partial(ops.free.default, ticket, sent, slot))
+    back = processor.run(partial(ops.reload.default, ticket, slot, sent.shape, sent.stride(), sent.dtype, CPU))
+    processor.run(partial(ops.wait.default, back, slot))
+    return processor.us
 
 
-class _Watch:
+class _Processor:
     """Sums the time that this thread's processor takes for work: not what it waits, and each time after something else,
     because a step computes between."""
 

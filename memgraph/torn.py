@@ -39,8 +39,8 @@ class Torn:
         if not self.handles:  # only now: a module that is whole stays as it was given
             module = plain(self.module)
             self.handles = [
-                module.register_load_state_dict_pre_hook(_Watch(self._model_loads)),
-                module.register_load_state_dict_post_hook(_Watch(self._model_loaded)),
+                module.register_load_state_dict_pre_hook(_Hook(self._model_loads)),
+                module.register_load_state_dict_post_hook(_Hook(self._model_loaded)),
             ]
         return self.words
 
@@ -70,7 +70,7 @@ class Torn:
             self.loaded("model")
 
 
-class _Watch:
+class _Hook:
     """A hook that a copy of the module does not take along."""
 
     def __init__(self, told: Callable[..., None]) -> None:
@@ -80,8 +80,8 @@ class _Watch:
         self.told(*given)
 
     def __reduce__(self) -> Any:
-        return _Watch, (_nobody,)
+        return _Hook, (_nobody,)
 
 
 def _nobody(*given: Any) -> None:
-    """Whom the watch of a copy tells."""
+    """Whom the hook of a copy tells."""
