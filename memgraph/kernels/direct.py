@@ -30,7 +30,7 @@ def pack_pinned(tensors: Sequence[Tensor], slab: Tensor, seed: int | None = None
         ValueError: `slab` is not pinned, or as `pack`.
     """
     if any(x.is_cuda for x in tensors) and not slab.is_pinned():
-        raise ValueError("a GPU can write to pinned memory only: give a part of a PinnedSlab, or of a pinned tensor")
+        raise ValueError("a GPU can write to pinned memory only: give a part of a slab, or of a pinned tensor")
     pairs = parts(tensors, slab)
     for of, into in pairs:
         check(of, into, seed)

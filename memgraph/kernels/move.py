@@ -70,6 +70,10 @@ def move_twin(pairs: Sequence[Pair], seed: int | None = None) -> None:
 
 
 def check(of: Tensor, into: Tensor, seed: int | None) -> None:
+    """
+    Raises:
+        ValueError: they are not flat, not of one length, or can't be cast; or the seed is none.
+    """
     if of.shape != into.shape or any(x.dim() != 1 or not x.is_contiguous() for x in (of, into)):
         raise ValueError(f"moves go between flat tensors of one length, not {_form(of)} and {_form(into)}")
     if of.dtype is not into.dtype and not (of.dtype in FORMATS and into.dtype in FORMATS):

@@ -33,16 +33,17 @@ class Way:
     programs: int = 0
 
     def grid(self, work: int) -> int:
+        """How many programs are started for so much work."""
         return min(work, self.programs) if self.programs else work
 
     @property
     def options(self) -> dict[str, Any]:
+        """What Triton is told of it."""
         # A product and a sum are two roundings in torch, and shall be two here.
         return {"BLOCK": self.block, "num_warps": self.warps, **({} if interpreted() else {"enable_fp_fusion": False})}
 
 
 WAYS = (Way(1024, 4), Way(2048, 4), Way(2048, 8), Way(4096, 8), Way(8192, 16))
-TRY = Way(1024)  # the only one under the interpreter, for which all are alike
 Trial = Callable[[int, Way | None], Callable[[], object]]  # for so many bytes: what runs a way
 Found = dict[int, Way | None]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memgraph.kernels import adamw, cast, move, scaled, ways
-from memgraph.kernels.ways import TRY, WAYS, Way, measured, way_of
+from memgraph.kernels.ways import WAYS, Way, measured, way_of
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -153,4 +153,4 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
 
 
 def test_a_way_says_how_many_programs_there_are() -> None:
-    assert (TRY.grid(7), Way(1024, programs=32).grid(7), Way(1024, programs=32).grid(700)) == (7, 7, 32)
+    assert (Way(1024).grid(7), Way(1024, programs=32).grid(7), Way(1024, programs=32).grid(700)) == (7, 7, 32)
