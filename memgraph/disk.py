@@ -65,6 +65,7 @@ class DiskTier:
             os.close(self.rooms.pop())
 
     def take_back(self, room: int) -> None:
+        """A lease has no more use for its file."""
         self.rooms.append(room)
         if self.closed:
             self.close()
@@ -162,6 +163,11 @@ class DiskLease:
 
 
 def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
+    """The copy of a slot.
+
+    Raises:
+        ValueError: there is none, as nothing was offloaded there or reloaded.
+    """
     if slot not in copies:
         raise ValueError(f"slot {slot} was not {verb} in this lease; those that were: {sorted(copies)}")
     return copies[slot]

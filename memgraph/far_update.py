@@ -56,6 +56,7 @@ class FarUpdate:
 
     @property
     def can_stream(self) -> bool:
+        """Whether any of the state may live far."""
         return self.obstacle is None
 
     @property

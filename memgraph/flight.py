@@ -26,11 +26,17 @@ from .versions import refuse_changed, version_of
 class Tier(Protocol):
     """Where offloaded values lie."""
 
-    staging: int
+    staging: int  # bytes of the device that copies take
 
-    def bind(self, homes: Mapping[int, Place]) -> None: ...
-    def lease(self) -> Lease: ...
-    def close(self) -> None: ...
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be where tensors of the state live, in all flights from now on."""
+
+    def lease(self) -> Lease:
+        """Room for one step in flight."""
+        ...
+
+    def close(self) -> None:
+        """Give the bytes back, those of a lease that is out when it is released."""
 
 
 class Recorded(Protocol):

@@ -36,30 +36,51 @@ from .wire import narrow, widen
 class Lease(Protocol):
     """Room in the far tier for one step in flight."""
 
-    def bind(self, homes: Mapping[int, Place]) -> None: ...
-    def offload(self, slot: int, tensor: Tensor) -> None: ...
-    def free(self, slot: int) -> None: ...
-    def reload(self, slot: int, tensor: Tensor) -> None: ...
-    def wait(self, slot: int) -> None: ...
-    def speeds(self) -> tuple[float, float]: ...
-    def release(self) -> None: ...
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be where tensors of the state live, in this flight alone."""
+
+    def offload(self, slot: int, tensor: Tensor) -> None:
+        """Begin to copy a tensor out; its bytes must not change until `free`."""
+
+    def free(self, slot: int) -> None:
+        """What comes now comes behind that copy, so that the tensor's bytes may go."""
+
+    def reload(self, slot: int, tensor: Tensor) -> None:
+        """Begin to fill a tensor with what lies in the slot."""
+
+    def wait(self, slot: int) -> None:
+        """What comes now comes behind that copy, so that the tensor may be read."""
+
+    def speeds(self) -> tuple[float, float]:
+        """Bytes per microsecond out and back; 0.0 where nothing is known."""
+        ...
+
+    def release(self) -> None:
+        """Let what has begun end, and give the room back."""
 
 
 class Exchange(Protocol):
     """How the ranks of a group sum the gradients of one backward."""
 
-    def begin(self, bucket: int, sent: Tensor) -> None: ...
-    def end(self, bucket: int) -> Tensor: ...
+    def begin(self, bucket: int, sent: Tensor) -> None:
+        """Begin to sum what lies as a bucket does."""
+
+    def end(self, bucket: int) -> Tensor:
+        """Wait for it; this rank's part of the mean."""
+        ...
 
 
 class Gather(Protocol):
     """How what other ranks have updated comes in one forward."""
 
-    def begin(self, bucket: int) -> None: ...
-    def end(self, bucket: int) -> None: ...
+    def begin(self, bucket: int) -> None:
+        """Begin to bring what others have updated of a bucket."""
+
+    def end(self, bucket: int) -> None:
+        """Wait until it is there."""
 
 
-Updater = Callable[[str, Tensor], None]
+Updater = Callable[[str, Tensor], None]  # given a parameter's name and its gradient
 
 _local = threading.local()
 _library = torch.library.Library("memgraph", "DEF")

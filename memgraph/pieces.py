@@ -134,4 +134,5 @@ def boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
 
 
 def aligned(nbytes: int) -> int:
+    """Bytes, rounded up to whole lines."""
     return -(-nbytes // LINE) * LINE

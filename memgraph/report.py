@@ -61,18 +61,22 @@ class Report:
 
     @property
     def plan(self) -> Plan:
+        """The decisions, in the order in which they were made."""
         return self.choice.plan
 
     @property
     def decisions(self) -> Plan:
+        """The same, for `model.plan.decisions`."""
         return self.choice.plan
 
     @property
     def forecast(self) -> Forecast:
+        """What the step takes as it runs: with parts of it compiled, if they are."""
         return self.choice.forecast if self.lowered is None else self.lowered
 
     @property
     def budget(self) -> int:
+        """In bytes."""
         return self.machine.budget
 
     @property

@@ -91,6 +91,7 @@ def check_space(folder: Path, nbytes: int, content: str) -> None:
 
 
 def open_nameless(folder: Path) -> int:
+    """The descriptor of a new, empty file without a name, for this process and user alone."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:

@@ -14,6 +14,7 @@ WIDTH = 120
 
 
 def printed(what: RenderableType) -> str:
+    """The text of what rich would draw, in lines of 120 columns."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     console.print(what)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -29,8 +30,10 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def mb(nbytes: int) -> str:
+    """Bytes in megabytes of 10^6; as they are, if they are few."""
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
 
 
 def ms(us: float) -> str:
+    """Microseconds in milliseconds."""
     return f"{us / 1e3:.1f} ms"

@@ -81,10 +81,12 @@ class Latch:
         self.lock.acquire()
 
     def open(self) -> None:
+        """The moment has come; once."""
         self.closed = False
         self.lock.release()
 
     def wait(self) -> None:
+        """Until then."""
         while self.closed:
             # The second is for when Ctrl-C came between these two, in another thread.
             if self.lock.acquire(timeout=1):

@@ -27,6 +27,7 @@ Key = tuple[int, int]  # a piece: its parameter, and where it begins
 
 
 def key(piece: Piece) -> Key:
+    """By what a piece is known."""
     return piece.item, piece.begin
 
 
@@ -46,6 +47,7 @@ class Rows:
 
 
 def rows_of(kind: Kind, ranks: int) -> Rows:
+    """The rows of such a tensor, as many for each rank as DTensor's `Shard` gives it."""
     dim = max(range(len(kind.shape)), key=lambda d: (kind.shape[d] > 1, kind.strides[d], -d))
     count, each = kind.shape[dim], math.prod(kind.shape) // kind.shape[dim]
     part = -(-count // ranks)
@@ -63,6 +65,7 @@ class Overlap:
 
 
 def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
+    """What each piece has of each rank's rows."""
     for piece in pieces:
         for rank, (first, last) in enumerate(pairwise(rows.bounds)):
             begin, end = max(first, piece.begin), min(last, piece.end)
@@ -80,6 +83,7 @@ class Move:
         self.name = f"exchange of the state of parameter {pieces[0].item}"
 
     def to_rows(self, mine: Mapping[Key, Tensor], local: Tensor) -> None:
+        """Fill this rank's rows, `local`; `mine` are its pieces, flat."""
         sent = [o for o in self.overlaps if o.piece.rank == self.me]
         parts = [mine[key(o.piece)][o.begin - o.piece.begin : o.end - o.piece.begin] for o in sent]
         wanted = [o for o in self.overlaps if o.rank == self.me]
@@ -88,6 +92,7 @@ class Move:
             flat(local)[overlap.begin - self.base : overlap.end - self.base].copy_(part)
 
     def to_pieces(self, local: Tensor) -> dict[Key, Tensor]:
+        """This rank's pieces, flat and in host memory, of the rows that the ranks have."""
         sent = [o for o in self.overlaps if o.rank == self.me]
         parts = [flat(local)[o.begin - self.base : o.end - self.base] for o in sent]
         wanted = [o for o in self.overlaps if o.piece.rank == self.me]

@@ -22,6 +22,11 @@ NOWHERE = object()
 
 
 def metadata(whole: Path) -> Metadata:
+    """What is in a folder.
+
+    Raises:
+        StateError: no checkpoint of a model and its optimizer.
+    """
     try:
         found = FileSystemReader(whole).read_metadata()
     except FileNotFoundError as error:

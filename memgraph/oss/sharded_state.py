@@ -86,6 +86,7 @@ def empty(oss: Saving, item: int, dtype: torch.dtype) -> DTensor:
 
 
 def mesh_of(oss: Saving) -> DeviceMesh:
+    """The ranks of the optimizer, as DTensor wants them."""
     return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
 
 
