@@ -1,7 +1,6 @@
 """Tensors that a step reads though they are neither parameters, buffers nor arguments.
 
-They stand in a captured graph as `get_attr` nodes and hold real tensors: `torch.tensor([1., 2.])` in forward, or a
-tensor in a plain attribute.
+torch.tensor([1., 2.]) in forward, or a tensor in a plain attribute    ->   a `get_attr` node with a real tensor
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The budget -> time curve of a step, as data and as a table.  See `sweep`."""
+"""The budget -> time curve of a step, as data and as a table.
+
+    sweep.points      a Point for each budget, the largest first
+    sweep.knee        the one below which bytes begin to cost
+    print(sweep)      the table
+
+`sweep.py` makes it.
+"""
 
 from __future__ import annotations
 

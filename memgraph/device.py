@@ -1,5 +1,8 @@
 """What the machine has: the memory of a device, and how a process is made to show its real peak.
 
+    memory_nbytes(cpu), unused_nbytes(cpu)    ->   67 GB, of which 41 GB can be had now
+    return_freed_memory()                     ->   freed tensors go back to the system at once
+
 On a CPU the device is RAM: the machine's, or what a control group leaves of it.
 """
 
@@ -17,6 +20,7 @@ CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
 KEPT = 4 << 20  # the same while ops are priced
+CPU = torch.device("cpu")
 CUDA_BLOCK = 512  # bytes; what the caching allocator rounds up to
 
 _returns = False

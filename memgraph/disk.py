@@ -25,10 +25,8 @@ import torch
 
 from .copies import Copy, Move, Part, settle, speeds
 from .homes import FileMapping, Place
-from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
+from .spill import PAGE, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
-
-__all__ = ["STAGING", "DiskLease", "DiskTier", "SpillError", "spill_folder"]
 
 
 class DiskTier:

@@ -1,4 +1,9 @@
-"""What memgraph raises."""
+"""What memgraph raises, beside TypeError and ValueError for arguments of a wrong kind or value.
+
+    except memgraph.BudgetError as error:    model = memgraph.compile(model, error.smallest)
+
+`SpillError` stands with the disk, in `spill.py`, and `PinnedError` with pinned memory, in `slab.py`.
+"""
 
 from __future__ import annotations
 

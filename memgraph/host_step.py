@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, optim
 
 from .dense import shaped
+from .device import CPU
 from .homes import Place, Source, Where
 from .host import After, Host, StreamCopy
 from .pinned import beside, noted
 from .pointwise import EXACT, Alone, Given
 from .strands import Strand, Subject, Whose
-
-CPU = torch.device("cpu")
 
 
 class HostStep:

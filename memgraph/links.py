@@ -22,7 +22,7 @@ from passes import Trace
 from .costs import once
 from .disk import DiskTier
 from .pinned import pinned_speed
-from .place import place
+from .setting import setting
 from .spill import mount, spill_folder
 from .stopwatch import shortest
 from .wire import narrow, widen
@@ -67,12 +67,12 @@ def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:
     """The links to the file system of `folder`.  All of its folders are taken to be alike."""
     there = spill_folder(folder)
     method = f"{SIZES} {WORKERS} x {CHUNK}"
-    return _found(f"link {mount(there)} {method} {place(torch.device('cpu'))}", lambda: _measure_disk(there))
+    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there))
 
 
 def host_links(device: torch.device) -> Links:
     """The links between a GPU and pinned memory."""
-    return _found(f"link {device} {place(device)}", lambda: _measure_host(device))
+    return _found(f"link {device} {setting(device)}", lambda: _measure_host(device))
 
 
 def casts(device: torch.device) -> Links:
@@ -84,7 +84,7 @@ def casts(device: torch.device) -> Links:
         from .kernels.cast import compared  # here, for the reason in `wire.py`
 
         compared(device)
-    return _found(f"cast {SIZES} {device} {place(device)}", lambda: _measure_casts(device))
+    return _found(f"cast {SIZES} {device} {setting(device)}", lambda: _measure_casts(device))
 
 
 def _found(key: str, measure: Callable[[], Links]) -> Links:

@@ -20,12 +20,11 @@ from torch import Tensor
 from passes import Forecast, Machine, Trace, lifetimes, predict
 
 from .costs import once
-from .device import KEPT, RETURNED, returns_freed_memory
-from .place import place
+from .device import CPU, KEPT, RETURNED, returns_freed_memory
+from .setting import setting
 from .signature import kernel_modes
 from .stopwatch import timed
 
-CPU = torch.device("cpu")
 NBYTES, TRIES = 4 << 20, 9
 MAPPED = 2  # the bit of a block's head by which glibc knows that the block has pages of its own
 
@@ -67,7 +66,7 @@ def new_nbytes(trace: Trace) -> dict[str, int]:
 
 def page_us() -> float:
     """The microseconds that a page takes to be given, and taken back, by as many threads as compute now."""
-    key = f"page {NBYTES} {kernel_modes()} {place(CPU)}"
+    key = f"page {NBYTES} {kernel_modes()} {setting(CPU)}"
     return once(_known, key, _measure, float, float)
 
 

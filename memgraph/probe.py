@@ -25,8 +25,8 @@ from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors
 from .peak import measured, resident_bytes
-from .place import place
 from .roofline import roofline
+from .setting import setting
 from .signature import kernel_modes
 from .stopwatch import cool, shortest
 from .summarize import Cost
@@ -73,7 +73,7 @@ class Prober:
         key = _key(node)
         if key in _known:
             return _known[key]
-        lasting = f"ran {key} {place(_device(node))}"
+        lasting = f"ran {key} {setting(_device(node))}"
         found = _read(kept(lasting))
         if found is None and _touched(node) <= self.limit:
             found = _probe(node, self._cool(_device(node)))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .costs import once
 from .nodes import tensors
-from .place import place
+from .setting import setting
 from .signature import kernel_modes
 from .stopwatch import shortest
 
@@ -61,7 +61,7 @@ def flops(node: fx.Node) -> float:
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    key = f"rates {dtype} {device} {kernel_modes()} {place(device)}"
+    key = f"rates {dtype} {device} {kernel_modes()} {setting(device)}"
     return once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
 
 

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from .budget import Asked, asked_nbytes
-from .device import memory_nbytes
+from .device import CPU, memory_nbytes
 from .errors import MemgraphError
 from .spill import pages
 
-CPU = torch.device("cpu")
 VARIABLE = "MEMGRAPH_PINNED"
 PINNED = Asked("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
 NAMED = Asked(VARIABLE, "the host", "half of that")

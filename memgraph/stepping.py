@@ -15,9 +15,10 @@ import torch
 from torch import optim
 
 from .costs import once
-from .host_step import CPU, alone_on_host
-from .place import place
+from .device import CPU
+from .host_step import alone_on_host
 from .pointwise import Alone
+from .setting import setting
 from .signature import kernel_modes
 from .state_parts import StatePart
 from .stopwatch import cool, shortest
@@ -39,7 +40,7 @@ def stepping(optimizer: optim.Optimizer, parts: Sequence[StatePart], nbytes: int
 
 def _element_us(alone: Alone, group: int, dtype: torch.dtype, nbytes: int) -> float:
     kind = f"{type(alone.optimizer)} {sorted_options(alone.options[group])} {dtype}"
-    key = f"host step {kind} {nbytes} {kernel_modes()} {place(CPU)}"
+    key = f"host step {kind} {nbytes} {kernel_modes()} {setting(CPU)}"
     return once(_known, key, lambda: _measure(alone, group, dtype, nbytes), float, float)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from passes import Machine
 
-from .disk import STAGING, DiskTier
+from .disk import DiskTier
 from .flight import Tier
 from .homes import Where
 from .host import Host
@@ -25,6 +25,7 @@ from .pinned import PinnedTier
 from .slab import cap_nbytes
 from .spill import spill_folder
 from .toll import disk_toll
+from .workers import STAGING
 
 Folder = str | PathLike[str] | None
 USUAL = 4 << 20  # bytes of a value, where nothing is known of those that may be sent

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from .costs import once
+from .device import CPU
 from .disk import DiskLease, DiskTier
 from .links import Links
 from .ops import running
-from .place import place
+from .setting import setting
 from .signature import kernel_modes
 from .spill import mount, spill_folder
 from .stopwatch import shortest, timed
 
-CPU = torch.device("cpu")
 NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
 TRIES = 5
 SIDE = 320  # of the matrices that are multiplied meanwhile, and between
@@ -53,7 +53,7 @@ _known: dict[str, Toll] = {}
 def disk_toll(folder: str | os.PathLike[str] | None, links: Links) -> Toll:
     """The toll of copies to the file system of `folder` and back, whose speed is known."""
     there = spill_folder(folder)
-    key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {place(CPU)}"
+    key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
     return once(_known, key, lambda: _measure(there, links), lambda found: Toll(*found), astuple)
 
 

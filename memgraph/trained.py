@@ -1,4 +1,9 @@
-"""What a planned step trains: parameters, what updates them, and what ranks exchange of them."""
+"""What a planned step trains: parameters, what updates them, and what ranks exchange of them.
+
+optimizer= given         ->   its states, in parts that may live far
+fuse_update=True         ->   the parameters that ops in backward update
+a sharded optimizer      ->   the buckets that backward sums over ranks, and that forward gathers
+"""
 
 from __future__ import annotations
 

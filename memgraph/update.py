@@ -27,8 +27,8 @@ from passes.updates import early
 from .costs import once
 from .device import keeping_freed_memory
 from .peak import measured, resident_bytes
-from .place import place
 from .pointwise import untried
+from .setting import setting
 from .signature import kernel_modes
 from .state_parts import StatePart
 from .stopwatch import cool, shortest
@@ -201,7 +201,7 @@ class _Trial:
 
     def _priced(self, kind: Kind) -> float:
         group = sorted_options(self.optimizer.param_groups[kind.group])
-        key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {kernel_modes()} {place(kind.device)}"
+        key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {kernel_modes()} {setting(kind.device)}"
         return once(_times, key, lambda: self._us(kind), float, float)
 
     def _us(self, kind: Kind) -> float:

@@ -1,4 +1,7 @@
-"""Whether tensors that backward will read have been changed in place, as autograd asks of those that it saves."""
+"""Whether tensors that backward will read have been changed in place, as autograd asks of those that it saves.
+
+seen = [(w, version_of(w))];  w.add_(1);  refuse_changed(seen)   ->   RuntimeError
+"""
 
 from __future__ import annotations
 

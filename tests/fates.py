@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from memgraph.disk import STAGING
+from memgraph.workers import STAGING
 from passes import Choice, Machine, Trace, apply, predict
 from passes.gaps import Gaps
 from passes.schedule import Fate, schedule

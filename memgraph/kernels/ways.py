@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..costs import once
-from ..place import place
+from ..setting import setting
 from ..stopwatch import shortest
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes that are read
@@ -77,7 +77,7 @@ def measured(kernel: str, device: torch.device, trial: Trial) -> Found:
 
 
 def _key(kernel: str, device: torch.device) -> str:
-    return f"way {kernel} {SIZES} {WAYS} {device} {place(device)}"
+    return f"way {kernel} {SIZES} {WAYS} {device} {setting(device)}"
 
 
 def _measure(device: torch.device, trial: Trial) -> Found:

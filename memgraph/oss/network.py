@@ -20,7 +20,7 @@ from passes import Machine
 from passes.shards import Bucket
 
 from ..costs import keep, kept
-from ..place import place
+from ..setting import setting
 from .inside import Sums
 from .optimizer import OSS
 from .together import Together
@@ -37,7 +37,7 @@ def with_network(machine: Machine, oss: OSS, together: Together) -> Machine:
     """The machine with the network between the ranks; a collective."""
     device, exchange = torch.device(machine.device), oss.exchange
     where = f"{dist.get_backend(exchange.group)} {exchange.ranks} ranks on {together.count(platform.node())} hosts"
-    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.neighbours is not None} {place(device)}"
+    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.neighbours is not None} {setting(device)}"
     found = _known.get(key) or _read(kept(key))
     if not together.least(int(found is not None)):  # a rank does not know it
         found = _Trial(Sums(oss), exchange.ranks, device).speed()

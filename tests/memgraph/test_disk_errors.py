@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memgraph import spill
-from memgraph.disk import DiskTier, SpillError
-from memgraph.spill import PAGE
+from memgraph.disk import DiskTier
+from memgraph.spill import PAGE, SpillError
 from tests.disk import MANY, SHM, drain, files_in, noise, round_trip
 from tests.faults import failing
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.disk import STAGING
 from memgraph.far_update import FarStates, FarUpdate
 from memgraph.ops import Lease
 from memgraph.peak import measured, resident_bytes
@@ -36,6 +35,7 @@ from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import summarize
 from memgraph.tiers import far_tier
+from memgraph.workers import STAGING
 from passes import Choice, Machine, Offload, Plan, Recompute, Trace, apply, check, predict
 from passes.gaps import Gaps
 from passes.schedule import CAST, HOMEWARD, Fate, schedule

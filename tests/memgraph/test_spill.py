@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from memgraph import disk, spill
-from memgraph.disk import DiskTier, spill_folder
-from memgraph.spill import PAGE
+from memgraph.disk import DiskTier
+from memgraph.spill import PAGE, spill_folder
 from tests.disk import MANY, SHM, files_in, noise, round_trip
 from tests.faults import failing
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.disk import STAGING
+from memgraph.workers import STAGING
 from tests.streamed import (
     OPTIMIZERS,
     TINY,

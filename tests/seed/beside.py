@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import planner
-from memgraph.disk import STAGING
+from memgraph.workers import STAGING
 from passes import Choice, Machine, Trace, apply, predict
 from passes.gaps import Gaps
 from passes.schedule import Fate, schedule

@@ -1,6 +1,6 @@
-"""Where something was measured: all that a price depends on besides the op, in words.
+"""The setting in which something was measured: all that a price depends on besides the op, in words.
 
-    place(cpu)  ->  "torch 2.13.0+cpu ... | AMD EPYC ... | AVX512 | 2 cores | OMP_NUM_THREADS=2"
+    setting(cpu)  ->  "torch 2.13.0+cpu ... | AMD EPYC ... | AVX512 | 2 cores | OMP_NUM_THREADS=2"
 
 Whatever changes which kernels run, or how fast, has to be in it, or in the op's own key: a price that was measured
 elsewhere would be a wrong time, and a workspace a broken promise.
@@ -28,8 +28,8 @@ VARIABLES = (
 
 
 @functools.cache
-def place(device: torch.device) -> str:
-    """The device, torch and its libraries, and what was asked of them."""
+def setting(device: torch.device) -> str:
+    """The device, torch and its libraries, and what was asked of them: one text, by which prices are kept."""
     environment = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES))
     libraries = (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip)
     return " | ".join((f"method {METHOD}", f"torch {libraries}", *_hardware(device), *environment))
