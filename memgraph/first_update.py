@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 
 from .peak import measured, resident_bytes
+from .pointwise import in_place_of_step
 from .step import Step
 from .update import state_tensors
 
@@ -48,8 +48,7 @@ def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]]
     """Run `around` around the optimizer's next step, unless that runs the model too."""
     before, plain = vars(optimizer).get("step"), optimizer.step
 
-    @functools.wraps(plain)
-    def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> Any:
         if vars(optimizer).get("step") is ours:  # a scheduler may have wrapped it since
             del optimizer.step
             if before is not None:
@@ -62,6 +61,5 @@ def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]]
         return update() if closure else around(update)
 
     called: list[bool] = []
-    del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
-    ours = MethodType(step, optimizer)
+    ours = in_place_of_step(optimizer, step)
     optimizer.step = ours  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -201,6 +202,17 @@ def unhooked(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step of a class as it was written, without the hooks that torch puts around it."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def in_place_of_step(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Any:
+    """`run` as the optimizer's step: a method, because schedulers take the function out of what they wrap."""
+
+    @functools.wraps(optimizer.step)
+    def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
+    return MethodType(step, optimizer)
 
 
 def _made_up(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

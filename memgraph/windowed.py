@@ -9,9 +9,7 @@ what is pickled of it, have the plain step.
 
 from __future__ import annotations
 
-import functools
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .homes import Where, place_of
-from .pointwise import by_elements, refuse, unhooked
+from .pointwise import by_elements, in_place_of_step, refuse, unhooked
 from .spill import SpillError
 from .strands import Whose, nobody
 from .windows import Update
@@ -36,7 +34,7 @@ class Windowed:
         self.optimizer = optimizer
         self.pending: Update | None = None
         self.plain = optimizer.step
-        optimizer.step = _method(self)  # type: ignore[method-assign]
+        optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """What `optimizer.step` does now.
@@ -111,14 +109,3 @@ class Windowed:
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
         held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
         return [tensor for tensor in held if isinstance(tensor, Tensor)]
-
-
-def _method(windowed: Windowed) -> Any:
-    """A method, because schedulers take the function out of what they wrap."""
-
-    @functools.wraps(windowed.plain)
-    def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return windowed.step(*args, **kwargs)
-
-    del step.__dict__["__wrapped__"]  # is bound: GradScaler asks for the signature, which would lose a second argument
-    return MethodType(step, windowed.optimizer)
