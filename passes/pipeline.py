@@ -105,7 +105,7 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
     trace, best = best.captured.trace, replace(best, greedy=not linear.there())
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
-        if fits and (not best.plan or _is_good(best, machine)):
+        if fits and (not best.plan or best.gap <= NEAR):
             break
         if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best)):
             continue
@@ -113,11 +113,6 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
         best = _better(best, found, machine)
         log(f"{find.__name__:<16} {best.forecast}")
     return best
-
-
-def _is_good(best: Choice, machine: Machine) -> bool:
-    """Whether no other pass is asked."""
-    return best.gap <= NEAR
 
 
 def _is_spared(find: Pass, best: Choice) -> bool:
