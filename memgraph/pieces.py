@@ -81,28 +81,30 @@ def cut(rows: Sequence[Row], nbytes: int, first: int = 0, apart: bool = False) -
     """
     windows: list[list[Piece]] = [[]]
     room = nbytes
-    for i, row in enumerate(rows):
-        begin = 0
-        if apart and windows[-1]:
-            windows.append([])
-            room = nbytes
-        while True:
-            count = _fits(row, begin, room, nbytes)
+    for i, row in enumerate(rows, first):
+        _refuse_coarse(row, nbytes)
+        begin, done = 0, False
+        while not done:
+            count = None if apart and not begin and windows[-1] else _fits(row, begin, room, nbytes)
             if count is None:
-                if room == nbytes:
-                    least = row.nbytes(min(row.count, row.quantum))
-                    raise ValueError(
-                        f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least"
-                    )
                 windows.append([])
                 room = nbytes
                 continue
-            windows[-1].append(Piece(first + i, begin, begin + count, count == row.count))
+            windows[-1].append(Piece(i, begin, begin + count, count == row.count))
             room -= row.nbytes(count)
             begin += count
-            if begin == row.count:
-                break
+            done = begin == row.count
     return [tuple(window) for window in windows if window]
+
+
+def _refuse_coarse(row: Row, nbytes: int) -> None:
+    """
+    Raises:
+        ValueError: an empty window does not hold a piece of it.
+    """
+    if _fits(row, 0, nbytes, nbytes) is None:
+        least = row.nbytes(min(row.count, row.quantum))
+        raise ValueError(f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least")
 
 
 def _fits(row: Row, begin: int, room: int, nbytes: int) -> int | None:

@@ -68,11 +68,8 @@ class Near:
         total = torch.empty_like(mine)
         if len(pieces) > 1:
             self._add(pieces, mine, total)
-        for whole in pieces if len(pieces) == 1 else ():
-            for begin in range(0, whole.count, CACHED // mine.element_size()):
-                end = min(whole.count, begin + CACHED // mine.element_size())
-                part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
-                self._add([part], mine[begin:end], total[begin:end])
+        else:
+            self._add_in_parts(pieces[0], mine, total)
         return list(total.split([piece.count for piece in pieces]))
 
     def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
@@ -131,6 +128,14 @@ class Near:
     def meet(self, name: str, flag: bool = False) -> bool:
         """Wait until all ranks are here; whether any of them has the flag."""
         return bool(self.exchange.most(torch.tensor([flag], dtype=torch.int32), name))
+
+    def _add_in_parts(self, whole: Piece, mine: Tensor, total: Tensor) -> None:
+        """The mean of what the ranks have of a piece, into `total`, as much at once as stays in the cache."""
+        step = CACHED // mine.element_size()
+        for begin in range(0, whole.count, step):
+            end = min(whole.count, begin + step)
+            part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
+            self._add([part], mine[begin:end], total[begin:end])
 
     def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of these pieces, into `total`."""
