@@ -38,11 +38,11 @@ class Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
         try:
-            outputs = flight.forward(tensors, step.outputs)
+            outputs = flight.forward(tensors, step.roles.outputs)
         except BaseException:
             step.land(flight)
             raise
-        join(flight, frozenset(id(tensors[i]) for i in step.owned))
+        join(flight, frozenset(id(tensors[i]) for i in step.roles.owners))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
         return tuple(outputs)
 
@@ -55,14 +55,14 @@ class Run(torch.autograd.Function):
                 "its backward is a graph of its own; use the plain module for this"
             )
         results: list[Tensor | None] = [None] * len(ctx.parameters)
-        more = any(tangent is not None and i not in step.tangents for i, tangent in enumerate(tangents))
+        more = any(tangent is not None and i not in step.roles.tangents for i, tangent in enumerate(tangents))
         if more or any(tangents[i] is None for i in step.captured.hoped):
-            if step.updates:
+            if step.roles.updates:
                 step.land(ctx.flight)
             results[:] = ctx.unforeseen(tangents)
         else:
-            for role, gradient in zip(step.gradients, _Backward(ctx, tangents).run(), strict=True):
-                results[step.target(role)] = gradient
+            for role, gradient in zip(step.roles.gradients, _Backward(ctx, tangents).run(), strict=True):
+                results[step.roles.target(role)] = gradient
         return None, None, None, *results
 
 
@@ -72,19 +72,20 @@ class _Backward:
 
     def __init__(self, ctx: Any, tangents: Sequence[Tensor | None]) -> None:
         self.step: Step = ctx.step
+        self.roles = self.step.roles
         self.flight: Flight = ctx.flight
         self.tensors: Sequence[Tensor] = ctx.parameters
-        self.tangents = [tangents[i] for i in self.step.tangents]
-        self.unused = frozenset(i for i in self.step.tangents if tangents[i] is None)
+        self.tangents = [tangents[i] for i in self.roles.tangents]
+        self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)
         self.keep = _get_current_graph_task_keep_graph()
         self.behind = ctx.next_functions  # is made anew whenever it is read
-        step, seen = self.step, in_process_group() or self.flight.shared
+        seen = in_process_group() or self.flight.shared
         self.takers = [
-            _taker(self.behind[step.target(role)][0]) if role.kind == "gradient" and not seen else None
-            for role in step.gradients
+            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not seen else None
+            for role in self.roles.gradients
         ]
-        self.updated = {name: None if seen else _taker(self.behind[i][0]) for name, i in step.updates.items()}
-        self.gone = [step.is_without(role, self.unused) for role in step.gradients]
+        self.updated = {name: None if seen else _taker(self.behind[i][0]) for name, i in self.roles.updates.items()}
+        self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
 
     def run(self) -> list[Tensor | None]:
         """The gradients that autograd has to hand on."""
@@ -93,9 +94,9 @@ class _Backward:
             flight.absent = min(flight.absent, step.absent(self.tensors))
         apart: Mapping[int, Tensor] = {}
         if step.homes is not None:
-            apart, places = step.homes.before(self.takers, step.adds)
+            apart, places = step.homes.before(self.takers, self.roles.adds)
             flight.bind(places)
-        added = self._there() if step.adds else []
+        added = self._there() if self.roles.adds else []
         if self.keep:
             _warn_of_retained(step.report)
         try:
@@ -109,26 +110,26 @@ class _Backward:
                 step.fused.failed(error)
             raise
         finally:
-            if not self.keep or step.updates:
+            if not self.keep or self.roles.updates:
                 step.land(flight)
         return self._given(gradients)
 
     def _there(self) -> list[Tensor | None]:
         """The gradients that are there to be added to, of each parameter that the step makes one of."""
-        roles = zip(self.step.gradients, self.takers, strict=True)
-        return [None if taker is None else taker.grad for role, taker in roles if role.kind == "gradient"]
+        rows = zip(self.roles.gradients, self.takers, strict=True)
+        return [None if taker is None else taker.grad for role, taker in rows if role.kind == "gradient"]
 
     def _begin(self) -> None:
         """Have those ready that update parameters, or sum gradients over ranks, in this backward."""
         step, flight = self.step, self.flight
         if step.fused is not None and self.updated:
             flight.update = step.fused.begin(self.updated, self.tangents, self.keep)
-        if step.inside is not None and step.shards:
+        if step.inside is not None and self.roles.shards:
             flight.met()
             flight.exchange = step.inside.begin(
                 {
                     name: _taker(self.behind[i][0])
-                    for name, i in step.exchanged.items()
+                    for name, i in self.roles.exchanged.items()
                     if not step.is_without(Output("gradient", name), self.unused)
                 }
             )
@@ -136,9 +137,9 @@ class _Backward:
     def _made(self, added: Sequence[Tensor | None]) -> list[Tensor]:
         """All that the half returns, once every update in it is done."""
         step, flight = self.step, self.flight
-        if step.shards:
+        if self.roles.shards:
             flight.halves = step.halves
-            added = [*added, *(map(step.shard, step.shards) if step.adds else ())]
+            added = [*added, *(map(step.shard, self.roles.shards) if self.roles.adds else ())]
         else:
             flight.halves = step.halves_without(self.unused)
         found = flight.backward(self.tangents, added, self.keep)
@@ -148,16 +149,16 @@ class _Backward:
 
     def _parted(self, found: list[Tensor]) -> list[Tensor]:
         """The gradients; this rank's parts of what ranks have summed stay with who sums."""
-        count = len(self.step.gradients)
-        if self.step.inside is not None and self.step.shards:
-            self.step.inside.give(dict(zip(self.step.shards, found[count:], strict=True)))
+        count = len(self.roles.gradients)
+        if self.step.inside is not None and self.roles.shards:
+            self.step.inside.give(dict(zip(self.roles.shards, found[count:], strict=True)))
         return found[:count]
 
     def _given(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Put gradients where they belong; what autograd has to hand on is returned."""
-        rows = zip(self.step.gradients, self.takers, gradients, self.gone, strict=True)
+        rows = zip(self.roles.gradients, self.takers, gradients, self.gone, strict=True)
         return [
-            _nothing(self.behind[self.step.target(role)][0], gradient) if gone else _give(taker, gradient)
+            _nothing(self.behind[self.roles.target(role)][0], gradient) if gone else _give(taker, gradient)
             for role, taker, gradient, gone in rows
         ]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from .lower import Lowering
 from .oss.inside import Inside
 from .recording import Recorder, Recording, Replays
 from .report import Report
+from .roles import Roles
 from .slots import Homes
 from .split import Halves
 from .times import Times
@@ -59,24 +59,10 @@ class Step:
         self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used
         self.tier = tier
         self.report = report
-        self.outputs = sum(role.kind == "output" for role in captured.outputs)
-        self.tangents = tuple(role.index for role in captured.inputs if role.kind == "tangent")
-        self.gradients = tuple(role for role in captured.outputs if role.kind not in ("output", "shard"))
-        self.shards = tuple(role.index for role in captured.outputs if role.kind == "shard")  # by bucket
-        roles = [role for role in captured.inputs if role.kind != "tangent"]
-        given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
-        self.adds = bool(given)
         self.device = torch.device(report.machine.device)
-        self.place = {(role.kind, role.name, role.index): i for i, role in enumerate(roles)}
         self.update_ops = update_nodes(halves.backward.graph) if halves.backward is not None else {}
-        self.updates = {name: self.place["parameter", name, -1] for name in self.update_ops.values()}
-        self.exchanged = {name: self.place["parameter", name, -1] for name in captured.exchanged}
-        self.owned = [self.target(role) for role in self.gradients if role.kind == "gradient"]
-        here = len(self.owned)
-        # With the bytes of each.
-        self.added = tuple(zip(self.owned, given[:here], strict=True)) if self.adds else ()
-        self.added_shards = tuple(zip(self.shards, given[here:], strict=True)) if self.adds else ()
-        self.owned += (*self.updates.values(), *self.exchanged.values())
+        given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
+        self.roles = Roles.of(captured, given, self.update_ops.values())
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
@@ -94,7 +80,7 @@ class Step:
         if self.halves.backward is not None:
             return list(Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
         try:
-            return flight.forward(tensors, self.outputs)
+            return flight.forward(tensors, self.roles.outputs)
         finally:
             self.land(flight)
 
@@ -112,8 +98,7 @@ class Step:
 
     def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> Recording:
         """A recording of the step as it now stands."""
-        varying = [i for (kind, _, _), i in self.place.items() if kind == "input"]
-        return Recording(self.halves, self.tier, tensors, varying, self.outputs, recorder)
+        return Recording(self.halves, self.tier, tensors, self.roles.varying, self.roles.outputs, recorder)
 
     def rest(self) -> None:
         """Another step wants the device: let a recording's memory go."""
@@ -161,7 +146,7 @@ class Step:
         if found is None:
             backward = self.halves.backward
             assert backward is not None
-            places = [place for place, output in enumerate(self.tangents) if output in unused]
+            places = [place for place, output in enumerate(self.roles.tangents) if output in unused]
             found = replace(self.halves, backward=without(backward, self.halves.names, places))
             self.partial[unused] = found
         return found
@@ -185,19 +170,15 @@ class Step:
 
     def gradients_there(self) -> list[Tensor]:
         """The gradients that the parameters have now, and this rank's parts of those that ranks have summed."""
-        parts = [part for bucket in self.shards if (part := self.shard(bucket)) is not None]
+        parts = [part for bucket in self.roles.shards if (part := self.shard(bucket)) is not None]
         return parts + [parameter.grad for parameter in self.trained if parameter.grad is not None]
 
     def absent(self, tensors: Sequence[Tensor]) -> int:
         """The bytes of gradients that would be added to, and are not there: an optimizer of some parameters lets only
         theirs go; and what is kept for a recording."""
-        parts = sum(nbytes for bucket, nbytes in self.added_shards if self.shard(bucket) is None)
-        return self.kept + parts + sum(nbytes for place, nbytes in self.added if tensors[place].grad is None)
+        parts = sum(nbytes for bucket, nbytes in self.roles.added_shards if self.shard(bucket) is None)
+        return self.kept + parts + sum(nbytes for place, nbytes in self.roles.added if tensors[place].grad is None)
 
     def shard(self, bucket: int) -> Tensor | None:
         """This rank's part of a bucket, if backward has left it there."""
         return self.inside.parts.get(bucket) if self.inside is not None else None
-
-    def target(self, role: Any) -> int:
-        """The place among the inputs of what a gradient is of."""
-        return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
