@@ -24,9 +24,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _NormBase
 
 from .errors import CaptureError
+from .frames import is_torchs, is_users, module_running, source_line
 from .known import KnowingMode
 from .trees import flatten
-from .where import is_torchs, is_users, module_running, source_line
 
 VALUE = (
     "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",

@@ -15,9 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from traceback import walk_tb
-from types import CodeType, FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,10 +24,10 @@ from torch import fx, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from .frames import MEMGRAPH, is_users_code
+
 # `custom` is a field of a node's meta that a second trace copies.
 NOTES = "custom"
-TORCH = str(Path(torch.__file__).parent) + os.sep
-MEMGRAPH = str(Path(__file__).parent) + os.sep
 _part: ContextVar[int] = ContextVar("part", default=0)
 
 
@@ -103,48 +101,13 @@ class Notes:
         node.meta[NOTES] = {**node.meta.get(NOTES, {}), **notes}
 
 
-def source_line(traceback: TracebackType | None) -> str:
-    """Where in the user's code an exception arose, or else in torch's own modules, as `path:line in function`."""
-    places = [(frame.f_code, line) for frame, line in walk_tb(traceback)]
-    users = [place for place in places if _is_users(place[0])]
-    modules = [place for place in places if place[0].co_name == "forward"]
-    for code, line in reversed(users or modules):
-        return f"{code.co_filename}:{line} in {code.co_name}"
-    return "an unknown line"
-
-
-def module_running(traceback: TracebackType | None, whole: nn.Module) -> tuple[str, nn.Module] | None:
-    """The innermost submodule in whose forward an exception arose, with its path; None if it was in none of them."""
-    paths = {id(part): path for path, part in whole.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(traceback) if frame.f_code.co_name == "forward"]
-    for owner in reversed(owners):
-        if isinstance(owner, nn.Module) and id(owner) in paths:
-            return paths[id(owner)] or "the model", owner
-    return None
-
-
-def is_torchs(traceback: TracebackType | None) -> bool:
-    """Whether an exception was raised by torch's own code."""
-    frames = [frame for frame, _ in walk_tb(traceback)]
-    return bool(frames) and frames[-1].f_code.co_filename.startswith(TORCH)
-
-
-def is_users(traceback: TracebackType | None) -> bool:
-    """Whether code of the user's had any part in an exception."""
-    return any(_is_users(frame.f_code) for frame, _ in walk_tb(traceback))
-
-
-def _is_users(code: CodeType) -> bool:
-    return not code.co_filename.startswith((TORCH, MEMGRAPH, "<"))
-
-
 def _line(frame: FrameType | None) -> str:
     """`file.py:line` of the innermost frame that is the user's; empty if torch's own modules run by themselves."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(MEMGRAPH) and file != __file__:
             return ""  # the call of the module itself
-        if not file.startswith((TORCH, MEMGRAPH, "<")):
+        if is_users_code(frame.f_code):
             return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
