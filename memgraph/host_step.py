@@ -22,7 +22,8 @@ from .device import CPU
 from .homes import Place, Source, Where
 from .host import After, Host, StreamCopy
 from .pinned import beside, noted
-from .pointwise import EXACT, Alone, Given
+from .pointwise import EXACT
+from .stepper import Given, Stepper
 from .strands import Strand, Subject, Whose
 
 
@@ -34,7 +35,7 @@ class HostStep:
         Raises:
             PinnedError: the host does not give windows of so many bytes.
         """
-        self.host, self.alone = host, alone_on_host(optimizer)
+        self.host, self.stepper = host, stepper_on_host(optimizer)
         self.slabs = [torch.empty(0, dtype=torch.uint8)] * 2
         self.due = host.cuda.Event()
         if nbytes:
@@ -60,7 +61,7 @@ class HostStep:
         found: dict[int, dict[str, Any] | None] = {}
         for new in (False, True):
             some = [i for i, (_, _, state) in enumerate(pieces) if new is not bool(state)]
-            found.update(zip(some, self.alone.step([pieces[i] for i in some]), strict=True) if some else ())
+            found.update(zip(some, self.stepper.step([pieces[i] for i in some]), strict=True) if some else ())
         return [found[i] for i in range(len(pieces))]
 
 
@@ -75,13 +76,13 @@ def reserve(host: Host, nbytes: int, owner: object) -> None:
 
 
 def parted(
-    subjects: Sequence[Subject], alone: Alone, hosted: Whose, where: Where
+    subjects: Sequence[Subject], stepper: Stepper, hosted: Whose, where: Where
 ) -> tuple[list[Subject], list[Subject]]:
     """What is stepped on the device, and what on the host, which sees it as its own from now on."""
     here, there = list[Subject](), list[Subject]()
     for subject in subjects:
         if isinstance(where, Host) and hosted(subject.parameter) and _is_alike(subject):
-            _see_from_host(subject, alone, where)
+            _see_from_host(subject, stepper, where)
             there.append(subject)
         else:
             here.append(subject)
@@ -93,17 +94,17 @@ def at_home(subject: Subject) -> None:
     subject.fresh = {key: _seen(strand) if strand.place else strand for key, strand in subject.fresh.items()}
 
 
-def alone_on_host(optimizer: optim.Optimizer) -> Alone:
+def stepper_on_host(optimizer: optim.Optimizer) -> Stepper:
     """The optimizer's step on tensors of the host, by the fused kernel if it has one."""
-    alone = Alone(optimizer)
-    for options, group in zip(alone.options, optimizer.param_groups, strict=True):
+    stepper = Stepper(optimizer)
+    for options, group in zip(stepper.options, optimizer.param_groups, strict=True):
         options |= {key: _there(value) for key, value in options.items()}
         chosen = "fused" not in options or options["fused"] is not None or options["foreach"]
         if not chosen and all(_has_kernel(optimizer, parameter) for parameter in group["params"]):
             options["fused"] = True
-    alone.scaling = {name: _there(value) for name, value in alone.scaling.items()}
-    alone.device = CPU
-    return alone
+    stepper.scaling = {name: _there(value) for name, value in stepper.scaling.items()}
+    stepper.device = CPU
+    return stepper
 
 
 def _has_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
@@ -149,13 +150,13 @@ def _is_alike(subject: Subject) -> bool:
     return all(strand.flat is not None for strand in subject.strands.values())
 
 
-def _see_from_host(subject: Subject, alone: Alone, host: Host) -> None:
+def _see_from_host(subject: Subject, stepper: Stepper, host: Host) -> None:
     """Homes are where they are, and what is on the device has to be moved."""
     for name, strand in subject.strands.items():
         lent = Place(0, strand.tensor.nbytes, Lent(host, strand.tensor)) if strand.place is None else None
         subject.strands[name] = replace(strand, place=lent) if lent else _seen(strand)
     if not subject.state:
-        subject.numbers = alone.numbers(subject.group, subject.parameter.dtype)
+        subject.numbers = stepper.numbers(subject.group, subject.parameter.dtype)
     subject.state = {key: value if key in subject.strands else _there(value) for key, value in subject.state.items()}
 
 

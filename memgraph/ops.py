@@ -254,7 +254,7 @@ def _fake_gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor
 
 
 # What torch is told of each, what runs, and what its result looks like.
-_OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("offload(Tensor x, int slot) -> Tensor", _offload, _empty),
     ("free(Tensor ticket, Tensor x, int slot) -> ()", _free, _nothing),
     (
@@ -274,8 +274,10 @@ _OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("gather(Tensor[] parameters, int bucket, int size) -> Tensor", _gather, _fake_gather),
     ("gathered(Tensor sent, Tensor[] parameters, int bucket) -> ()", _gathered, _nothing),
 )
-for _schema, _run, _fake in _OPS:
+RUN: dict[str, Callable[..., Any]] = {}  # what runs, by the op's name
+for _schema, _run, _fake in OPS:
     _library.define(_schema)
     _name = _schema.partition("(")[0]
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph::{_name}", _fake, lib=_library)
+    RUN[_name] = _run

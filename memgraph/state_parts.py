@@ -15,7 +15,8 @@ from torch import Tensor
 
 from passes.greedy import SMALLEST_HOME
 
-from .pointwise import Alone, is_pointwise
+from .pointwise import is_pointwise
+from .stepper import Stepper
 
 PARTS = 8
 Owner = Tensor | int
@@ -61,10 +62,10 @@ def is_large(parameter: Tensor) -> bool:
 
 def _nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
     """Each large parameter that is trained or was, and the bytes of its states."""
-    alone, found = Alone(optimizer), list[tuple[Owner, int]]()
+    stepper, found = Stepper(optimizer), list[tuple[Owner, int]]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in filter(is_large, group["params"]):
             if parameter.requires_grad or parameter in optimizer.state:
-                dtypes = alone.entries(i, parameter.dtype).values()
+                dtypes = stepper.entries(i, parameter.dtype).values()
                 found.append((parameter, parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)))
     return found

@@ -16,11 +16,11 @@ from torch import optim
 
 from .costs import once
 from .device import CPU
-from .host_step import alone_on_host
-from .pointwise import Alone
+from .host_step import stepper_on_host
 from .setting import setting
 from .signature import kernel_modes
 from .state_parts import StatePart
+from .stepper import Stepper
 from .stopwatch import cool, shortest
 from .update import sorted_options
 
@@ -33,22 +33,22 @@ def stepping(optimizer: optim.Optimizer, parts: Sequence[StatePart], nbytes: int
     counts = Counter[tuple[int, torch.dtype]]()
     for parameter in (parameter for part in parts for parameter in part.parameters):
         counts[groups[parameter], parameter.dtype] += parameter.numel()
-    alone = alone_on_host(optimizer)
-    us = sum(count * _element_us(alone, *kind, nbytes) for kind, count in counts.items())
+    stepper = stepper_on_host(optimizer)
+    us = sum(count * _element_us(stepper, *kind, nbytes) for kind, count in counts.items())
     return sum(part.nbytes for part in parts) / us if us else 0.0
 
 
-def _element_us(alone: Alone, group: int, dtype: torch.dtype, nbytes: int) -> float:
-    kind = f"{type(alone.optimizer)} {sorted_options(alone.options[group])} {dtype}"
+def _element_us(stepper: Stepper, group: int, dtype: torch.dtype, nbytes: int) -> float:
+    kind = f"{type(stepper.optimizer)} {sorted_options(stepper.options[group])} {dtype}"
     key = f"host step {kind} {nbytes} {kernel_modes()} {setting(CPU)}"
-    return once(_known, key, lambda: _measure(alone, group, dtype, nbytes), float, float)
+    return once(_known, key, lambda: _measure(stepper, group, dtype, nbytes), float, float)
 
 
-def _measure(alone: Alone, group: int, dtype: torch.dtype, nbytes: int) -> float:
-    states = sum(state.itemsize for state in alone.entries(group, dtype).values() if state)
+def _measure(stepper: Stepper, group: int, dtype: torch.dtype, nbytes: int) -> float:
+    states = sum(state.itemsize for state in stepper.entries(group, dtype).values() if state)
     count = max(1, nbytes // (2 * dtype.itemsize + states))
     piece = torch.zeros(count, dtype=dtype)
     piece.grad = torch.zeros_like(piece)
-    (state,) = alone.step([(group, piece, {})])
-    us = shortest(partial(alone.step, [(group, piece, state or {})]), CPU, cool(CPU))
+    (state,) = stepper.step([(group, piece, {})])
+    us = shortest(partial(stepper.step, [(group, piece, state or {})]), CPU, cool(CPU))
     return us / count

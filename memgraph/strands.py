@@ -20,7 +20,8 @@ from .errors import UpdateError
 from .homes import Form, Home, Place, Where, form_of, place_of
 from .movement import bring_home
 from .pieces import Row
-from .pointwise import EXACT, Alone
+from .pointwise import EXACT
+from .stepper import Stepper
 
 Whose = Callable[[Tensor], bool]  # of a parameter
 
@@ -97,7 +98,7 @@ class Subject:
 
 
 def subjects_of(
-    optimizer: optim.Optimizer, alone: Alone, far_states: Whose, where: Where, awaited: bool = False
+    optimizer: optim.Optimizer, stepper: Stepper, far_states: Whose, where: Where, awaited: bool = False
 ) -> list[Subject]:
     """The parameters that have a gradient, or all, if gradients are `awaited`. States that belong on disk are there
     then.
@@ -113,7 +114,7 @@ def subjects_of(
             if awaited or parameter.grad is not None:
                 kind = i, parameter.dtype
                 if kind not in entries:
-                    entries[kind] = alone.entries(*kind)
+                    entries[kind] = stepper.entries(*kind)
                 found.append(Subject(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
     _bring_states_home([subject for subject in found if far_states(subject.parameter)], where)
     for subject in found:

@@ -27,14 +27,13 @@ from passes.updates import early
 from .costs import once
 from .device import keeping_freed_memory
 from .peak import measured, resident_bytes
-from .pointwise import untried
 from .setting import setting
 from .signature import kernel_modes
 from .state_parts import StatePart
+from .stepper import STEPS, untried
 from .stopwatch import cool, shortest
 
 STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
-STEPS = 7  # RAdam's update takes more from the sixth on
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
 Pair = tuple["Kind", "Kind"]

@@ -16,7 +16,8 @@ from torch import Tensor, optim
 
 from .homes import place_of
 from .pieces import Piece, Row, Window, cut
-from .pointwise import EXACT, Alone, Temporaries
+from .pointwise import EXACT
+from .stepper import Stepper, Temporaries
 from .strands import Whose
 
 SCALAR = 8  # bytes of a number that is one for all elements of a parameter, or less
@@ -78,7 +79,7 @@ def window_bytes(
         ValueError: the windows are too small for a piece of some parameter.
     """
     sure = None if trained is None else set(map(id, trained))
-    alone = Alone(optimizer)
+    stepper = Stepper(optimizer)
     known: dict[tuple[int, torch.dtype], Temporaries] = {}
     now, later = [], []
     for i, group in enumerate(optimizer.param_groups):
@@ -86,8 +87,8 @@ def window_bytes(
             if parameter.requires_grad if sure is None else id(parameter) in sure:
                 kind = i, parameter.dtype
                 if kind not in known:
-                    known[kind] = alone.temporaries(*kind)
-                entries, state = alone.entries(*kind), optimizer.state.get(parameter, {})
+                    known[kind] = stepper.temporaries(*kind)
+                entries, state = stepper.entries(*kind), optimizer.state.get(parameter, {})
                 numbers = sum(dtype is None for dtype in entries.values())
                 rest = known[kind], numbers, far.states(parameter)
                 now.append(Draft(i, _row(parameter, entries, state, far), *rest))

@@ -34,7 +34,7 @@ from .host_step import HostStep, at_home, parted
 from .interrupts import Interrupts
 from .movement import Copying, fetch, settled, store
 from .pieces import Window, aligned, cut
-from .pointwise import Alone
+from .stepper import Stepper
 from .strands import GRADIENT, PARAMETER, Whose, make_places, nobody, subjects_of
 from .versions import version_of
 
@@ -74,11 +74,11 @@ class Update:
             ValueError: the windows are too small for a piece of some parameter.
         """
         self.optimizer, self.loss = optimizer, loss
-        self.alone = Alone(optimizer)
+        self.stepper = Stepper(optimizer)
         order = {parameter: i for i, parameter in enumerate(awaited)}
-        found = subjects_of(optimizer, self.alone, far_states, where, bool(awaited))
+        found = subjects_of(optimizer, self.stepper, far_states, where, bool(awaited))
         found.sort(key=lambda subject: order.get(subject.parameter, 0))
-        here, there = parted(found, self.alone, hosted, where)
+        here, there = parted(found, self.stepper, hosted, where)
         self.subjects = [*here, *there]
         own = cut([subject.row for subject in here], nbytes, apart=bool(awaited))
         self.turn = len(own)  # of the windows from this one on, which are the host's
@@ -191,13 +191,13 @@ class Update:
             piece.grad = one.tensors[GRADIENT]
             given.append((one.subject.group, piece, one.state))
         versions = [version_of(one.tensors[GRADIENT]) for one in filled.cuts]
-        states = (self._on_host(at) or self.alone).step(given)
+        states = (self._on_host(at) or self.stepper).step(given)
         del self.filled[at]
         self.computed += 1
         writes: list[Write] = []
         for one, state, version in zip(filled.cuts, states, versions, strict=True):
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
-            written = version_of(one.tensors[GRADIENT]) > version or bool(self.alone.scaling)
+            written = version_of(one.tensors[GRADIENT]) > version or bool(self.stepper.scaling)
             writes += one.changed(written) + one.made(state or {})
             one.state.clear()  # its numbers are the subject's now
         self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])

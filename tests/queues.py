@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memgraph.ops import _OPS as OPS
+from memgraph.ops import RUN
 
 META = torch.device("meta")
 ALIGNED = 64
@@ -223,7 +223,7 @@ class Late(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "memgraph":
             with self:
-                return OPS[name][0](*args, **kwargs)
+                return RUN[name](*args, **kwargs)
         if name in HOST:
             assert not self.recording, f"{name} wants a number of what is only noted down"
             self.finish()

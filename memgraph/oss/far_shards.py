@@ -16,8 +16,9 @@ import torch
 from passes.greedy import SMALLEST_HOME
 
 from ..far_update import FarUpdate
-from ..pointwise import Alone, is_pointwise, is_unsteady
+from ..pointwise import is_pointwise, is_unsteady
 from ..state_parts import PARTS, Owner, StatePart, in_parts, is_large
+from ..stepper import Stepper
 from ..windows import Update
 from .groups import Group, of_groups, options
 
@@ -93,6 +94,6 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
 def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     """Bytes of states for an element of a parameter of each group and type."""
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    alone = Alone(of_groups(oss.inner, given))
+    stepper = Stepper(of_groups(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in alone.entries(*kind).values() if dtype) for kind in kinds}
+    return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

@@ -20,12 +20,12 @@ from memgraph import far_update, planner, stepping
 from memgraph.far_update import FarStates, FarUpdate
 from memgraph.homes import is_far
 from memgraph.host import Host
-from memgraph.host_step import alone_on_host
+from memgraph.host_step import stepper_on_host
 from memgraph.movement import bring_home
 from memgraph.pinned import beside, streams
-from memgraph.pointwise import Alone
 from memgraph.slab import Slabs
 from memgraph.state_parts import state_parts
+from memgraph.stepper import Stepper
 from memgraph.update import STATE
 from memgraph.windows import Update
 from passes import Stream
@@ -254,11 +254,11 @@ def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
     for options, fused in (
         ({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, True),
     ):  # fmt: skip
-        assert alone_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
+        assert stepper_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
     low = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
-    assert alone_on_host(optim.SGD(low)).options[0]["fused"] is None
-    assert alone_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
-    assert "fused" not in alone_on_host(optim.RMSprop(parameters)).options[0]
+    assert stepper_on_host(optim.SGD(low)).options[0]["fused"] is None
+    assert stepper_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
+    assert "fused" not in stepper_on_host(optim.RMSprop(parameters)).options[0]
 
 
 # --- one update
@@ -357,7 +357,7 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs:
 def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
     slabs: Slabs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Alone, "numbers", lambda *_: {"step": torch.device("meta")})
+    monkeypatch.setattr(Stepper, "numbers", lambda *_: {"step": torch.device("meta")})
     parameter = nn.Parameter(torch.ones(40, 30))
     parameter.grad = torch.ones(40, 30)
     optimizer = optim.AdamW([parameter])
