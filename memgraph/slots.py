@@ -52,7 +52,8 @@ def slots(graph: fx.Graph, captured: Captured) -> tuple[Slot, ...]:
 
 
 def _inputs(captured: Captured) -> list[Key]:
-    """Of each placeholder what it is of; those of gradients to add to stand behind the captured ones."""
+    """Of each placeholder what it is of, if it is a parameter, as is all that is fetched; those of gradients to add to
+    stand behind the captured ones."""
     given = [(PARAMETER, role.name) for role in captured.inputs]
     return [*given, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
 

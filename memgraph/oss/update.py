@@ -43,19 +43,19 @@ def with_sharded_update(
     """
     laid = oss.pieces.laid
     if oss.is_cut:
-        steps = [_of_bucket(oss, one) for one in laid]
+        steps = [_bucket_nbytes(oss, one) for one in laid]
         states = sum(nbytes for nbytes, _ in steps)
-        taken = _in_turns(oss, [update for _, update in steps], inside)
+        taken = _step_nbytes(oss, [update for _, update in steps], inside)
     else:
-        states, update = _of_all(oss, trained)
-        averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
-        taken = sum(averaged) + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _said(oss)
+        states, update = _all_nbytes(oss, trained)
+        averaged = [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(laid)]
+        taken = sum(averaged) + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
     sizes = [part.nbytes for part in parts]
-    rest = states - _of_this_rank(oss, parts)
+    rest = states - _apart_nbytes(oss, parts)
     return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken, sizes)
 
 
-def _of_this_rank(oss: OSS, parts: Sequence[StatePart]) -> int:
+def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
     """Bytes that this rank has of states in parts."""
     apart = {owner for part in parts for owner in part.owners}
     each = enumerate(large_nbytes(oss) if parts else ())
@@ -64,21 +64,21 @@ def _of_this_rank(oss: OSS, parts: Sequence[StatePart]) -> int:
 
 def far_nbytes(oss: OSS, inside: Collection[int]) -> int:
     """What an update takes at most, whatever states live far."""
-    updates = [max(_of_bucket(oss, one)[1], _in_windows(oss, one)) for one in oss.pieces.laid]
-    return _in_turns(oss, updates, inside)
+    updates = [max(_bucket_nbytes(oss, one)[1], _windows_nbytes(oss, one)) for one in oss.pieces.laid]
+    return _step_nbytes(oss, updates, inside)
 
 
-def _in_turns(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
+def _step_nbytes(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
     """What a step takes, bucket by bucket, if the update of each takes so much."""
     laid = oss.pieces.laid
-    averaged = [0 if i in inside else _averaged(oss, one) for i, one in enumerate(laid)]
+    averaged = [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(laid)]
     gathered = [gathered_nbytes(oss, one) for one in laid]
     late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
     turns = _turns(averaged, updates, [0] * len(laid) if late else gathered)
-    return max(*map(sum, turns), sum(gathered) * late, 0) + _said(oss)
+    return max(*map(sum, turns), sum(gathered) * late, 0) + _told_nbytes(oss)
 
 
-def _said(oss: OSS) -> int:
+def _told_nbytes(oss: OSS) -> int:
     """What is taken for flags, and by casts for the wire."""
     taken = (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
     if oss.exchange.wire is not None:
@@ -95,17 +95,18 @@ def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[i
         yield *averaged[i : i + AHEAD + 1], *gathered[max(0, i - AHEAD) : i], max(update, gathered[i])
 
 
-def _of_bucket(oss: OSS, laid: Laid) -> tuple[int, int]:
+def _bucket_nbytes(oss: OSS, laid: Laid) -> tuple[int, int]:
     """Bytes of the states of a bucket's own pieces, and what their update takes."""
-    group, key = _of_own(oss, laid)
+    group, key = _own_group(oss, laid)
     if key not in _known:
         _known[key] = update_nbytes(of_groups(oss.inner, [group]))
     return _known[key]
 
 
-def _in_windows(oss: OSS, laid: Laid) -> int:
-    """What their update takes in windows, when it makes states, and when all are there."""
-    group, key = _of_own(oss, laid)
+def _windows_nbytes(oss: OSS, laid: Laid) -> int:
+    """What the update of a bucket's own pieces takes in windows: when it makes states, or when all are there, whatever is
+    more."""
+    group, key = _own_group(oss, laid)
     if not oss.far.can_stream or not group["params"]:
         return 0
     key = key, oss.far.window
@@ -116,7 +117,7 @@ def _in_windows(oss: OSS, laid: Laid) -> int:
     return _windows[key]
 
 
-def _of_own(oss: OSS, laid: Laid) -> tuple[Group, object]:
+def _own_group(oss: OSS, laid: Laid) -> tuple[Group, object]:
     """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
     alike."""
     first = laid.bucket.items[0]
@@ -126,8 +127,8 @@ def _of_own(oss: OSS, laid: Laid) -> tuple[Group, object]:
     return group | {"params": list(map(_trained, views))}, key
 
 
-def _of_all(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
-    """The same of all own pieces at once."""
+def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
+    """Bytes of the states of all own pieces, and what their update takes, all at once."""
     ids, parameters, sure = set(map(id, trained)), oss.pieces.parameters, list[Tensor]()
     groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
     for piece, view in (one for laid in oss.pieces.laid for one in laid.own):
@@ -145,9 +146,9 @@ def _trained(view: Tensor) -> Tensor:
     return view.detach().requires_grad_()
 
 
-def _averaged(oss: OSS, laid: Laid) -> int:
+def _averaging_nbytes(oss: OSS, laid: Laid) -> int:
     """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
-    others, part = oss.exchange.ranks - 1, _part(oss, laid)
+    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if oss.are_same:
         return 0
     if oss.neighbours is not None:
@@ -159,7 +160,7 @@ def _averaged(oss: OSS, laid: Laid) -> int:
 
 def gathered_nbytes(oss: OSS, laid: Laid) -> int:
     """What a bucket takes while it is gathered: where it is packed and received, if it does not lie in one piece."""
-    others, part = oss.exchange.ranks - 1, _part(oss, laid)
+    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if not others or oss.neighbours is not None:
         return 0
     if not _on_cpu(oss):
@@ -185,5 +186,5 @@ def _on_cpu(oss: OSS) -> bool:
     return oss.pieces.device.type == "cpu"
 
 
-def _part(oss: OSS, laid: Laid) -> int:
+def _part_nbytes(oss: OSS, laid: Laid) -> int:
     return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()
