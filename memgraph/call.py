@@ -105,7 +105,7 @@ class Call:
         return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
 
     def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Of one tensor per input, those in the place of parameters and buffers, by name."""
+        """By name, what stands in the place of parameters and buffers; `values` has a tensor for each input."""
         return {role.name: value for role, value in zip(self.inputs, values, strict=True) if role.kind != "input"}
 
     def run(self, values: Sequence[Tensor]) -> Any:

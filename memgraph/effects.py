@@ -43,7 +43,7 @@ def refuse_effects(before: Contents, first: Trace, trace: Callable[[], Trace]) -
 
 
 def stored(name: str) -> CaptureError:
-    """Of a tensor that forward leaves on its module."""
+    """The error about a tensor that forward leaves on its module."""
     return CaptureError(
         f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
         "as a buffer of its shape and dtype before the first step"

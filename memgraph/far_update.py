@@ -35,8 +35,8 @@ SHARE = 64  # of the parameters is one
 
 
 class FarUpdate:
-    """Of an optimizer, or of none: then updates are the caller's own affair.  `fused`: they run in backward, where
-    somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
+    """The update of an optimizer, or of none: then it is the caller's own affair.  `fused`: updates run in backward,
+    where somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None, hosts: bool = False
@@ -123,7 +123,7 @@ class FarUpdate:
         return Relay(optimizer, parameters, self.window, self.far_states.__contains__, self.where)
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """Those of these parameters, as far as there are any."""
+        """The states of these parameters, as far as there are any."""
         states = self.optimizer.state if self.optimizer is not None else {}
         return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
 

@@ -46,11 +46,11 @@ class HostStep:
             self.slabs = list(slab.bytes[: 2 * nbytes].split(nbytes))
 
     def begin(self) -> None:
-        """From when on homes hold what they should, and may be written: once the device has done what it has to now."""
+        """Note what the device has to do now: once that is done, homes hold what they should, and may be written."""
         self.due.record(self.host.cuda.current_stream(self.host.device))
 
     def wait(self) -> None:
-        """Until then."""
+        """Until the device has done what `begin` has noted."""
         self.due.synchronize()
 
     def step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:

@@ -17,7 +17,7 @@ Key = tuple[str, str, int]  # kind, name and index of an input
 
 @dataclass(frozen=True, eq=False)
 class Roles:
-    """Of one step; places count what it reads, tangents left out."""
+    """The tensors of one step; places count those that it reads, tangents left out."""
 
     outputs: int  # how many of the tensors that forward returns are the module's
     tangents: tuple[int, ...]  # the outputs that backward starts from

@@ -102,8 +102,8 @@ def _with_updates(
     trace: Trace, optimizer: torch.optim.Optimizer, parts: Sequence[StatePart], inside: Mapping[str, Tensor],
     window: int,
 ) -> Trace:  # fmt: skip
-    """The same where each update reads the states of its own parameter, and only what is not `inside` waits for the
-    end."""
+    """The trace in which each update in backward reads the states of its own parameter, and only those that are not
+    `inside` wait for the end."""
     trial, name = _Trial(optimizer), type(optimizer).__name__
     rows = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
     kinds = {p: _kind(i, p) for i, p in rows if p.requires_grad or p in optimizer.state}

@@ -25,7 +25,7 @@ SCALAR = 8  # bytes of a number that is one for all elements of a parameter, or 
 
 @dataclass(frozen=True)
 class Far:
-    """Of which parameters the bytes, the gradient and the states are on disk, or will be."""
+    """Which parameters have their own bytes, their gradients and their states on disk, or will have."""
 
     parameters: Whose
     gradients: Whose

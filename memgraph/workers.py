@@ -86,7 +86,7 @@ class Latch:
         self.lock.release()
 
     def wait(self) -> None:
-        """Until then."""
+        """Until the moment has come."""
         while self.closed:
             # The second is for when Ctrl-C came between these two, in another thread.
             if self.lock.acquire(timeout=1):

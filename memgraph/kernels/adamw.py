@@ -66,7 +66,7 @@ def adamw(
 
 
 def adamw_by(way: Way | None, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], seed: int | None = None) -> None:
-    """The same in a way of the caller's choice."""
+    """`adamw`, in a way of the caller's choice."""
     if way is None:
         _twin(tensors, numbers, seed)
     elif count := tensors[0].numel():

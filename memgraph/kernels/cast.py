@@ -34,7 +34,7 @@ def cast(of: Tensor, into: Tensor, seed: int | None = None) -> None:
 
 
 def cast_by(way: Way | None, of: Tensor, into: Tensor, seed: int | None = None) -> None:
-    """The same in a way of the caller's choice."""
+    """`cast`, in a way of the caller's choice."""
     if way is None or of.dtype is into.dtype:
         move_twin([(of, into)], seed)
     elif of.numel():

@@ -40,7 +40,7 @@ def pack_pinned(tensors: Sequence[Tensor], slab: Tensor, seed: int | None = None
 
 
 def pack_pinned_by(way: Way | None, pairs: Sequence[Pair], seed: int | None = None, programs: int = PROGRAMS) -> None:
-    """The same in a way of the caller's choice; the twin is a copy by the engine for each tensor."""
+    """`pack_pinned`, in a way of the caller's choice; the twin is a copy by the engine for each tensor."""
     move_by(way and replace(way, programs=programs), pairs, seed)
 
 

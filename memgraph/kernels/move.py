@@ -40,12 +40,12 @@ def move(pairs: Sequence[Pair], seed: int | None = None) -> None:
 
 
 def move_by(way: Way | None, pairs: Sequence[Pair], seed: int | None = None) -> None:
-    """The same in a way of the caller's choice."""
+    """`move`, in a way of the caller's choice."""
     ready(way, pairs, seed)()
 
 
 def ready(way: Way | None, pairs: Sequence[Pair], seed: int | None = None) -> Callable[[], None]:
-    """The same, to be done as often as it is called: what a launch needs to know of the addresses is found out once."""
+    """What moves as often as it is called: what a launch needs to know of the addresses is found out once."""
     if way is None:
         return partial(move_twin, pairs, seed)
     found = list(_launches(pairs, seed))
@@ -58,7 +58,7 @@ def ready(way: Way | None, pairs: Sequence[Pair], seed: int | None = None) -> Ca
 
 
 def move_twin(pairs: Sequence[Pair], seed: int | None = None) -> None:
-    """The same, run by run."""
+    """`move` in plain torch, run by run."""
     first = 0
     for of, into in pairs:
         if of.dtype is not into.dtype:

@@ -55,7 +55,7 @@ def widen_scaled(codes: Tensor, scales: Tensor, tensors: Sequence[Tensor]) -> No
 def narrow_scaled_by(
     way: Way | None, tensors: Sequence[Tensor], codes: Tensor, scales: Tensor, seed: int | None = None
 ) -> None:
-    """The same in a way of the caller's choice."""
+    """`narrow_scaled`, in a way of the caller's choice."""
     if way is not None:
         return _launch(way, tensors, codes, scales, seed, True)
     for x, at, group in _places(tensors):
@@ -70,7 +70,7 @@ def narrow_scaled_by(
 
 
 def widen_scaled_by(way: Way | None, codes: Tensor, scales: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The same in a way of the caller's choice."""
+    """`widen_scaled`, in a way of the caller's choice."""
     if way is not None:
         return _launch(way, tensors, codes, scales, None, False)
     for x, at, group in _places(tensors):

@@ -90,7 +90,7 @@ def _described(parameter: Tensor) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of a tensor's bits, through a piece of host memory."""
+    """The CRC-32 of a tensor's bits, read through a piece of host memory."""
     flat = tensor.detach().reshape(-1)
     sum_ = 0
     for begin in range(0, flat.numel(), CHUNK):

@@ -26,7 +26,7 @@ Gradients = Callable[[], list[Tensor]]  # waits; one for each of the own pieces 
 
 
 class Averages:
-    """Of one optimizer, step after step."""
+    """The averages of one optimizer, step after step."""
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer

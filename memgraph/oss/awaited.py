@@ -31,7 +31,7 @@ ADVICE = "call optimizer.gather() before, on all ranks"
 
 
 class Awaited:
-    """Of one optimizer: the buckets that lack something here."""
+    """The buckets of one optimizer that lack something here."""
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer

@@ -22,7 +22,7 @@ CHUNK = 64 << 20  # bytes of a file, of which a process may have so many open
 
 
 class Copies:
-    """Of the states of one optimizer; in memory, if none of them live far."""
+    """Where copies of the states of one optimizer go: in memory, if none of them live far."""
 
     def __init__(self, far: FarShards) -> None:
         self.far = far

@@ -46,7 +46,7 @@ class Exchange:
         self.pairs, self.collectives = Pairs(watch, wire), Collectives(watch, wire)
 
     def exact(self) -> Exchange:
-        """The same, with nothing rounded."""
+        """An exchange between the same ranks in which nothing is rounded."""
         return Exchange(self.watch)
 
     def fit(self, tensors: Iterable[Tensor]) -> bool:
@@ -77,7 +77,11 @@ class Exchange:
         return self._watched(wait, name)
 
     def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
-        """The same of elements that lie as the bucket does: this rank's part of it, which is of equal parts."""
+        """Begin to average what all ranks have of elements that lie as a bucket of equal parts does.
+
+        Returns:
+            waits, and gives this rank's part
+        """
         name = f"averaging of the gradients of {named(bucket.items or [0])} in backward"
         with self.watch.naming(name):
             if whole.device.type != "cpu":

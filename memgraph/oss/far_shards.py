@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class FarShards(FarUpdate):
-    """Of one optimizer; whose states are far are buckets, by their numbers."""
+    """The update of one optimizer's shards; the owners of states that are far are buckets, by their numbers."""
 
     def __init__(self, oss: OSS) -> None:
         super().__init__(oss)
@@ -50,7 +50,7 @@ class FarShards(FarUpdate):
         self.half = None
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """Those of these buckets that are large, as far as there are any."""
+        """The states of the large pieces of these buckets, as far as there are any."""
         laid, state = self.oss.pieces.laid, self.oss.inner.state
         own = [laid[i].own for i in owners if isinstance(i, int) and i < len(laid)]
         return [state[view] for pieces in own for _, view in pieces if is_large(view) and view in state]

@@ -35,7 +35,7 @@ def shared(
     flags: dict[str, bool],
     asked: str = "",
 ) -> tuple[list[int], dict[str, bool]]:
-    """Of each parameter the most of a gradient that any rank has, and which flags any rank has.
+    """What any rank has: of each parameter the most of a gradient, and which flags; a collective.
 
     Args:
         trouble: why this rank can't step.
@@ -66,7 +66,7 @@ def shared(
 
 
 def _checksum(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> int:
-    """Of the options of all groups, of what is frozen, and of what is asked, as a number that int32 takes."""
+    """A number that int32 takes, of the options of all groups, of what is frozen, and of what is asked."""
     frozen = bytes([parameter.requires_grad for parameter in parameters])
     return zlib.crc32("\n".join([asked, *_options(groups)]).encode(), zlib.crc32(frozen)) >> 1
 
@@ -78,7 +78,7 @@ def _options(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _lines(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> Iterator[str]:
-    """The same in words."""
+    """What the checksum is of, in words."""
     yield f"what is asked for: {asked}"
     yield from _options(groups)
     for place, parameter in enumerate(parameters):

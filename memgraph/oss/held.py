@@ -29,7 +29,7 @@ class Held:
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in parameters]
 
     def gradients_of(self, laid: Laid) -> list[Tensor]:
-        """Those of the own pieces of a bucket."""
+        """The averages for the own pieces of a bucket."""
         return next(gradients for one, gradients in self.gradients if one.bucket is laid.bucket)
 
     def own(self) -> Iterator[tuple[int, Tensor]]:
@@ -45,7 +45,7 @@ class Held:
             gradient.mul_(factor.to(gradient.device))
 
     def seen_now(self) -> Held:
-        """The same, of gradients as they are now."""
+        """The same averages, taken for those of the gradients as they are now."""
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in self.parameters]
         return self
 

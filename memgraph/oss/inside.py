@@ -54,7 +54,7 @@ class Parcel:
 
 
 class Inside:
-    """Of one optimizer: the parts that wait for its step."""
+    """This rank's parts of the means of one optimizer's gradients, which wait for its step."""
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer

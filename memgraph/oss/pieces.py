@@ -111,7 +111,7 @@ class Pieces:
                 self._source(Piece(i, 0, 0, 0, 0), flats)
 
     def own_sources(self, laid: Laid, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
-        """Those of one rank. Gradients that are flat already are in `flats`, and others are put there."""
+        """The gradients of one rank's stretches of a bucket; those that are flat by now are in `flats`."""
         return [self._source(piece, flats) for piece in laid.stretches[rank]]
 
     def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:

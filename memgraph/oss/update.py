@@ -104,8 +104,7 @@ def _bucket_nbytes(oss: OSS, laid: Laid) -> tuple[int, int]:
 
 
 def _windows_nbytes(oss: OSS, laid: Laid) -> int:
-    """What the update of a bucket's own pieces takes in windows: when it makes states, or when all are there, whatever is
-    more."""
+    """What the update of a bucket's own pieces takes in windows: the most of the next and of later ones."""
     group, key = _own_group(oss, laid)
     if not oss.far.can_stream or not group["params"]:
         return 0
