@@ -13,14 +13,12 @@ rest, so that all say the same.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -30,21 +28,12 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
+from .missing import BEATS, VERDICT, Verdict, beat, find, left, life
 
 T = TypeVar("T")
 CALM = 10.0  # seconds of silence that are nothing but a busy machine, where the timeout leaves room for that
 SHARE = 0.4  # of a timeout that leaves none
-BEATS = 6  # signs of life in that time
-VERDICT = "memgraph/verdict"
 NEVER = 6  # the tag of a message that nobody sends
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is known of those who are missing, as global ranks."""
-
-    ranks: tuple[int, ...]
-    fate: str
 
 
 class Watch:
@@ -63,8 +52,8 @@ class Watch:
 
     def _live(self) -> None:
         ended = threading.Event()
-        arguments = self.store, _life(self.group.rank()), self.calm / BEATS, ended
-        pulse = threading.Thread(target=_beat, args=arguments, name="memgraph pulse", daemon=True)
+        arguments = self.store, life(self.group.rank()), self.calm / BEATS, ended
+        pulse = threading.Thread(target=beat, args=arguments, name="memgraph pulse", daemon=True)
         pulse.start()
         weakref.finalize(self, _end, pulse, ended)
 
@@ -96,7 +85,7 @@ class Watch:
         """Leave word, and close the group's connections, on which others wait: gloo does that when time is up."""
         me = self.group.rank()
         with suppress(RuntimeError):
-            self.store.set(_left(me), why)
+            self.store.set(left(me), why)
             if self.is_gloo:
                 never = dist.irecv(torch.empty(1), group=self.group, group_src=int(me == 0), tag=NEVER)
                 assert never is not None
@@ -113,9 +102,8 @@ class Watch:
 
     def _verdict(self, collective: str, until: float) -> Verdict:
         if _within(self.calm, partial(self.store.check, [VERDICT])) is not None:
-            me = self.group.rank()
-            find = partial(_find, self.store, self.members, me, collective, self.calm, until)
-            found = _within(max(until - time.monotonic(), self.calm) + self.calm, find)
+            look = partial(find, self.store, self.members, self.group.rank(), collective, self.calm, until)
+            found = _within(max(until - time.monotonic(), self.calm) + self.calm, look)
             if found is not None:
                 return found
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -147,27 +135,6 @@ def _own_store(group: dist.ProcessGroup) -> Any:
         raise _error("meeting of the ranks", verdict, error) from error
 
 
-def _life(rank: int) -> str:
-    return f"memgraph/life/{rank}"
-
-
-def _came(rank: int) -> str:
-    return f"memgraph/came/{rank}"
-
-
-def _left(rank: int) -> str:
-    return f"memgraph/left/{rank}"
-
-
-def _beat(store: Any, key: str, pause: float, ended: threading.Event) -> None:
-    """Say every `pause` seconds that this process lives, until it does not, or the store is gone."""
-    with suppress(RuntimeError):
-        while dist.is_initialized():
-            store.set(key, str(time.monotonic_ns()))
-            if ended.wait(pause):
-                return
-
-
 def _end(pulse: threading.Thread, ended: threading.Event) -> None:
     """Before Python ends, since a thread that is then in the store's C++ would end it by an abort."""
     ended.set()
@@ -187,50 +154,6 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     asking.start()
     asking.join(seconds)
     return answers[0] if answers else None
-
-
-def _find(store: Any, members: Sequence[int], me: int, collective: str, calm: float, until: float) -> Verdict:
-    """Who is missing: the first finding in the group, whoever makes it."""
-    store.set(_came(me), collective)
-    found = _look(store, members, calm, until)
-    told = json.loads(store.compare_set(VERDICT, "", json.dumps([found.ranks, found.fate])))
-    return Verdict(tuple(told[0]), told[1])
-
-
-def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verdict:
-    """Wait for everybody who lives, and at least so long that a living one would have been heard."""
-    first, begun = _read(store, _life, members), time.monotonic()
-    while not store.check([VERDICT]):
-        time.sleep(calm / BEATS / 2)
-        now, came = _read(store, _life, members), _read(store, _came, members)
-        absent = [place for place in range(len(members)) if came[place] is None]
-        silent = [place for place in absent if now[place] == first[place]]
-        if words := {members[place]: why for place, why in enumerate(_read(store, _left, members)) if why is not None}:
-            rank, why = next(iter(words.items()))
-            return Verdict((rank,), f"rank {rank} could not go on: {why.decode()}")
-        if not absent:
-            return Verdict((), "every rank has come")
-        if silent and time.monotonic() > begun + calm:
-            return _silent([members[place] for place in silent], calm)
-        if time.monotonic() > until:
-            return _late([members[place] for place in absent])
-    return Verdict((), "")  # somebody was faster
-
-
-def _read(store: Any, key: Callable[[int], str], members: Sequence[int]) -> list[bytes | None]:
-    return [store.get(key(place)) if store.check([key(place)]) else None for place in range(len(members))]
-
-
-def _silent(ranks: Sequence[int], calm: float) -> Verdict:
-    return Verdict(tuple(ranks), f"{_named(ranks)} gone or stopped: no sign of life for {calm:.0f} s")
-
-
-def _late(ranks: Sequence[int]) -> Verdict:
-    return Verdict(tuple(ranks), f"{_named(ranks)} alive and did not come to it in time")
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
 def _is_of_memory(error: RuntimeError) -> bool:

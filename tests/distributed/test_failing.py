@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph import CollectiveError, ShardError, StateError
 from memgraph.oss.courier import Courier
-from memgraph.oss.faults import VERDICT
+from memgraph.oss.missing import VERDICT
 from memgraph.oss.pairs import Pairs
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_gradients import give, go, same, tensors
