@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -51,7 +52,8 @@ class Cost:
 FAR = "far"  # in the meta of an input whose bytes live in the far tier
 DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
 OPS = torch.ops.memgraph
-WORKSPACES = {OPS.narrow.default: WORKSPACE, OPS.reduced.default: DIVISOR}  # of memory ops, which are not run to know
+# Of memory ops, which are not run to know.
+WORKSPACES: dict[Any, int] = {OPS.narrow.default: WORKSPACE, OPS.reduced.default: DIVISOR}
 Price = Callable[[fx.Node], Cost]
 
 

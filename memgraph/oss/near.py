@@ -66,10 +66,10 @@ class Near:
             return []
         mine = own[0] if len(own) == 1 else torch.cat(list(own))
         total = torch.empty_like(mine)
-        if len(pieces) > 1:
-            self._add(pieces, mine, total)
-        else:
+        if len(pieces) == 1:
             self._add_in_parts(pieces[0], mine, total)
+        else:
+            self._add(pieces, mine, total)
         return list(total.split([piece.count for piece in pieces]))
 
     def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
