@@ -34,7 +34,7 @@ def let_record(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], in
         RecordingError: something is in the way of one who insists.
     """
     forecast = step.report.forecast
-    why, kept = in_the_way(step.captured, graph, forecast.trace), kept_nbytes(forecast.trace)
+    why, kept = _in_the_way(step.captured, graph, forecast.trace), kept_nbytes(forecast.trace)
     if not why and not insists and forecast.peak + kept > step.report.budget:
         why = f"it would keep {kept} bytes more than the plan leaves of the budget"
     if why and insists:
@@ -44,7 +44,7 @@ def let_record(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], in
         step.replays, step.insists, step.kept = Replays(recorder), insists, kept if insists else 0
 
 
-def in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
+def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
     """Why the step can't be recorded; empty if it can."""
     if captured.updates or any(node.meta.get("phase") == "update" for node in graph.nodes):
         return "updates run in backward"

@@ -40,10 +40,10 @@ def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 def is_ram(folder: Path) -> bool:
     """Whether what is written into `folder` stays in memory.  Where the kernel does not tell, it does not."""
-    return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in mounts(folder))
+    return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in _mounts(folder))
 
 
-def mounts(folder: Path) -> list[list[str]]:
+def _mounts(folder: Path) -> list[list[str]]:
     """The kernel's words for every place where the file system of `folder` is mounted; none where it does not tell."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -57,7 +57,7 @@ def mounts(folder: Path) -> list[list[str]]:
 
 def mount(folder: Path) -> str:
     """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
-    found = [words for words in mounts(folder) if folder.is_relative_to(words[4])]
+    found = [words for words in _mounts(folder) if folder.is_relative_to(words[4])]
     if not found:
         return f"{os.stat(folder).st_dev} {folder}"
     nearest = max(found, key=lambda words: len(words[4]))
@@ -67,11 +67,11 @@ def mount(folder: Path) -> str:
 def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
     """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
     try:
-        check_space(folder, nbytes, content)
-        file = open_nameless(folder)
+        _check_space(folder, nbytes, content)
+        file = _open_nameless(folder)
         try:
             os.posix_fallocate(file, 0, nbytes)
-            bypass_page_cache(file)
+            _bypass_page_cache(file)
         except BaseException:
             os.close(file)
             raise
@@ -81,7 +81,7 @@ def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> in
     return file
 
 
-def check_space(folder: Path, nbytes: int, content: str) -> None:
+def _check_space(folder: Path, nbytes: int, content: str) -> None:
     """Refuse what does not fit before trying, because trying fills the disk for everyone else."""
     disk = os.statvfs(folder)
     available = disk.f_bavail * disk.f_frsize
@@ -90,7 +90,7 @@ def check_space(folder: Path, nbytes: int, content: str) -> None:
         raise SpillError(f"{message}; free some, name a folder on a larger disk with spill_dir=, or raise the budget")
 
 
-def open_nameless(folder: Path) -> int:
+def _open_nameless(folder: Path) -> int:
     """The descriptor of a new, empty file without a name, for this process and user alone."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -102,7 +102,7 @@ def open_nameless(folder: Path) -> int:
         return tempfile.mkstemp(dir=private)[0]
 
 
-def bypass_page_cache(file: int) -> None:
+def _bypass_page_cache(file: int) -> None:
     """Set O_DIRECT, or leave the file buffered where the file system does not take it."""
     # Set only now, because where fallocate is emulated it writes single bytes, which O_DIRECT refuses.
     flags = fcntl.fcntl(file, fcntl.F_GETFL)

@@ -133,7 +133,7 @@ def make_places(subjects: Sequence[Subject], far_states: Whose, where: Where) ->
     far = []
     for subject in subjects:
         for key, dtype in subject.missing.items():
-            form = form_beside(subject.parameter, dtype)
+            form = _form_beside(subject.parameter, dtype)
             if far_states(subject.parameter) and form.nbytes:
                 far.append((subject, key, form))
             elif subject.left > 1:  # else the update makes it whole
@@ -157,7 +157,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(order, key=lambda i: -strides[i]) if is_dense(tensor) else order)
 
 
-def form_beside(parameter: Tensor, dtype: torch.dtype) -> Form:
+def _form_beside(parameter: Tensor, dtype: torch.dtype) -> Form:
     """What lies in memory as a parameter does, without its gaps."""
     alike = torch.empty_like(parameter, device="meta", dtype=dtype, memory_format=torch.preserve_format)
     return form_of(alike)

@@ -79,9 +79,9 @@ class Inside:
             if bucket.owner is None and bucket.part:
                 stretches = tuple(
                     Stretch(names.get(oss.pieces.parameters[one.item], ""), one.begin, one.end, one.at)
-                    for one in stretches_of(bucket, ranks)
+                    for one in _stretches_of(bucket, ranks)
                 )
-                room = room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
+                room = _room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
                 found.append(Parcel(i, stretches, bucket.part * ranks, bucket.part, room))
         return found
 
@@ -199,7 +199,7 @@ class Sums:
         return self.begun.pop(bucket)()
 
 
-def stretches_of(bucket: Bucket, ranks: int) -> list[Piece]:
+def _stretches_of(bucket: Bucket, ranks: int) -> list[Piece]:
     """What lies in a bucket, joined where one piece goes on where another ends, whoever's it is."""
     found: list[Piece] = []
     for one in (one for rank in range(ranks) for one in bucket.stretches(rank)):
@@ -210,7 +210,7 @@ def stretches_of(bucket: Bucket, ranks: int) -> list[Piece]:
     return found
 
 
-def room_nbytes(oss: OSS, part: int, like: Tensor) -> int:
+def _room_nbytes(oss: OSS, part: int, like: Tensor) -> int:
     """What an exchange takes besides what is sent and this rank's part of the mean.
 
     On the CPU, what comes of each other rank, in one of which the mean is made; with a cast all of that, what is sent,

@@ -39,7 +39,7 @@ class Laid:
         found = []
         rest = list(stretches)
         for piece, view in self.own:
-            found.append(in_shape_of(rest[0][: piece.count], view))
+            found.append(_in_shape_of(rest[0][: piece.count], view))
             rest[0] = rest[0][piece.count :]
             if not rest[0].numel():
                 del rest[0]
@@ -62,7 +62,7 @@ class Pieces:
         Raises:
             ShardError: some memory is that of two parameters.
         """
-        refuse_overlap([*self.parameters, *parameters])
+        _refuse_overlap([*self.parameters, *parameters])
         self.parameters += parameters
         self.laid += map(self._lay, buckets)
         self.marks += map(_mark, parameters)
@@ -94,7 +94,7 @@ class Pieces:
         for i, (new, old) in enumerate(zip(now, self.marks, strict=True)):
             if new[1:] != old[1:]:
                 raise ShardError(f"parameter {i} was {_words(old)} and is {_words(new)} now; make the optimizer anew")
-        refuse_overlap(self.parameters)
+        _refuse_overlap(self.parameters)
         before, self.marks = self.laid, now
         self.laid = [self._lay(laid.bucket) for laid in before]
         pairs = zip(before, self.laid, strict=True)
@@ -147,14 +147,14 @@ def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
     return flat(torch.empty_like(parameter).copy_(tensor.detach()))
 
 
-def in_shape_of(taken: Tensor, view: Tensor) -> Tensor:
+def _in_shape_of(taken: Tensor, view: Tensor) -> Tensor:
     """Flat elements in the shape and order of what they belong to."""
     if is_dense(view):
         return taken.as_strided(view.shape, view.stride(), taken.storage_offset())
     return taken.view(view.shape)
 
 
-def refuse_overlap(parameters: Sequence[Tensor]) -> None:
+def _refuse_overlap(parameters: Sequence[Tensor]) -> None:
     """Raise if some memory would have two owners.
 
     Raises:

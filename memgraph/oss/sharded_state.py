@@ -36,7 +36,7 @@ def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
     """The state of each parameter, of which this rank has a part; a collective. Nothing in it is the live state."""
     held = own_entries(oss)
     told = outlines(oss, held)
-    mesh, copies = mesh_of(oss), Copies(oss.far)
+    mesh, copies = _mesh_of(oss), Copies(oss.far)
     state: dict[int, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
         first, parameter = told.get(key(pieces[0])), oss.pieces.parameters[item]
@@ -82,10 +82,10 @@ def empty(oss: Saving, item: int, dtype: torch.dtype) -> DTensor:
     """Room for an entry of the shape of its parameter."""
     kind = _like(oss.pieces.parameters[item], dtype)
     rows = rows_of(kind, len(oss.watch.members))
-    return _dtensor(mesh_of(oss), kind, rows, rows.local(oss.watch.group.rank(), kind, oss.watch.device).zero_())
+    return _dtensor(_mesh_of(oss), kind, rows, rows.local(oss.watch.group.rank(), kind, oss.watch.device).zero_())
 
 
-def mesh_of(oss: Saving) -> DeviceMesh:
+def _mesh_of(oss: Saving) -> DeviceMesh:
     """The ranks of the optimizer, as DTensor wants them."""
     return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
 
