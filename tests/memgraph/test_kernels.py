@@ -114,13 +114,13 @@ def test_on_a_cpu_the_twin_runs_and_nothing_is_measured() -> None:
 
 
 def test_what_was_not_measured_runs_as_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "place", str)
+    monkeypatch.setattr(ways, "setting", str)
     assert way_of("cast", GPU, 1 << 20) is None
 
 
 def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(ways, "place", str)
+    monkeypatch.setattr(ways, "setting", str)
     now: list[tuple[int, Way | None]] = []
     runs = 0
 
