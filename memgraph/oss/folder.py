@@ -91,14 +91,9 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         optimizer.refuse_sharded(given)
     except StateError as error:
         raise StateError(f"the {name} has failed: {error}") from error
-    _together(
-        optimizer, f"{name}, which has changed the model by now,", lambda: _read(optimizer, {"model": there}, whole)
-    )
-    _together(
-        optimizer,
-        f"{name}, which has changed the model by now,",
-        lambda: optimizer.load_sharded_state_dict(given),
-    )
+    late = f"{name}, which has changed the model by now,"
+    _together(optimizer, late, lambda: _read(optimizer, {"model": there}, whole))
+    _together(optimizer, late, lambda: optimizer.load_sharded_state_dict(given))
     model.load_state_dict(there)
     if "random" in state:
         _draw_as(state["random"][rank])
@@ -156,6 +151,7 @@ def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
 
 
 def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:
+    """Fill the tensors of a state, and put its other values there."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
         load(state, storage_reader=FileSystemReader(whole), process_group=optimizer.watch.group)
