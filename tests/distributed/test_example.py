@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def printed(ranks: int, *arguments: object) -> list[str]:
     """What the example prints, started with torchrun on so many processes."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    command = [*run, "-m", "examples.train_gpt", *arguments, "--layers", 1, "--width", 16, "--size", 1]
+    command = [*run, "-m", "benchmarks.train_gpt", *arguments, "--layers", 1, "--width", 16, "--size", 1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         list(map(str, command)), cwd=ROOT, env=environment, check=True, capture_output=True, text=True

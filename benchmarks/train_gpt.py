@@ -1,6 +1,6 @@
 """Train a byte-level GPT on several processes, each of which holds its share of AdamW's state.
 
-    torchrun --nproc-per-node 2 -m examples.train_gpt
+    torchrun --nproc-per-node 2 -m benchmarks.train_gpt
 
 Each process takes its own passages; `step()` averages the gradients. A checkpoint is written every few steps; the same
 command goes on from the last one, also on another number of processes.
