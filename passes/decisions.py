@@ -153,12 +153,12 @@ def apply(trace: Trace, plan: Plan) -> Trace:
 
 
 class _Writer:
-    """Writes the new trace line by line; `newest` is the newest definition of each value, `far` what stands for one in
-    the far tier."""
+    """Writes the new trace line by line; `newer` is the newest definition of each value that has another one than the
+    trace's, `far` what stands for one in the far tier."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace = trace
-        self.newest: dict[str, Op] = {}
+        self.newer: dict[str, Op] = {}
         self.far: dict[str, Op] = {}
         self.streamed = {decision.value: decision.on for decision in plan if isinstance(decision, Stream)}
         self.copies: dict[str, int] = {}
@@ -193,7 +193,9 @@ class _Writer:
             makes = tuple(Storage(made.name, 0) for made in op.makes)
             new = replace(new, makes=makes, far=True, hosted=self.streamed[op.name] == HOST)
             self.far[op.name] = new
-        self.newest[op.name] = self._add(new)
+        self.lines.append(new)
+        if new is not op:
+            self.newer[op.name] = new
 
     def _place(self, decision: Decision) -> None:
         """Note which lines a decision adds, and where."""
@@ -227,12 +229,12 @@ class _Writer:
         own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
         read = self._renamed(op)
         holds = tuple(own.get(held, held) for held in read.holds)
-        self.newest[op.name] = self._add(replace(read, name=name, phase=phase, again=op.name, makes=makes, holds=holds))
+        self.newer[op.name] = self._add(read.rewritten(name, read.reads, makes, holds, phase, op.name))
         if op.draws:
             self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _offload(self, op: Op, phase: str) -> None:
-        sent, type = self.newest[op.name].name, op.type
+        sent, type = self._newest(op.name).name, op.type
         if wire := self.wires.get(op.name):
             reads, sent, type = (sent,), f"{op.name}__wire", wire
             nbytes = type_nbytes(wire)
@@ -241,7 +243,7 @@ class _Writer:
         self.far[op.name] = self._runtime(f"{op.name}__out", "offload", (sent,), phase, 0, type=empty)
 
     def _free(self, op: Op, phase: str) -> None:
-        sent = f"{op.name}__wire" if op.name in self.wires else self.newest[op.name].name
+        sent = f"{op.name}__wire" if op.name in self.wires else self._newest(op.name).name
         self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", sent), phase)
 
     def _reload(self, op: Op, phase: str) -> None:
@@ -255,10 +257,10 @@ class _Writer:
         number = self.trips[op.name]
         holds = (f"{op.name}__in_{number}",)
         back, type = f"{op.name}__back_{number}", self.wires.get(op.name, op.type)
-        self.newest[op.name] = self._runtime(back, "wait", holds, phase, holds=holds, type=type, where=op.where)
+        self.newer[op.name] = self._runtime(back, "wait", holds, phase, holds=holds, type=type, where=op.where)
         if op.name in self.wires:
             wide, nbytes = f"{op.name}__wide_{number}", self.trace.nbytes[op.holds[0]]
-            self.newest[op.name] = self._runtime(wide, "widen", (back,), phase, nbytes, type=op.type, where=op.where)
+            self.newer[op.name] = self._runtime(wide, "widen", (back,), phase, nbytes, type=op.type, where=op.where)
 
     def _runtime(
         self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
@@ -273,16 +275,27 @@ class _Writer:
         self.lines.append(op)
         return op
 
+    def _newest(self, value: str) -> Op:
+        return self.newer.get(value) or self.trace.op[value]
+
     def _renamed(self, op: Op) -> Op:
         """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
         update = op.phase == "update"
-        if not update and all(self.newest[name] is self.trace.op[name] for name in op.reads):
+        if not update and self.newer.keys().isdisjoint(op.reads):
             return op  # most are not touched
-        newest = [self.far[name] if update and self._left(name) else self.newest[name] for name in op.reads]
+        newest = [self.far[name] if update and self._left(name) else self._newest(name) for name in op.reads]
+        reads, holds = tuple([new.name for new in newest]), op.holds
+        if holds != tuple([made.name for made in op.makes]):
+            holds = self._held(op, newest)
+        if (reads, holds) == (op.reads, op.holds):
+            return op
+        return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.again)
+
+    def _held(self, op: Op, newest: list[Op]) -> tuple[str, ...]:
+        """What a view holds that reads the newest definitions."""
         moved = {
             old: new
             for name, definition in zip(op.reads, newest, strict=True)
             for old, new in zip(self.trace.op[name].holds, definition.holds, strict=True)
         }
-        reads, holds = tuple(new.name for new in newest), tuple(moved.get(held, held) for held in op.holds)
-        return op if (reads, holds) == (op.reads, op.holds) else replace(op, reads=reads, holds=holds)
+        return tuple(moved.get(held, held) for held in op.holds)

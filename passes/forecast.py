@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from .exchanges import BEGINS, ENDS, sent_nbytes
 from .gathers import GATHERED, GATHERS
-from .lifetime import Life, lifetimes
+from .lifetime import Life, lifetimes, spans
 from .machine import Machine
 from .trace import Op, Trace, type_nbytes
 
@@ -42,6 +42,7 @@ KINDS = (
     "staging",
 )
 Bytes = npt.NDArray[np.int64]
+OWN = "memgraph."  # with which the names of ops that are memgraph's own begin
 OFFLOAD = "memgraph.offload.default"
 
 
@@ -58,18 +59,43 @@ class Copy:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """A trace's bytes and time.  Arrays have one entry an op."""
+    """A trace's bytes and time.  Arrays have one entry an op.  Bytes are counted when they are asked for: of most plans
+    that are tried only the time is, or the peak."""
 
     trace: Trace
-    lives: tuple[Life, ...]
-    by_kind: dict[str, Bytes]
+    machine: Machine
     begins: tuple[float, ...]  # microseconds at which each op begins
     us: float
     copies: tuple[Copy, ...]
 
     @cached_property
+    def lives(self) -> tuple[Life, ...]:
+        return lifetimes(self.trace)
+
+    @cached_property
+    def by_kind(self) -> dict[str, Bytes]:
+        change = {kind: np.zeros(len(self.trace.ops) + 1, dtype=np.int64) for kind in KINDS}
+        for life in self.lives:
+            change[life.kind][life.first] += life.nbytes
+            change[life.kind][life.last + 1] -= life.nbytes
+        by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
+        by_kind["workspace"] = _workspaces(self.trace, self.machine)
+        by_kind["staging"] = np.full(len(self.trace.ops), self._staging, dtype=np.int64)
+        return by_kind
+
+    @cached_property
     def total(self) -> Bytes:
-        return np.add.reduce(list(self.by_kind.values()), axis=0, dtype=np.int64)
+        """The sum of all kinds."""
+        change = [0] * (len(self.trace.ops) + 1)
+        for _, made, first, last in spans(self.trace):
+            change[first] += made.nbytes
+            change[last + 1] -= made.nbytes
+        there: Bytes = np.cumsum(np.array(change[:-1], dtype=np.int64))
+        return there + _workspaces(self.trace, self.machine) + self._staging
+
+    @property
+    def _staging(self) -> int:
+        return self.machine.staging if any(copy.queue != "net" for copy in self.copies) else 0
 
     @cached_property
     def at(self) -> int:
@@ -103,18 +129,8 @@ class Forecast:
 
 def predict(trace: Trace, machine: Machine) -> Forecast:
     """The one function that knows what is on the device when, and what overlaps."""
-    lives = lifetimes(trace)
-    size = len(trace.ops)
-    change = {kind: np.zeros(size + 1, dtype=np.int64) for kind in KINDS}
-    for life in lives:
-        change[life.kind][life.first] += life.nbytes
-        change[life.kind][life.last + 1] -= life.nbytes
-    by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
-    by_kind["workspace"] = _workspaces(trace, machine)
-    if any(op.fn in ("memgraph.offload.default", "memgraph.reload.default") for op in trace.ops):
-        by_kind["staging"] = np.full(size, machine.staging, dtype=np.int64)
     begins, us, copies = _clock(trace, machine)
-    return Forecast(trace, lives, by_kind, begins, us, copies)
+    return Forecast(trace, machine, begins, us, copies)
 
 
 def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
@@ -125,13 +141,12 @@ def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
 
 def _workspaces(trace: Trace, machine: Machine) -> Bytes:
     """What each op takes for itself, and what windows of updates take between these."""
-    windowed = [op.phase == "update" and bool(far_reads(trace, op)) for op in trace.ops]
-    first = windowed.index(True) if any(windowed) else len(windowed)
-    taken = (
-        machine.window if far else op.workspace + machine.ahead * (i > first)
-        for i, (op, far) in enumerate(zip(trace.ops, windowed, strict=True))
-    )
-    return np.fromiter(taken, dtype=np.int64, count=len(windowed))
+    taken = np.array([op.workspace for op in trace.ops], dtype=np.int64)
+    windowed = [i for i, op in enumerate(trace.ops) if op.phase == "update" and far_reads(trace, op)]
+    if windowed:
+        taken[windowed[0] + 1 :] += machine.ahead
+        taken[windowed] = machine.window
+    return taken
 
 
 def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
@@ -167,6 +182,9 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
     begins: list[float] = []
     for op in trace.ops:
         begins.append(now)
+        if op.phase != "update" and not op.fn.startswith(OWN):
+            now += op.us  # nearly all are of these
+            continue
         match op.fn:
             case "memgraph.offload.default":
                 now = queues.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])

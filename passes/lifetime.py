@@ -9,10 +9,10 @@ Inputs are there throughout (tangents from the first backward op on), outputs fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .trace import Op, Trace
+from .trace import Op, Storage, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,25 @@ class Life:
 
 def lifetimes(trace: Trace) -> tuple[Life, ...]:
     """The life of every storage, in the order in which they are made."""
-    last = last_reads(trace.ops)
     said = {"watched": "gradient", "shard": "gradient"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
-    end = len(trace.ops) - 1
-    lives = []
+    return tuple(
+        Life(made.name, made.nbytes, first, last, handed.get(made.name) or _kind(trace, op, last >= trace.boundary), op.name)
+        for op, made, first, last in spans(trace)
+    )
+
+
+def spans(trace: Trace) -> Iterator[tuple[Op, Storage, int, int]]:
+    """Every storage, in the order in which they are made: the op that makes it, and the first and the last (by index)
+    while which it is held."""
+    read, end = last_reads(trace.ops), len(trace.ops) - 1
+    handed = {storage for _, value in trace.outputs for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
-            kind = handed.get(made.name) or _kind(trace, op, last[made.name] >= trace.boundary)
-            stays = op.is_input or made.name in handed
-            first = index if not op.is_input else trace.boundary if op.fn == "tangent" else 0
-            lives.append(Life(made.name, made.nbytes, first, end if stays else last[made.name], kind, op.name))
-    return tuple(lives)
+            if op.is_input:
+                yield op, made, trace.boundary if op.fn == "tangent" else 0, end
+            else:
+                yield op, made, index, end if made.name in handed else read[made.name]
 
 
 def last_reads(ops: Sequence[Op]) -> dict[str, int]:

@@ -48,7 +48,7 @@ class _Polished:
 
     def _try(self, storage: str, fate: Fate) -> None:
         new = state_of(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
-        if new.peak <= self.program.machine.budget and new.forecast.us < self.state.forecast.us:
+        if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
             self.state = new
             self.failed.clear()
         else:

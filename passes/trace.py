@@ -81,6 +81,15 @@ class Op:
     def nbytes(self) -> int:
         return sum(storage.nbytes for storage in self.makes)
 
+    def rewritten(
+        self, name: str, reads: tuple[str, ...], makes: tuple[Storage, ...], holds: tuple[str, ...], phase: str, again: str
+    ) -> Op:  # fmt: skip
+        """The same op as another line: `dataclasses.replace`, in a tenth of the time."""
+        return Op(
+            name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.far,
+            self.hosted, again, self.part, self.slice, self.type, self.where,
+        )  # fmt: skip
+
     def __str__(self) -> str:
         notes = [self.type]
         if self.makes:
