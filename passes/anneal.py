@@ -107,11 +107,12 @@ class _Annealing:
                 return
             cold = _exp(COOLING * done)
             self.changes.clear()
+            self.moments.keep()
             self._change(over > 0)
             new = self.moments.over
             worse = self.moments.us - us + self.weight * LIGHT / (cold * cold) * (new - over)
             if worse > 0 and self.random.random() >= _exp(worse / (self.us * HOT * cold)):
-                self._undo()
+                self.moments.back(self.changes)
             else:
                 us, over = self.moments.us, new
                 if not over and us < self.best_us:
@@ -230,10 +231,6 @@ class _Annealing:
         self.moments.remove(key)
         self.changes.append((False, key))
         self.changed += 1
-
-    def _undo(self) -> None:
-        for added, key in reversed(self.changes):
-            (self.moments.remove if added else self.moments.add)(key)
 
 
 def _exp(x: float) -> float:
