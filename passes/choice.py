@@ -23,11 +23,13 @@ class Proposal:
     Attributes:
         bound_us: of those in which a value runs again at most once and comes back at most once.
         any_us: of all that recompute in backward only, however often.
+        home_us: of those of them that do without the far tier.
     """
 
     plan: Plan
     bound_us: float = 0.0
     any_us: float = 0.0
+    home_us: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
-    return replace(found, any_us=0.0) if machine.out else found
+    return replace(found, any_us=0.0, home_us=found.any_us) if machine.out else found
 
 
 class _Search:

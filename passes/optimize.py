@@ -46,7 +46,7 @@ POLISHED = 200_000  # ops that are simulated to make a plan better
 WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
 FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
 WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
-NARROW = 1 / 6  # of it, for one search, if a wider one follows
+NARROW = 1 / 6  # of what the ops give, for one search, if a wider one follows: it mostly spares that
 
 
 def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -67,7 +67,8 @@ def optimize_at_home(trace: Trace, machine: Machine, until: float = INFINITY) ->
     """The same without the far tier; what is proven of that says nothing of plans that use it."""
     if not machine.out:
         return Proposal(())
-    return Proposal(optimize(trace, replace(machine, out=0.0, back=0.0), until).plan)
+    found = optimize(trace, replace(machine, out=0.0, back=0.0), until)
+    return Proposal(found.plan, home_us=found.any_us)
 
 
 def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -79,7 +80,12 @@ def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> 
 
 def work_for(size: int, step_us: float) -> float:
     """What all searches of a pass together may take: by the ops of the step, and if they are few by its time."""
-    return max(WORK_PER_OP * size, min(WORK_PER_OP * FEW, WORK_PER_US * step_us))
+    return max(WORK_PER_OP * size, min(work_of_ops(size), WORK_PER_US * step_us))
+
+
+def work_of_ops(size: int) -> float:
+    """The same by the ops of the step alone, as if its time paid whatever it takes."""
+    return WORK_PER_OP * max(FEW, size)
 
 
 class _Search:
@@ -92,11 +98,12 @@ class _Search:
         self.model = Model(program, machine.budget, until)
         self.step_us = program.captured.us
         self.work = work_for(program.size, self.step_us)
+        self.narrow = NARROW * work_of_ops(program.size)
         self.best: Choice | None = None
         self.state: State  # of the best
         self.polished: list[State] = []  # what is no point's
         self.begun: list[State] = []  # which were polished
-        self.bound_us = self.any_us = 0.0
+        self.bound_us = self.any_us = self.home_us = 0.0
         self.relaxed: Solved
         self.point: Solved | None = None  # of the best plan, for the next search to begin with
         self.rows = 0  # that the relaxed point keeps
@@ -122,7 +129,7 @@ class _Search:
             if self._is_near():
                 break
         self._polish(ended=True)
-        return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us)
+        return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us, self.home_us)
 
     def _prove(self, us: float) -> None:
         if not self.events:
@@ -168,7 +175,7 @@ class _Search:
             return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
         if last:
             return Effort(target, INFINITY, grain, left)
-        return Effort(target, self._most_us, grain, min(left, NARROW * self.work))
+        return Effort(target, self._most_us, grain, min(left, self.narrow))
 
     def _round(self, threshold: float, last: bool) -> None:
         """Round and repair, until a plan fits or nothing is left to mend.
@@ -277,8 +284,8 @@ class _Search:
         reason."""
         machine = replace(self.machine, out=0.0, back=0.0)
         search = _Search(Program(self.program.gaps, machine), machine, self.until)
-        search.work = int(NARROW * search.work)
-        search.run()
+        search.work, search.narrow = int(NARROW * search.work), NARROW * search.narrow
+        self.home_us = search.run().any_us
         return [search.state] if search.best else []
 
     def _forget_events(self) -> None:

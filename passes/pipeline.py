@@ -57,6 +57,8 @@ TIMED: dict[Pass, Timed] = {
     descend_at_home: descend_at_home,
 }
 SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
+# What plans without the far tier only.
+AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
 NEAR = 0.02  # a gap at which no further pass is asked
 FAIR = 0.05  # a gap at which no further search is: it takes seconds
@@ -102,21 +104,24 @@ def _captured(trace: Trace, machine: Machine) -> Choice:
 
 def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
-    trace, best = best.captured.trace, replace(best, greedy=not linear.there())
+    trace, best, home_us = best.captured.trace, replace(best, greedy=not linear.there()), 0.0
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or best.gap <= NEAR):
             break
-        if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best)):
+        if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best, home_us)):
             continue
         found = _asked(find, trace, machine, math.inf if find in QUICK and not fits else until)
-        best = _better(best, found, machine)
+        best, home_us = _better(best, found, machine), max(home_us, found.home_us)
         log(f"{find.__name__:<16} {best.forecast}")
     return best
 
 
-def _is_spared(find: Pass, best: Choice) -> bool:
-    """Whether a pass is not worth its time beside a plan that fits."""
+def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
+    """Whether a pass is not worth its time beside a plan that fits; `home_us`: what every plan adds that does without
+    the far tier."""
+    if find in AT_HOME and best.forecast.us < best.captured.us + home_us:
+        return True
     is_far = any(isinstance(decision, Reload | Stream) for decision in best.plan)
     if find is cut_backward:  # where once does without the far tier, twice is hardly faster
         return best.is_single and not is_far
@@ -125,14 +130,14 @@ def _is_spared(find: Pass, best: Choice) -> bool:
     return find in SEARCHES and best.gap <= FAIR
 
 
-def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Plan | Proposal:
-    return TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
+def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal:
+    found = TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
+    return found if isinstance(found, Proposal) else Proposal(found)
 
 
-def _better(best: Choice, found: Plan | Proposal, machine: Machine) -> Choice:
+def _better(best: Choice, proposal: Proposal, machine: Machine) -> Choice:
     """The better of the best so far and what was found: what fits before what does not, then what is faster, or what
     needs less; with all that is proven."""
-    proposal = found if isinstance(found, Proposal) else Proposal(found)
     applied = apply(best.captured.trace, proposal.plan)
     check(applied)
     forecast = predict(applied, machine)
