@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .decisions import Plan, Recompute, Reload, Stream
 from .forecast import Forecast, predict
@@ -64,7 +65,7 @@ class Choice:
         """How much of the bound's time the plan's is above it: at most so much could be won."""
         return self.forecast.us / self.lower_bound - 1 if self.lower_bound else 0.0
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether no value runs again twice or before it is wanted, or comes back twice; views of what lives far do."""
         ops = self.captured.trace.op

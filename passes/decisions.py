@@ -172,16 +172,23 @@ class _Writer:
 
     def write(self) -> Trace:
         for op in self.trace.ops:
-            phase = "backward" if op.phase == "update" else op.phase  # an update may stand in backward
-            for line, value in self.before.get(op.name, ()):
-                line(self.trace.op[value], phase)
-            self._define(op)
-            for line, value in self.after.get(op.name, ()):
-                line(self.trace.op[value], phase)
+            self._lines(self.before, op)
+            if op.phase != "update" and op.name not in self.streamed and self.newer.keys().isdisjoint(op.reads):
+                self.lines.append(op)  # most are not touched
+            else:
+                self._define(op)
+            self._lines(self.after, op)
         outputs = tuple(
             (kind, self.far[value].name if self._left(value) else value) for kind, value in self.trace.outputs
         )
         return Trace(tuple(self.lines), outputs)
+
+    def _lines(self, places: dict[str, list[tuple[Line, str]]], op: Op) -> None:
+        """Write what decisions add at an op."""
+        if op.name in places:
+            phase = "backward" if op.phase == "update" else op.phase  # an update may stand in backward
+            for line, value in places[op.name]:
+                line(self.trace.op[value], phase)
 
     def _left(self, value: str) -> bool:
         """Whether the bytes of `value` end up in the far tier."""
@@ -227,9 +234,9 @@ class _Writer:
             self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws, type=f"u8[{op.draws}]")
         makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
         own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
-        read = self._renamed(op)
-        holds = tuple(own.get(held, held) for held in read.holds)
-        self.newer[op.name] = self._add(read.rewritten(name, read.reads, makes, holds, phase, op.name))
+        reads, holds = self._read(op)
+        holds = tuple([own.get(held, held) for held in holds])
+        self.newer[op.name] = self._add(op.rewritten(name, reads, makes, holds, phase, op.name))
         if op.draws:
             self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
 
@@ -279,17 +286,20 @@ class _Writer:
         return self.newer.get(value) or self.trace.op[value]
 
     def _renamed(self, op: Op) -> Op:
-        """`op` reading the newest definitions, and holding what those hold where it is a view of them."""
-        update = op.phase == "update"
-        if not update and self.newer.keys().isdisjoint(op.reads):
-            return op  # most are not touched
-        newest = [self.far[name] if update and self._left(name) else self._newest(name) for name in op.reads]
-        reads, holds = tuple([new.name for new in newest]), op.holds
-        if holds != tuple([made.name for made in op.makes]):
-            holds = self._held(op, newest)
+        """`op` reading the newest definitions."""
+        reads, holds = self._read(op)
         if (reads, holds) == (op.reads, op.holds):
             return op
         return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.again)
+
+    def _read(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The newest definitions of what an op reads, and what it holds: what those hold where it is a view of them."""
+        update = op.phase == "update"
+        if not update and self.newer.keys().isdisjoint(op.reads):
+            return op.reads, op.holds
+        newest = [self.far[name] if update and self._left(name) else self._newest(name) for name in op.reads]
+        is_view = op.holds != tuple([made.name for made in op.makes])
+        return tuple([new.name for new in newest]), self._held(op, newest) if is_view else op.holds
 
     def _held(self, op: Op, newest: list[Op]) -> tuple[str, ...]:
         """What a view holds that reads the newest definitions."""

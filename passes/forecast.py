@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from .exchanges import BEGINS, ENDS, sent_nbytes
 from .gathers import GATHERED, GATHERS
-from .lifetime import Life, lifetimes, spans
+from .lifetime import Life, Span, lifetimes, spans
 from .machine import Machine
 from .trace import Op, Trace, type_nbytes
 
@@ -70,7 +70,7 @@ class Forecast:
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
-        return lifetimes(self.trace)
+        return lifetimes(self.trace, self._spans)
 
     @cached_property
     def by_kind(self) -> dict[str, Bytes]:
@@ -87,11 +87,15 @@ class Forecast:
     def total(self) -> Bytes:
         """The sum of all kinds."""
         change = [0] * (len(self.trace.ops) + 1)
-        for _, made, first, last in spans(self.trace):
+        for _, made, first, last in self._spans:
             change[first] += made.nbytes
             change[last + 1] -= made.nbytes
         there: Bytes = np.cumsum(np.array(change[:-1], dtype=np.int64))
         return there + _workspaces(self.trace, self.machine) + self._staging
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
+        return tuple(spans(self.trace))
 
     @property
     def _staging(self) -> int:
@@ -119,8 +123,8 @@ class Forecast:
 
     def alive(self, index: int) -> tuple[Life, ...]:
         """What is on the device while op `index` runs, the largest first."""
-        there = (life for life in self.lives if life.first <= index <= life.last)
-        return tuple(sorted(there, key=lambda life: -life.nbytes))
+        there = [span for span in self._spans if span[2] <= index <= span[3]]
+        return tuple(sorted(lifetimes(self.trace, there), key=lambda life: -life.nbytes))
 
     def __str__(self) -> str:
         where = self.trace.ops[self.at].name if self.trace.ops else "nothing"

@@ -159,7 +159,7 @@ class Costs:
         self.room = machine.capacity - sum(self.sent.values())
         self.again = {op.again for op in self.forecast.trace.ops if op.again}
         at = self.forecast.at
-        self.present = {life.storage for life in state.forecast.lives if life.first <= at <= life.last}
+        self.present = {life.storage for life in state.forecast.alive(at)}
         self.backward_before = {
             name for op in self.forecast.trace.ops[: at + 1] if op.phase == "backward" for name in op.reads
         }

@@ -9,10 +9,13 @@ Inputs are there throughout (tangents from the first backward op on), outputs fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .trace import Op, Storage, Trace
+
+
+Span = tuple[Op, Storage, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +30,19 @@ class Life:
     maker: str  # the value that made it
 
 
-def lifetimes(trace: Trace) -> tuple[Life, ...]:
-    """The life of every storage, in the order in which they are made."""
+def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, ...]:
+    """The life of every storage, or of `some`, in the order in which they are made."""
     said = {"watched": "gradient", "shard": "gradient"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
-    return tuple(
-        Life(made.name, made.nbytes, first, last, handed.get(made.name) or _kind(trace, op, last >= trace.boundary), op.name)
-        for op, made, first, last in spans(trace)
-    )
+
+    def life(op: Op, made: Storage, first: int, last: int) -> Life:
+        kind = handed.get(made.name) or _kind(trace, op, last >= trace.boundary)
+        return Life(made.name, made.nbytes, first, last, kind, op.name)
+
+    return tuple(life(*span) for span in (spans(trace) if some is None else some))
 
 
-def spans(trace: Trace) -> Iterator[tuple[Op, Storage, int, int]]:
+def spans(trace: Trace) -> Iterator[Span]:
     """Every storage, in the order in which they are made: the op that makes it, and the first and the last (by index)
     while which it is held."""
     read, end = last_reads(trace.ops), len(trace.ops) - 1

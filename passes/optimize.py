@@ -101,6 +101,7 @@ class _Search:
         self.narrow = NARROW * work_of_ops(program.size)
         self.best: Choice | None = None
         self.state: State  # of the best
+        self.choices: dict[State, Choice] = {}  # with what is proven by now
         self.polished: list[State] = []  # what is no point's
         self.begun: list[State] = []  # which were polished
         self.bound_us = self.any_us = self.home_us = 0.0
@@ -149,7 +150,11 @@ class _Search:
         return min(found, key=lambda each: each.forecast.us + lost[self._choice(each).is_single], default=None)
 
     def _choice(self, state: State) -> Choice:
-        return Choice(state.plan, self.program.captured, state.forecast, self.bound_us, self.any_us)
+        proven = self.bound_us, self.any_us
+        known = self.choices.get(state)
+        if known is None or (known.bound_us, known.any_us) != proven:
+            known = self.choices[state] = Choice(state.plan, self.program.captured, state.forecast, *proven)
+        return known
 
     @property
     def _most_us(self) -> float:

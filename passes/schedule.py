@@ -64,11 +64,12 @@ def sent_nbytes(gaps: Gaps, machine: Machine, storage: str, fate: Fate) -> int:
 
 
 class _Scheduler:
-    """Walks backward; `there` are the lost values that have been made again and stay, `now` those for one op only."""
+    """Walks backward; `lost` are the storages that are not kept, `there` are the lost values that have been made again and stay, `now` those for one op only."""
 
     def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
         self.gaps = gaps
         self.fates = {storage: fate(gaps, fates, storage) for storage in gaps.maker}
+        self.lost = {storage for storage, known in self.fates.items() if known is not Fate.KEEP}
         ahead = {s: f in (Fate.OFFLOAD, Fate.VISIT) for s, f in fates.items() if f in HOMEWARD}
         self.streams = Streams(gaps, machine, ahead, {s for s, f in fates.items() if f is Fate.VISIT})
         self.links = _Links(gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.turns else ())
@@ -113,7 +114,7 @@ class _Scheduler:
             return self.streams.has(value, index)
         if value in self.there or value in self.now:
             return True
-        return all(self.fates[storage] is Fate.KEEP for storage in self.gaps.held[value])
+        return self.lost.isdisjoint(self.gaps.held[value])
 
     def _fetch(self, value: str, index: int) -> bool:
         """Whether `value` is what was sent away; then it is fetched, before the op at `index`."""

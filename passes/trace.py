@@ -21,6 +21,7 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
+_INPUTS = frozenset(INPUTS)  # is asked of every op
 FLAGS = ("once", "far", "hosted")
 NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
 ITEMSIZE = {
@@ -75,7 +76,7 @@ class Op:
 
     @property
     def is_input(self) -> bool:
-        return self.fn in INPUTS
+        return self.fn in _INPUTS
 
     @property
     def nbytes(self) -> int:
