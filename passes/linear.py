@@ -81,6 +81,7 @@ class Linear:
         self.rows = 0
         self.waiting: list[Row] = []
         self.given = 0  # columns that HiGHS knows
+        self.ran_out = False  # whether the last search has ended for want of work
         self.work = 0  # of searches: steps of the simplex method times rows, which are the same on every machine
 
     def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
@@ -167,6 +168,7 @@ class Linear:
         self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
         self.highs.run()
         self.highs.stopCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+        self.ran_out = taken >= steps
 
     def _run_as_written(self) -> None:
         """Solve without presolve: of what fits to the byte it may leave a point that HiGHS 1.15 can't call feasible."""

@@ -125,6 +125,8 @@ class _Search:
                 self._polish()
                 if self.polished and shares is SEARCHES_OF_LARGE:
                     break  # a search for so many columns takes most of the time, and its points wait as those before
+            elif self.model.linear.ran_out:
+                continue  # of the same work a wider search makes less
             if not self._is_near():
                 self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
