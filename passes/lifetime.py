@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .trace import Op, Storage, Trace
 
-
+# The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
 Span = tuple[Op, Storage, int, int]
 
 
@@ -43,8 +43,7 @@ def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, .
 
 
 def spans(trace: Trace) -> Iterator[Span]:
-    """Every storage, in the order in which they are made: the op that makes it, and the first and the last (by index)
-    while which it is held."""
+    """When each storage is held, in the order in which they are made."""
     read, end = last_reads(trace.ops), len(trace.ops) - 1
     handed = {storage for _, value in trace.outputs for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):

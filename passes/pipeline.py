@@ -57,7 +57,7 @@ TIMED: dict[Pass, Timed] = {
     descend_at_home: descend_at_home,
 }
 SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
-# What plans without the far tier only.
+# Those that plan without the far tier only.
 AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
 NEAR = 0.02  # a gap at which no further pass is asked

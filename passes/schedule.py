@@ -64,7 +64,8 @@ def sent_nbytes(gaps: Gaps, machine: Machine, storage: str, fate: Fate) -> int:
 
 
 class _Scheduler:
-    """Walks backward; `lost` are the storages that are not kept, `there` are the lost values that have been made again and stay, `now` those for one op only."""
+    """Walks backward; `lost` are the storages that are not kept, `there` the lost values that have been made again and
+    stay, `now` those for one op only."""
 
     def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
         self.gaps = gaps

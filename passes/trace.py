@@ -21,7 +21,7 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
-_INPUTS = frozenset(INPUTS)  # is asked of every op
+_INPUTS = frozenset(INPUTS)  # asked of every op
 FLAGS = ("once", "far", "hosted")
 NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
 ITEMSIZE = {
@@ -83,9 +83,10 @@ class Op:
         return sum(storage.nbytes for storage in self.makes)
 
     def rewritten(
-        self, name: str, reads: tuple[str, ...], makes: tuple[Storage, ...], holds: tuple[str, ...], phase: str, again: str
+        self, name: str, reads: tuple[str, ...], makes: tuple[Storage, ...], holds: tuple[str, ...], phase: str,
+        again: str,
     ) -> Op:  # fmt: skip
-        """The same op as another line: `dataclasses.replace`, in a tenth of the time."""
+        """The same op as another line: what `dataclasses.replace` does, in a fraction of its time."""
         return Op(
             name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.far,
             self.hosted, again, self.part, self.slice, self.type, self.where,

@@ -89,3 +89,22 @@ def test_what_came_and_went_leaves_no_trace(trace: Trace, data: st.DataObject) -
         found.remove(key)
     assert np.array_equal(found.beyond, before) and abs(found.us - us) < 1e-6
     assert np.array_equal(moments(trace).with_runs(tuple(sorted(first))).beyond, before)
+
+
+@settings(max_examples=40)
+@given(traces(max_forward=12), st.data())
+def test_what_is_taken_back_leaves_no_trace(trace: Trace, data: st.DataObject) -> None:
+    found = moments(trace)
+    first = keys(data, found)
+    found.with_runs(tuple(first))
+    lists = [found.keys, found.runs, *found.uses.values(), *found.made.values()]
+    before, beyond = [list(each) for each in lists], found.beyond.copy()
+    found.keep()
+    gone = [key for key in first if data.draw(st.booleans())]
+    new = [key for key in keys(data, found) if key not in first]
+    for key in gone:
+        found.remove(key)
+    found.with_runs(tuple(new)).back([*((False, key) for key in gone), *((True, key) for key in new)])
+    assert lists == before and np.array_equal(found.beyond, beyond)
+    found.add(new[0]) if new else None
+    assert np.array_equal(found.beyond, moments(trace).with_runs(tuple(sorted([*first, *new[:1]]))).beyond)
