@@ -25,7 +25,7 @@ import torch
 
 from .copies import Copy, Move, Part, settle, speeds
 from .homes import FileMapping, Place
-from .spill import PAGE, is_ram, nameless_file, pages, spill_folder
+from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
 
 
@@ -34,6 +34,7 @@ class DiskTier:
 
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
+        self.process = os.getpid()  # whose files these are
         self.homes: Mapping[int, Place] = {}  # slots that are places of the state, and no room of a lease's own
         self.rooms: list[int] = []  # files that no lease has
         self.slots = tuple(slots)
@@ -54,22 +55,31 @@ class DiskTier:
         """Room for one step in flight; a new file is made if all others are out."""
         if self.closed:
             raise ValueError("this tier is closed")
+        if self.process != os.getpid():  # a child of fork, whose parent goes on in the same files
+            self._give_up()
+            self.process = os.getpid()
         return DiskLease(self, self.rooms.pop() if self.rooms else self._make_room())
 
     def close(self) -> None:
         """Give the disk its bytes back, those of a running lease as soon as it is released."""
         self.closed = True
-        while self.rooms:
-            os.close(self.rooms.pop())
+        self._give_up()
 
-    def take_back(self, room: int) -> None:
-        """A lease has no more use for its file."""
+    def take_back(self, room: int, process: int) -> None:
+        """The lease that a process has had is given back."""
+        if process != self.process:
+            os.close(room)
+            return
         self.rooms.append(room)
         if self.closed:
-            self.close()
+            self._give_up()
 
     def __del__(self) -> None:
         self.close()
+
+    def _give_up(self) -> None:
+        while self.rooms:
+            os.close(self.rooms.pop())
 
     def _make_room(self) -> int:
         return nameless_file(self.folder, max(self.nbytes, PAGE))
@@ -82,6 +92,7 @@ class DiskLease:
         self.tier = tier
         self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
         self.room: int | None = room
+        self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
         self.begun: dict[Move, list[Part]] = {write: [], read: []}  # what the workers have taken up
@@ -93,21 +104,25 @@ class DiskLease:
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
+        self._refuse_inherited()
         settle(self.out.get(slot), self.back.get(slot))
         self._start(self.out, slot, tensor, write)
 
     def free(self, slot: int) -> None:
         """Wait until the copy out has ended."""
+        self._refuse_inherited()
         copy_of(slot, self.out, "offloaded").end()
 
     def reload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
+        self._refuse_inherited()
         leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
         settle(self.back.get(slot))
         self._start(self.back, slot, tensor, read, after=leaving)
 
     def wait(self, slot: int) -> None:
         """Wait until the copy back has ended."""
+        self._refuse_inherited()
         copy_of(slot, self.back, "reloaded").end()
 
     def speeds(self) -> tuple[float, float]:
@@ -120,7 +135,8 @@ class DiskLease:
         self.dropped = True
         # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
         if not isinstance(threading.current_thread(), Worker):
-            for part in chain(*self.begun.values()):
+            # No thread of a parent's is here to end a copy.
+            for part in chain(*self.begun.values()) if self.process == os.getpid() else ():
                 part.wait()
             self._give_back()
 
@@ -133,7 +149,7 @@ class DiskLease:
         self.begun = {write: [], read: []}
         room, self.room = self.room, None
         if room is not None:
-            self.tier.take_back(room)
+            self.tier.take_back(room, self.process)
 
     def _start(
         self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
@@ -153,6 +169,17 @@ class DiskLease:
     def _take_up(self, begun: list[Part], part: Part) -> None:
         begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
         self._room()
+
+    def _refuse_inherited(self) -> None:
+        """
+        Raises:
+            SpillError: a child of fork goes on with what its parent had begun.
+        """
+        if self.process != os.getpid():
+            raise SpillError(
+                "this step began before the process was forked, and what it offloaded is its parent's: call the "
+                "module again in the child"
+            )
 
     def _room(self) -> int:
         if self.room is None or self.dropped:

@@ -18,6 +18,7 @@ nobody writes them by the mapping meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -36,6 +37,9 @@ from .dense import is_dense, shaped
 from .spill import PAGE, nameless_file, pages, spill_folder
 
 Room = tuple[int, int]  # offset, bytes
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,9 @@ class Mapping(mmap.mmap):
         """Some of its bytes as the owner of a tensor there sees them."""
         return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset)
 
+    def part(self, base: int) -> None:
+        """In a child of fork: let what is written at this address no longer be written for the parent as well."""
+
     def known(self, slots: list[Room]) -> None:
         """From now on, tensors there have a place."""
         self.slots = slots
@@ -161,6 +168,11 @@ class FileMapping(Mapping):
         mapping.known(laid)
         return mapping
 
+    def part(self, base: int) -> None:
+        writable, private, fixed = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, 0x10
+        if LIBC.mmap(base, len(self), writable, private | fixed, self.file, 0) != base:
+            raise OSError(ctypes.get_errno(), "a home cannot be parted from that of the parent")
+
     def __del__(self) -> None:
         if hasattr(self, "file"):
             os.close(self.file)
@@ -173,6 +185,16 @@ def taken(slots: Iterable[Room]) -> tuple[list[Room], int]:
 
 
 _mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+
+
+def _part() -> None:
+    """A child of fork has homes of its own: it finds its parent's tensors in ordinary memory."""
+    for base, mapping in list(_mappings.items()):
+        mapping.part(base)
+    _mappings.clear()
+
+
+os.register_at_fork(after_in_child=_part)
 
 
 def place_of(tensor: Tensor) -> Place | None:

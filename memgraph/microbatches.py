@@ -151,7 +151,10 @@ def _reduced(
         counted = [count for count in counts if count is not None]
         if len(counted) == len(parts):
             total = _sum(counted)
-            scalars = [or_zero(one, n) * (n / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)]
+            # In float64, for integers divided give float32, whatever the scalars are.
+            scalars = [
+                or_zero(one, n) * (n.double() / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)
+            ]
         else:
             rows = sum(part.rows for part in parts)
             scalars = [one * (part.rows / rows) for one, part in zip(scalars, parts, strict=True)]

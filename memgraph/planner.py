@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
@@ -29,7 +29,7 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, RecordingError
+from .errors import BudgetError, CaptureError, FusedError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
@@ -45,6 +45,7 @@ from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
 from .oss.together import Together
 from .oss.update import far_nbytes, with_sharded_update
+from .overlap import shared_memory
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
@@ -53,12 +54,12 @@ from .recording import recorder_of
 from .refusal import elsewhere, refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
-from .residence import Residence
+from .residence import Key, Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
 from .signature import has_gradients, is_watched
-from .slots import Homes, Slot, slots
+from .slots import Homes, Slot, slots, unread
 from .split import split
 from .state_parts import StatePart, state_parts
 from .step import Step
@@ -217,7 +218,7 @@ class Planner:
         report = Report(
             machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us, uncompiled=refused
         )
-        homes = self._homes(its, captured, choice, trained.parts)
+        homes = self._homes(its, unread(planned, captured), captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, homes)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
@@ -227,12 +228,13 @@ class Planner:
         return step
 
     def _homes(
-        self, its: Sequence[Slot], captured: Captured, choice: Choice, parts: Sequence[StatePart]
-    ) -> Homes | None:
+        self, its: Sequence[Slot], idle: Mapping[Key, Tensor], captured: Captured, choice: Choice,
+        parts: Sequence[StatePart],
+    ) -> Homes | None:  # fmt: skip
         """Where the plan lets state live far, if it does."""
         if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
             return None
-        return Homes(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts))
+        return Homes(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
 
     def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -272,6 +274,8 @@ class Planner:
         """The step with updates in backward, if they are asked for."""
         if self.fused is None or not captured.differentiable:
             return captured, trained
+        if shared := shared_memory(self.module, self.fused.optimizer):  # backward would read what is updated
+            raise FusedError(f"{shared}, or compile without fuse_update")
         named = dict(self.module.named_parameters())
         owned = {p for group in self.fused.optimizer.param_groups for p in group["params"]}
         captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
@@ -385,6 +389,8 @@ class Planner:
         """The machine with room for state in the far tier, if state can live there: of shards, states alone. No
         recording does what that takes of the host."""
         if not machine.out or not self.update.can_stream or self.wishes.graphs is True:
+            return machine
+        if shared_memory(self.module, self.wishes.optimizer):
             return machine
         if self.sharded is not None:
             return replace(machine, homes=True, only_states=True, window=far_nbytes(self.sharded, trained.shards))

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .dense import laid
+from .errors import UpdateError
 from .homes import Home, Place, Where, form_of, place_of
 from .movement import bring_home
+from .overlap import overlap
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
@@ -36,12 +38,15 @@ class Residence:
 
         Raises:
             SpillError: the disk does not take them.  Nothing has changed.
+            UpdateError: a parameter that is elsewhere lies in the memory of another, or of a buffer.
         """
         named = dict(self.module.named_parameters())
-        parameters = [named[name] for kind, name in homes if kind == PARAMETER]
+        parameters = [named[name] for name in _names(homes)]
         strangers = [parameter for parameter in parameters if place_of(parameter.detach()) is None]
         gradients = {name: like for (kind, name), like in homes.items() if kind == GRADIENT}
         wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
+        if strangers and (shared := overlap(named | dict(self.module.named_buffers()), _names(homes))):
+            raise UpdateError(f"{shared}, or compile anew, which leaves them on the device")
         if strangers or wanted:
             self._move(strangers, wanted)
         self._move_states(states)
@@ -78,8 +83,10 @@ class Residence:
         return {name: home.tensor(i) for i, name in enumerate(likes)}
 
     def _has_room(self, name: str, like: Tensor) -> bool:
-        """Whether a gradient has a home, and that is none from when its parameter had another dtype or shape."""
-        return name in self.gradients and self.gradients[name].nbytes == like.nbytes
+        """Whether a gradient has a home, and that is none from when its parameter had another dtype or shape, nor of
+        before a fork."""
+        home = self.gradients.get(name)
+        return home is not None and home.nbytes == like.nbytes and place_of(home) is not None
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
         moved = bring_home([parameter.detach() for parameter in parameters], self.where)
@@ -98,6 +105,10 @@ class Residence:
         place = place_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
         assert place is not None
         return place
+
+
+def _names(homes: Iterable[Key]) -> list[str]:
+    return [name for kind, name in homes if kind == PARAMETER]
 
 
 def spread(state: Mapping[str, object]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ offload(g, 2), return ticket       ->   slot 2: where its gradient lives
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from .far_update import FarStates
 from .homes import Place, place_of
 from .nodes import returned, tensors
 from .residence import GRADIENT, PARAMETER, Key, Residence, spread
+from .summarize import FAR
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 
@@ -51,6 +53,17 @@ def slots(graph: fx.Graph, captured: Captured) -> tuple[Slot, ...]:
     return tuple(found[number] for number in range(len(found)))
 
 
+def unread(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
+    """The parameters that live far and that no op fetches, since the step has no use for them; with fake tensors."""
+    inputs = zip(graph.find_nodes(op="placeholder"), _inputs(captured), strict=False)
+    fetched = {node.args[0] for node in graph.nodes if node.target is RELOAD}
+    return {
+        key: tensors(node)[0]
+        for node, key in inputs
+        if FAR in node.meta and node not in fetched and key[0] == PARAMETER
+    }
+
+
 def _inputs(captured: Captured) -> list[Key]:
     """Of each placeholder what it is of, if it is a parameter, as is all that is fetched; those of gradients to add to
     stand behind the captured ones."""
@@ -60,9 +73,10 @@ def _inputs(captured: Captured) -> list[Key]:
 
 @dataclass(frozen=True, eq=False)
 class Settled:
-    """The addresses of all that belongs far, once it is there; while they are the same, so is everything."""
+    """The process, and the addresses of all that belongs far, once it is there; while they are the same, so is
+    everything."""
 
-    addresses: list[int]
+    whereabouts: list[int]
     places: dict[int, Place]  # of the slots
     others: list[Place | None]  # of states: as long as a place is held, nothing else gets its address
 
@@ -70,12 +84,15 @@ class Settled:
 class Homes:
     """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
 
-    def __init__(self, residence: Residence, slots: Sequence[Slot], step: Captured, states: FarStates) -> None:
-        self.residence, self.states = residence, states
+    def __init__(
+        self, residence: Residence, slots: Sequence[Slot], step: Captured, states: FarStates,
+        unread: Mapping[Key, Tensor],
+    ) -> None:  # fmt: skip
+        self.residence, self.states, self.unread = residence, states, unread
         self.known: Settled | None = None
         self.homes = {number: (slot.home, slot.like) for number, slot in enumerate(slots) if slot.home}
         inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
-        self.inputs = [inputs.index(home) for home, _ in self.homes.values() if home[0] == PARAMETER]
+        self.inputs = [inputs.index(home) for home in self._living() if home[0] == PARAMETER]
         gradients = [role.name for role in step.outputs if role.kind != "output"]
         sent = {slot.home[1]: number for number, slot in enumerate(slots) if slot.home and slot.is_sent}
         self.sent = {gradients.index(name): number for name, number in sent.items()}
@@ -83,15 +100,14 @@ class Homes:
     def settled(self, tensors: Sequence[Tensor]) -> dict[int, Place]:
         """The place of each slot, once everything is where it belongs; `tensors` are the inputs of the step."""
         known = self.known
-        if known is None or not self.states.begun or known.addresses != self._addresses(tensors):
+        if known is None or not self.states.begun or known.whereabouts != self._whereabouts(tensors):
             known = self.known = None  # so that the disk has the bytes of what is gone before it is asked for more
             known = self.known = self._settle(tensors)
         return known.places
 
     def replaced(self, other: Homes | None) -> None:
         """Another plan takes this one's place: what it has on the device comes back there."""
-        kept = {home for home, _ in other.homes.values()} if other is not None else set()
-        gone = {home for home, _ in self.homes.values()} - kept
+        gone = self._living().keys() - (other._living().keys() if other is not None else set())
         states = self.states.end(other.states.owners if other is not None else ())
         self.residence.leave((name for kind, name in gone if kind == PARAMETER), states)
 
@@ -143,13 +159,18 @@ class Homes:
         return found
 
     def _settle(self, tensors: Sequence[Tensor]) -> Settled:
-        places = self.residence.settle({home: like for home, like in self.homes.values()}, self.states.begin())
+        places = self.residence.settle(self._living(), self.states.begin())
         by_number = {number: places[home] for number, (home, _) in self.homes.items()}
-        return Settled(self._addresses(tensors), by_number, list(map(place_of, self._states())))
+        return Settled(self._whereabouts(tensors), by_number, list(map(place_of, self._states())))
 
-    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+    def _living(self) -> dict[Key, Tensor]:
+        """All parameters and gradients that live far, and what they look like."""
+        return dict(self.homes.values()) | dict(self.unread)
+
+    def _whereabouts(self, tensors: Sequence[Tensor]) -> list[int]:
         gradients = [self.residence.gradients[name] for (kind, name), _ in self.homes.values() if kind == GRADIENT]
-        return [tensor.data_ptr() for tensor in (*(tensors[i] for i in self.inputs), *gradients, *self._states())]
+        far = (*(tensors[i] for i in self.inputs), *gradients, *self._states())
+        return [os.getpid(), *(tensor.data_ptr() for tensor in far)]
 
     def _states(self) -> list[Tensor]:
         return [tensor for state in self.states.there() for tensor in spread(state).values()]

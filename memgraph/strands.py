@@ -19,6 +19,7 @@ from .dense import is_dense
 from .errors import UpdateError
 from .homes import Form, Home, Place, Where, form_of, place_of
 from .movement import bring_home
+from .overlap import span_of
 from .pieces import Row
 from .pointwise import EXACT
 from .stepper import Stepper
@@ -188,11 +189,9 @@ def _refuse_shared(subjects: Sequence[Subject]) -> None:
     ends = []
     for subject in subjects:
         for name, strand in subject.strands.items():
-            begin, tensor = strand.tensor.data_ptr(), strand.tensor
-            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            if tensor.numel():
+            if strand.tensor.numel():
                 what = f"{name} of shape {tuple(subject.parameter.shape)}"
-                ends.append((begin, begin + extent * tensor.itemsize, strand.place is not None, what))
+                ends.append((*span_of(strand.tensor), strand.place is not None, what))
     until, far = 0, False
     for begin, end, away, what in sorted(ends):
         if begin < until and (away or far):

@@ -30,7 +30,7 @@ from memgraph.peak import measured, resident_bytes
 from memgraph.report import Report
 from memgraph.residence import Residence
 from memgraph.rewrite import rewrite
-from memgraph.slots import Homes, slots
+from memgraph.slots import Homes, slots, unread
 from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import summarize
@@ -91,7 +91,8 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     found = slots(graph, its.captured)
     tier = far_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
-    homes = Homes(Residence(its.model), found, its.captured, FarStates(FarUpdate(None)))
+    far = FarStates(FarUpdate(None))
+    homes = Homes(Residence(its.model), found, its.captured, far, unread(graph, its.captured))
     yield Step(its.captured, split(graph, its.captured.graph), tier, report, homes)
     if tier is not None:
         tier.close()
