@@ -1,7 +1,7 @@
-"""Let Ctrl-C wait until nothing is half done.
+"""Let Ctrl-C wait until nothing is half done, and whatever else a signal raises.
 
     with Interrupts() as interrupts:
-        ...                    # Ctrl-C is noted
+        ...                    # Ctrl-C is noted, and so is SIGTERM whose handler raises SystemExit
         interrupts.check()     # and raised here
 
 A second one is raised at once, in case there is no end to the waiting.
@@ -14,25 +14,30 @@ import threading
 from types import FrameType
 from typing import Any
 
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+
 
 class Interrupts:
-    """Only the main thread is ever interrupted; anywhere else, and where Ctrl-C is not handled in Python, this does
-    nothing."""
+    """Only the main thread is ever interrupted; anywhere else, and for signals that are not handled in Python, this
+    does nothing."""
 
     def __init__(self) -> None:
         self.noted: tuple[int, FrameType | None] | None = None
-        self.plain: Any = None
+        self.plain: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            self.plain = handler
-            signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self.plain[number] = handler
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.plain is not None:
-            signal.signal(signal.SIGINT, self.plain)
+        for number, handler in self.plain.items():
+            signal.signal(number, handler)
         if not any(error):
             self.check()
 
@@ -40,7 +45,7 @@ class Interrupts:
         """Raise what was noted."""
         noted, self.noted = self.noted, None
         if noted is not None:
-            self.plain(*noted)
+            self.plain[noted[0]](*noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted is not None:
