@@ -1,8 +1,9 @@
-"""How hypothesis tries: without a clock, and in CI always the same examples; costs that are nobody's but the tests'; and
-Ctrl-C as in a terminal."""
+"""How hypothesis tries: without a clock, and in CI always the same examples; costs that are nobody's but the tests';
+collections of what the tests made, and not of all that was imported; and Ctrl-C as in a terminal."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ settings.register_profile(
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy with something else
 )
+settings.register_profile("thorough", settings.get_profile("memgraph"), derandomize=False, max_examples=200)
 settings.load_profile("memgraph")
 
 
@@ -26,6 +28,15 @@ def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_imported_is_garbage() -> Iterator[None]:
+    """Torch and transformers are hundreds of thousands of objects, through which every collection would go."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ import memgraph
 from memgraph import far_update
 from memgraph.homes import is_far
 from passes import Stream
+from tests.smallest import smallest_of
 
 Make = Callable[[], nn.Module]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -57,23 +58,17 @@ def tightest(make: Make = chain, kind: str | None = "adamw", grad: bool = True) 
 def _tightest(make: Make, kind: str | None, grad: bool, _window: int) -> int:
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters()) if kind else None
-    try:
-        with torch.set_grad_enabled(grad):
-            memgraph.plan(model, batch(), budget=TINY, optimizer=optimizer, loss=loss, time_limit=0)
-    except memgraph.BudgetError as error:
-        return int(error.smallest * SLACK)
-    raise AssertionError("a budget that is enough for nothing is enough")
+    wishes: dict[str, Any] = {"budget": TINY, "optimizer": optimizer, "loss": loss, "time_limit": 0}
+    with torch.set_grad_enabled(grad):
+        return int(smallest_of(lambda: memgraph.plan(model, batch(), **wishes)) * SLACK)
 
 
 def least(kind: str = "adamw", make: Make = chain, **wishes: Any) -> int:
     """A little more than the smallest budget, as the planner is now."""
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    try:
-        memgraph.plan(model, batch(), budget=1, optimizer=optimizer, loss=loss, time_limit=0, **wishes)
-    except memgraph.BudgetError as error:
-        return int(error.smallest * SLACK)
-    raise AssertionError("a byte is enough")
+    wishes |= {"budget": 1, "optimizer": optimizer, "loss": loss, "time_limit": 0}
+    return int(smallest_of(lambda: memgraph.plan(model, batch(), **wishes)) * SLACK)
 
 
 def streamed(model: nn.Module, budget: int, **wishes: Any) -> memgraph.CompiledModule:

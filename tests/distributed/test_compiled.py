@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.errors import AgreementError, BudgetError, ShardError
+from memgraph.errors import AgreementError, ShardError
 from memgraph.oss import near
 from tests.distributed.ranks import on_ranks
+from tests.smallest import smallest_of
 
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {"lr": 0.01}),
@@ -71,12 +72,7 @@ def compiled(budget: int = ROOM, kind: str = "AdamW") -> tuple[Net, Any, memgrap
 
 
 def smallest(kind: str) -> int:
-    try:
-        _, model, _ = compiled(1000, kind)
-        model(batches(0, True)())
-    except BudgetError as error:
-        return error.smallest
-    raise AssertionError("everything fits")
+    return smallest_of(lambda: compiled(1000, kind)[1](batches(0, True)()))
 
 
 def _trainings(rank: int) -> tuple[list[str], list[str]]:

@@ -5,6 +5,7 @@ The other rank is made up: it has what this one has, so that a mean over both is
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def parcels(its: Subject) -> list[Parcel]:
     return found
 
 
+@cache
 def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
     captured = exchanging(capture(its.model, its.args, its.kwargs, wanted=losses), parcels(its))

@@ -5,6 +5,7 @@ The other ranks are made up: what they have updated is what was in the parameter
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def arriving(its: Subject) -> list[Arrival]:
     return found
 
 
+@cache
 def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
     captured = gathering(capture(its.model, its.args, its.kwargs, wanted=losses), arriving(its))

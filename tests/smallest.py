@@ -1,0 +1,22 @@
+"""The smallest budget of a call: what the error of one that is too small says.
+
+smallest_of(lambda: memgraph.plan(module, x, budget=1))  ->  1703175
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import memgraph
+from memgraph import planner
+
+
+def smallest_of(call: Callable[[], Any]) -> int:
+    """Without advice on micro-batches, for which the error would have the call captured some more times."""
+    with mock.patch.object(planner, "advised", lambda error, *_: error), pytest.raises(memgraph.BudgetError) as caught:
+        call()
+    return caught.value.smallest
