@@ -14,6 +14,7 @@ test: $(READY)
 
 slow: $(READY)
 	.venv/bin/python -m pytest -m slow
+	.venv/bin/python -m pytest --hypothesis-profile=thorough tests/passes
 
 check: $(READY)
 	.venv/bin/ruff check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from passes import BudgetError, Choice, Machine, Recompute, Trace, apply, make_plan, predict
@@ -13,7 +13,6 @@ from tests.strategies import machines, plans, traces
 SMALL = 1e-6
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=12), machines((0.0, 0.5, 3.0, 100.0)), st.data())
 def test_no_random_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject

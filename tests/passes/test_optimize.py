@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from passes import (
@@ -59,13 +59,11 @@ def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert best is not None and found.any_us <= best + SMALL and found.bound_us <= best + SMALL
 
 
-@settings(max_examples=150)
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
 def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert_no_keep_set_beats_the_bound(trace, share)
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
 def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = Gaps(trace)
@@ -78,7 +76,6 @@ def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machin
     assert any_best is None or found.any_us <= any_best + SMALL
 
 
-@settings(max_examples=150)
 @given(traces(max_forward=12), machines((0.5, 3.0, 100.0)), st.data())
 def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject
@@ -102,7 +99,6 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     assert forecast.us >= choice.lower_bound - SMALL
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=6), st.data())
 def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     gaps = Gaps(trace)
@@ -114,7 +110,6 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=8), machines((0.5, 3.0, 100.0), ("bf16",)), st.floats(0.0, 1.0))
 def test_no_plan_that_casts_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = Gaps(trace)
@@ -220,7 +215,6 @@ def test_a_search_with_time_enough_is_that_without_a_clock() -> None:
     assert found.plan and (found.plan, found.bound_us, found.any_us) == (timed.plan, timed.bound_us, timed.any_us)
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=25), machines(wires=("", "bf16")), st.floats(0.0, 1.0))
 def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share: float) -> None:
     machine = between(trace, machine, share)
@@ -235,7 +229,6 @@ def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share
         assert forecast.us >= choice.lower_bound - SMALL
 
 
-@settings(max_examples=40)
 @given(traces(max_forward=20), machines(wires=("", "bf16")), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_smaller_budget_takes_at_least_what_is_proven_of_a_larger(
     trace: Trace, machine: Machine, one: float, other: float

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from passes import (
@@ -119,7 +119,6 @@ def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
     return single | {storage: [Fate.KEEP, *HOMEWARD] for storage in gaps.homes.value}
 
 
-@settings(max_examples=150)
 @given(trainings(), homes(), st.data())
 def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject
@@ -137,7 +136,6 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
     holds(trace, machine, tuple(plan))
 
 
-@settings(max_examples=100)
 @given(traces(max_forward=12), homes(), st.data())
 def test_the_same_of_steps_of_any_kind(trace: Trace, machine: Machine, data: st.DataObject) -> None:
     gaps = Gaps(trace)
@@ -159,13 +157,11 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
         assert relaxed.solved.us - model.tie <= forecast.us - captured.us + SMALL
 
 
-@settings(max_examples=40)
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))
 def test_no_choice_of_homes_and_fates_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     none_beats_the_bound(trace, machine, share)
 
 
-@settings(max_examples=40)
 @given(trainings(most=2, inside=True), homes(), st.floats(0.0, 1.0))
 def test_none_beats_it_where_all_updates_run_in_backward(trace: Trace, machine: Machine, share: float) -> None:
     assert all(op.name != "step" for op in trace.ops)
@@ -191,7 +187,6 @@ def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
         assert forecast.peak <= machine.budget
 
 
-@settings(max_examples=100)
 @given(trainings(), homes(), st.floats(0.0, 1.0), st.data())
 def test_copies_that_are_timed_otherwise_change_no_value(
     trace: Trace, machine: Machine, share: float, data: st.DataObject

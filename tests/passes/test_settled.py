@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from passes import Machine, Trace, model, program
@@ -21,13 +21,11 @@ def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
 
 
-@settings(max_examples=60)
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
 def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert_no_keep_set_beats_the_bound(trace, share)
 
 
-@settings(max_examples=40)
 @given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
 def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = Gaps(trace)
@@ -39,7 +37,6 @@ def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machin
     assert best is not None and optimize(trace, machine).bound_us <= best[0] + SMALL
 
 
-@settings(max_examples=40)
 @given(traces(max_forward=14), machines((0.5, 100.0)), st.floats(0.0, 1.0))
 def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) -> None:
     """With the rows of all positions, and without those that are left out."""
