@@ -84,7 +84,9 @@ class _Backward:
             _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not seen else None
             for role in self.roles.gradients
         ]
-        self.updated = {name: None if seen else _taker(self.behind[i][0]) for name, i in self.roles.updates.items()}
+        self.fused = self.step.fused if self.roles.updates else None
+        updated = {name: self.behind[i][0] for name, i in self.roles.updates.items()}
+        self.updated = {name: None if seen else _taker(node) for name, node in updated.items() if not _is_frozen(node)}
         self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
 
     def run(self) -> list[Tensor | None]:
@@ -106,8 +108,8 @@ class _Backward:
                 kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
                 gradients = step.homes.after(gradients, kept, apart, flight.sent)
         except BaseException as error:
-            if step.fused is not None and self.updated:
-                step.fused.failed(error)
+            if self.fused is not None:
+                self.fused.failed(error)
             raise
         finally:
             if not self.keep or self.roles.updates:
@@ -122,8 +124,8 @@ class _Backward:
     def _begin(self) -> None:
         """Have those ready that update parameters, or sum gradients over ranks, in this backward."""
         step, flight = self.step, self.flight
-        if step.fused is not None and self.updated:
-            flight.update = step.fused.begin(self.updated, self.tangents, self.keep)
+        if self.fused is not None:
+            flight.update = self.fused.begin(self.updated, self.tangents, self.keep)
         if step.inside is not None and self.roles.shards:
             flight.met()
             flight.exchange = step.inside.begin(
@@ -143,8 +145,8 @@ class _Backward:
         else:
             flight.halves = step.halves_without(self.unused)
         found = flight.backward(self.tangents, added, self.keep)
-        if step.fused is not None and self.updated:
-            step.fused.ended()
+        if self.fused is not None:
+            self.fused.ended()
         return found
 
     def _parted(self, found: list[Tensor]) -> list[Tensor]:
@@ -166,12 +168,18 @@ class _Backward:
 def _taker(node: Any) -> Tensor | None:
     """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
     parameter: Tensor | None = getattr(node, "variable", None)
-    if parameter is None or has_hooks(parameter):
+    if parameter is None or has_hooks(parameter) or _is_frozen(node):
         return None
     try:
         return parameter if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # torch.autograd.grad asks for this gradient
         return None
+
+
+def _is_frozen(node: Any) -> bool:
+    """Whether it is of a parameter that was frozen since forward, for which autograd drops what comes."""
+    parameter: Tensor | None = getattr(node, "variable", None)
+    return parameter is not None and not parameter.requires_grad
 
 
 def _warn_of_retained(report: Report) -> None:

@@ -4,8 +4,8 @@ update = FarUpdate(optimizer, where=folder)
 update.nbytes(trained)                   what it takes on the device, in windows
 FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
 
-How large a window is depends on the parameters and not on the budget, so that the smallest budget for which there is a
-plan is the same whatever was asked for.
+How large a window is depends on what is trained and not on the budget, so that the smallest budget for which there is
+a plan is the same whatever was asked for. Windows are as large as the step that ran last was planned with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .window_bytes import Far, WindowBytes, window_bytes
 from .windowed import Windowed
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
-SHARE = 64  # of the parameters is one
+SHARE = 64  # of what is trained is one
 
 
 class FarUpdate:
@@ -45,14 +45,20 @@ class FarUpdate:
         self.windowed: Windowed | None = None
         self.far_states: set[Owner] = set()
         self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
-        self.has_room = False  # there, for windows
+        self.reserved = 0  # bytes of a window there
+        self.planned: int | None = None  # bytes of a window in the latest step for which something is far
 
     @property
     def window(self) -> int:
-        """Bytes of a window."""
+        """Bytes of a window, for who plans an update of what is trained now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        nbytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
+        nbytes = sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
         return min(LARGEST, max(SMALLEST, nbytes // SHARE))
+
+    @property
+    def current(self) -> int:
+        """Bytes of a window, for who updates: what was frozen or thawed since the plan changes nothing."""
+        return self.window if self.planned is None else self.planned
 
     @property
     def can_stream(self) -> bool:
@@ -103,9 +109,11 @@ class FarUpdate:
 
     def begin(self) -> None:
         """Let the optimizer step in windows."""
-        if self.optimizer is not None and self.windowed is None and not self.fused:
+        if self.windowed is not None:
+            self.windowed.nbytes = self.current
+        elif self.optimizer is not None and not self.fused:
             far, hosted = self.far_states.__contains__, self.hosted.__contains__
-            self.windowed = Windowed(self.optimizer, self.window, far, self.where, hosted)
+            self.windowed = Windowed(self.optimizer, self.current, far, self.where, hosted)
 
     def host(self, parameters: Collection[Owner]) -> None:
         """Step on these on the host from now on.
@@ -113,14 +121,14 @@ class FarUpdate:
         Raises:
             PinnedError: it has no room for two windows.
         """
-        if parameters and not self.has_room and isinstance(self.where, Host):
-            reserve(self.where, self.window, self)
-            self.has_room = True
+        if parameters and self.reserved < self.current and isinstance(self.where, Host):
+            reserve(self.where, self.current, self)
+            self.reserved = self.current
         self.hosted.update(parameters)
 
     def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Relay:
         """Updates in windows for gradients that come one after the other, in this order."""
-        return Relay(optimizer, parameters, self.window, self.far_states.__contains__, self.where)
+        return Relay(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
         """The states of these parameters, as far as there are any."""
@@ -135,6 +143,7 @@ class FarStates:
     update: FarUpdate
     owners: tuple[Owner, ...] = ()
     hosted: tuple[Owner, ...] = ()
+    window: int | None = None  # bytes of one, as it was planned
 
     @classmethod
     def of(cls, update: FarUpdate, trace: Trace, parts: Sequence[StatePart]) -> FarStates:
@@ -143,16 +152,19 @@ class FarStates:
             (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
         ]
         far = tuple(owner for _, part in states for owner in part.owners)
-        return cls(update, far, tuple(owner for op, part in states if op.hosted for owner in part.owners))
+        hosted = tuple(owner for op, part in states if op.hosted for owner in part.owners)
+        return cls(update, far, hosted, update.window)
 
     @property
     def begun(self) -> bool:
         """Whether the update makes new states where they belong."""
-        known = self.update.far_states.issuperset(self.owners)
-        return known and self.update.hosted.issuperset(self.hosted)
+        update = self.update
+        known = update.far_states.issuperset(self.owners) and update.hosted.issuperset(self.hosted)
+        return known and update.planned == self.window
 
     def begin(self) -> list[dict[str, object]]:
         """Let the update run in windows, and have new states made where they belong; the states that are there."""
+        self.update.planned = self.window
         self.update.begin()
         self.update.far_states.update(self.owners)
         self.update.host(self.hosted)

@@ -66,7 +66,9 @@ class FusedUpdate:
         return self._update
 
     def _update(self, name: str, gradient: Tensor) -> None:
-        """Step on one parameter."""
+        """Step on one parameter, unless it was frozen since forward."""
+        if name not in self.parameters:
+            return
         parameter = self.parameters[name]
         far = self._is_far(parameter)
         if far and self.relay is None:

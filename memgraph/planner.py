@@ -91,11 +91,14 @@ class Planner:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Who is in each of the optimizer's groups: with another one it takes more, and other states live far. And what
-        forward gathers of what is frozen."""
+        forward gathers of what is frozen, and which of that has states."""
         optimizer = self.wishes.optimizer
-        groups = optimizer.param_groups if optimizer is not None else ()
+        if optimizer is None:
+            return ()
+        groups = [group["params"] for group in optimizer.param_groups]
         frozen = self.sharded.awaited.frozen if self.sharded is not None else ()
-        return (*(tuple(map(id, group["params"])) for group in groups), frozen)
+        kept = tuple(id(p) for group in groups for p in group if not p.requires_grad and p in optimizer.state)
+        return (*(tuple(map(id, group)) for group in groups), frozen, kept)
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -103,10 +103,10 @@ def _with_updates(
     window: int,
 ) -> Trace:  # fmt: skip
     """The trace in which each update in backward reads the states of its own parameter, and only those that are not
-    `inside` wait for the end."""
+    `inside`, and may have a gradient from elsewhere, wait for the end."""
     trial, name = _Trial(optimizer), type(optimizer).__name__
-    rows = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    kinds = {p: _kind(i, p) for i, p in rows if p.requires_grad or p in optimizer.state}
+    rows = _rows(optimizer)
+    kinds = {p: _kind(i, p) for i, row in enumerate(rows) for p in row}
     works = {p: trial.run(kind) for p, kind in kinds.items()}
     sizes = {p: part.nbytes for part in parts for p in part.parameters}
     states = {p: _state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}
@@ -120,9 +120,11 @@ def _with_updates(
         return replace(op, fn=f"{name}.step", reads=reads, workspace=works[p], us=us)
 
     ops = (*states.values(), rest, *map(stepping, trace.ops))
-    if kinds.keys() - set(inside.values()):
+    done = set(inside.values())
+    late = [[p for p in row if p not in done and _may_be_stepped(p)] for row in rows]
+    if any(late):
         reads = (rest.name, *(value for kind, value in trace.outputs if kind != "output"))
-        workspace = update_nbytes(optimizer)[1]
+        workspace = trial.workspace(late, frozenset())
         ops = (*ops, Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace))
     return early(replace(trace, ops=ops))
 
@@ -137,14 +139,9 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     Raises:
         UpdateError: its step can't be called without a closure, or not with dense gradients.
     """
-    sure = None if trained is None else set(map(id, trained))
     trial, rows = _Trial(optimizer), _rows(optimizer)
-    kinds = [[(_kind(i, p), sure is None or id(p) in sure) for p in row] for i, row in enumerate(rows)]
-    states = trial.all_states([kind for row in kinds for kind, _ in row])
-    together = [i for i, row in enumerate(kinds) if row and _foreach(optimizer.param_groups[i], row[0][0].device)]
-    works = [sum(trial.works[kind,] for kind, _ in kinds[i]) for i in together]
-    apart = [pair for pair in _in_a_row(kinds) if not {pair[0].group, pair[1].group} & set(together)]
-    return states, max([*trial.works.values(), *works, trial.most(apart)], default=0)
+    sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
+    return trial.all_states([_kind(i, p) for i, row in enumerate(rows) for p in row]), trial.workspace(rows, sure)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
@@ -170,6 +167,17 @@ class _Trial:
         for kind in kinds:
             self.run(kind)
         return sum(self.states[kind] for kind in kinds)
+
+    def workspace(self, rows: Sequence[Sequence[Tensor]], sure: Container[int]) -> int:
+        """What one update of these parameters of each group takes at most, of which those that are not `sure` to have
+        a gradient, by their ids, may be left out."""
+        kinds = [[(_kind(i, p), id(p) in sure) for p in row] for i, row in enumerate(rows)]
+        works = [[self.run(kind) for kind, _ in row] for row in kinds]
+        groups = self.optimizer.param_groups
+        together = {i for i, row in enumerate(kinds) if row and _foreach(groups[i], row[0][0].device)}
+        apart = [pair for pair in _in_a_row(kinds) if not {pair[0].group, pair[1].group} & together]
+        found = [sum(row) if i in together else max(row, default=0) for i, row in enumerate(works)]
+        return max([*found, self.most(apart)], default=0)
 
     def most(self, pairs: Collection[Pair]) -> int:
         """The most that two take of which one follows the other: its last temporaries are there while those of the
@@ -273,7 +281,14 @@ def _in_a_row(rows: Sequence[Sequence[tuple[Kind, bool]]]) -> set[Pair]:
 
 def _rows(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     """The parameters of each group that are trained or were."""
-    return [[p for p in group["params"] if p.requires_grad or p in optimizer.state] for group in optimizer.param_groups]
+    return [
+        [p for p in group["params"] if _may_be_stepped(p) or p in optimizer.state] for group in optimizer.param_groups
+    ]
+
+
+def _may_be_stepped(parameter: Tensor) -> bool:
+    """Whether an update may find a gradient: what is frozen has none but one that is there already."""
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _kind(group: int, parameter: Tensor) -> Kind:

@@ -63,7 +63,7 @@ class FarShards(FarUpdate):
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.half is None or self.half[0] != number:
-                self.half = number, Update(of_groups(self.oss.inner, [group]), self.window, is_large, self.where)
+                self.half = number, Update(of_groups(self.oss.inner, [group]), self.current, is_large, self.where)
             self.half[1].run()
             self.half = None
 

@@ -98,7 +98,8 @@ class Inside:
             if taker is None:
                 raise ShardError(
                     f"the gradient of {name} is wanted elsewhere, by torch.autograd.grad, backward(inputs=...) or a "
-                    "hook, and backward averages it over the ranks: do without, or compile without optimizer="
+                    "hook, or was frozen since forward, and backward averages it over the ranks: do without, or "
+                    "compile without optimizer="
                 )
             if taker.grad is not None and not is_ghost(taker.grad):
                 raise ShardError(
