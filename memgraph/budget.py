@@ -9,7 +9,6 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral
 
 import torch
 
@@ -51,7 +50,6 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
     """The bytes that `budget` means on `device`; `resident` bytes of it are the model's already.
 
     Raises:
-        TypeError: it is no str, int, float or None.
         ValueError: it can't be read, is not positive, or is more than the device has.
     """
     if budget is None:
@@ -63,13 +61,8 @@ def asked_nbytes(given: str | int | float, device: torch.device, asked: Asked) -
     """The bytes of a device's memory that an argument means.
 
     Raises:
-        TypeError: it is no str, int or float.
         ValueError: it can't be read, is not positive, or is more than the device has.
     """
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        given = int(given)  # numpy's as well
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        raise TypeError(f"{asked.name} is a {type(given).__name__}, {given!r}; {asked.forms}")
     said = f"{asked.name}={given!r}"
     if isinstance(given, float):
         nbytes = _fraction(given, said, device, asked)

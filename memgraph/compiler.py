@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import read
 from .capture import losses
 from .errors import ShardError
 from .fused import refuse_fused
-from .microbatches import REDUCTIONS, MicroBatches
+from .microbatches import MicroBatches
 from .module import CompiledModule
 from .oss import OSS
 from .planner import Planner
@@ -119,8 +120,9 @@ def compile(
             and with parameters and buffers they are more than the budget.
     """
     asked = wishes(
-        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower, strict, host_update,
-        pinned, cuda_graphs,
+        budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
+        wire_dtype=wire_dtype, fuse_update=fuse_update, host_update=host_update, lower=lower, strict=strict,
+        pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
@@ -137,26 +139,17 @@ def plan(
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     asked = wishes(
-        budget, optimizer, offload, spill_dir, plan, time_limit, wire_dtype, fuse_update, lower,
-        host_update=host_update, pinned=pinned, cuda_graphs=cuda_graphs,
+        budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
+        wire_dtype=wire_dtype, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
+        cuda_graphs=cuda_graphs,
     )  # fmt: skip
     return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
 
 def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
     """`model` with its loss, run on micro-batches; errors as in `compile`."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; memgraph compiles a torch.nn.Module")
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"loss is a {type(loss).__name__}; give a function of the model's result and, if there is one, the target"
-        )
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"microbatches is a {type(count).__name__}, {count!r}; give the number of parts of a batch")
-    if count < 1:
-        raise ValueError(f"microbatches={count}; give the number of parts of a batch, 1 for the whole")
-    if reduction is not None and reduction not in REDUCTIONS:
-        raise ValueError(f'reduction={reduction!r}; give "mean", "sum", or None if the loss is that of the whole batch')
+    model, loss = read("model", model), read("loss", loss)
+    count, reduction = read("microbatches", count), read("reduction", reduction)
     _refuse_parts(model)
     if reduction is not None and loss is not None:
         return MicroBatches(WithLoss(model, loss), count, reduction)

@@ -28,7 +28,6 @@ from .rewrite import Rewriter
 from .times import Times
 from .truth import empty_like
 
-LOWER = ("auto", "inductor", None)
 # Not tagged pointwise, and fused by Inductor all the same.
 FUSED = frozenset({
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm",

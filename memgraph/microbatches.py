@@ -28,7 +28,6 @@ from .trees import Spec, flatten, unflatten
 from .untouched import Untouched
 from .where import part_running
 
-REDUCTIONS = ("mean", "sum")
 INSTEAD = "use microbatches=1"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -100,16 +99,23 @@ def saved(choice: Choice, machine: Machine) -> SavedPlan:
     return SavedPlan(choice.plan, unpriced(trace), known, version, prices, forecast.peak, forecast.us, *proven)
 
 
-def saved_plans(given: Saved | Sequence[Saved] | None) -> tuple[SavedPlan, ...]:
-    """The plans that `plan=` means: one, several or none; each as it is, as its JSON text, or as the path of a file.
+def saved_plan(given: Saved) -> SavedPlan:
+    """The plan that is meant: as it is, as its JSON text, or as the path of a file.
 
     Raises:
-        TypeError: it is something else.
         PlanError: there is no such file, or no plan in it.
     """
-    if given is None:
-        return ()
-    return tuple(map(_read, given)) if isinstance(given, list | tuple) else (_read(given),)
+    if isinstance(given, SavedPlan):
+        return given
+    if isinstance(given, str) and not given.strip():
+        raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {ANEW}")
+    if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
+        return SavedPlan.from_json(given)
+    try:
+        text = Path(given).read_text()
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no saved plan can be read from {str(given)[:200]!r}: {error.args[-1]}; {ANEW}") from error
+    return SavedPlan.from_json(text)
 
 
 def unpriced(trace: Trace) -> Trace:
@@ -140,20 +146,3 @@ def _seal(facts: dict[str, object]) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read(given: object) -> SavedPlan:
-    if isinstance(given, SavedPlan):
-        return given
-    if not isinstance(given, str | PathLike):
-        forms = "give a SavedPlan, its JSON text, or the path of a file; a report's to_json() is such a text"
-        raise TypeError(f"plan is a {type(given).__name__}; {forms}")
-    if isinstance(given, str) and not given.strip():
-        raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {ANEW}")
-    if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
-        return SavedPlan.from_json(given)
-    try:
-        text = Path(given).read_text()
-    except (OSError, ValueError) as error:
-        raise PlanError(f"no saved plan can be read from {str(given)[:200]!r}: {error.args[-1]}; {ANEW}") from error
-    return SavedPlan.from_json(text)

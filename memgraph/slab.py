@@ -192,7 +192,6 @@ def pinned_nbytes(pinned: str | int | float | None) -> int | None:
     """The bytes that `pinned` means: the most that may be pinned in all when a step asks for some; None if not given.
 
     Raises:
-        TypeError: it is no str, int, float or None.
         ValueError: it can't be read, is not positive, or is more than the host has.
     """
     return None if pinned is None else asked_nbytes(pinned, CPU, PINNED)

@@ -22,6 +22,7 @@ from torch import nn
 
 from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
 
+from .arguments import read
 from .budget import budget_nbytes
 from .capture import losses
 from .compiler import in_parts, planner_of
@@ -54,22 +55,14 @@ def sweep(
     """
     # A budget of a byte, so that the links are measured.
     asked = wishes(
-        1, optimizer, offload, spill_dir, None, time_limit, wire_dtype, fuse_update, lower,
-        host_update=host_update, pinned=pinned, cuda_graphs=cuda_graphs,
+        1, optimizer=optimizer, offload=offload, spill_dir=spill_dir, time_limit=time_limit, wire_dtype=wire_dtype,
+        fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
-    wanted = None if budgets is None else _all_nbytes(budgets, planner.device)
+    several = read("budgets", budgets)  # all of them, before anything is captured
+    wanted = several and [budget_nbytes(read("budget", budget), planner.device) for budget in several]
     trace, machine = planner.priced(args, kwargs, losses)
     return _Sweeping(trace, machine, asked.seconds).run(wanted)
-
-
-def _all_nbytes(budgets: Sequence[str | int | float], device: torch.device) -> list[int]:
-    """The bytes of each budget, checked before anything is captured."""
-    if not isinstance(budgets, list | tuple | range):
-        raise TypeError(f"budgets is a {type(budgets).__name__}; give a list of budgets, or None")
-    if not budgets:
-        raise ValueError("budgets is empty; give a list of budgets, or None for a spread of them")
-    return [budget_nbytes(budget, device) for budget in budgets]
 
 
 class _Sweeping:

@@ -24,13 +24,10 @@ def wire_name(dtype: torch.dtype | None) -> str:
     """What a trace calls the type that values are cast to on their way; empty if they are not.
 
     Raises:
-        TypeError: `dtype` is no type of tensors.
         ValueError: values can't be cast to it.
     """
     if dtype is None:
         return ""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"wire_dtype is a {type(dtype).__name__}, {dtype!r}; give torch.bfloat16, or None")
     if dtype is torch.bfloat16:
         return "bf16"
     why = "its largest number is 65504, and larger ones would be lost; " if dtype is torch.float16 else ""

@@ -1,4 +1,4 @@
-"""What `OSS` is given, refused where nothing can be made of it.
+"""What `OSS` is given, as values of its own; refused where nothing can be made of it.
 
 group=None               ->   all ranks, if there is a process group
 gradients="averaged"     ->   ShardError: gradients='averaged'; give one of 'average', 'same'
@@ -6,14 +6,14 @@ gradients="averaged"     ->   ShardError: gradients='averaged'; give one of 'ave
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import optim
 
+from ..arguments import SHARDED, read
 from ..errors import ShardError
-
-GRADIENTS = ("average", "same")
-GATHERS = ("step", "forward")
 
 
 def ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -37,21 +37,22 @@ def ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return ready
 
 
-def refuse_arguments(kind: object, gradients: object, gather: object, wire: torch.dtype | None, nbytes: object) -> None:
-    """
+def arguments(
+    kind: object, gradients: object, gather: object, wire_dtype: object, bucket_bytes: object
+) -> dict[str, Any]:
+    """What they mean, by their names; `optim` is the kind.
+
     Raises:
         ShardError: one of them is none of those that there are, or two can't be together.
     """
-    if not isinstance(kind, type) or not issubclass(kind, optim.Optimizer):
-        found = repr(kind) if isinstance(kind, str | type) else f"a {type(kind).__name__}"
-        example = "OSS(params, torch.optim.AdamW, lr=3e-4)"
-        raise ShardError(f"optim is {found}; give the class of an optimizer, and its options by name: {example}")
-    if gradients not in GRADIENTS:
-        raise ShardError(f"gradients={gradients!r}; give one of {', '.join(map(repr, GRADIENTS))}")
-    if gather not in GATHERS:
-        raise ShardError(f"gather={gather!r}; give one of {', '.join(map(repr, GATHERS))}")
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
-        raise ShardError(f"bucket_bytes={nbytes!r}; give a number of bytes, as 25 << 20")
-    if gather == "forward" and (issubclass(kind, optim.LBFGS) or wire is torch.float16):
-        what = "float16 may have to be sent anew" if wire is torch.float16 else "LBFGS asks for losses in its step"
+    given = {"optim": kind, "gradients": gradients, "gather": gather}
+    given |= {"wire_dtype": wire_dtype, "bucket_bytes": bucket_bytes}
+    try:
+        own = {name: read(name, value, SHARDED) for name, value in given.items()}
+    except (TypeError, ValueError) as error:
+        raise ShardError(str(error)) from None
+    is_rounded = own["wire_dtype"] is torch.float16
+    if own["gather"] == "forward" and (issubclass(own["optim"], optim.LBFGS) or is_rounded):
+        what = "float16 may have to be sent anew" if is_rounded else "LBFGS asks for losses in its step"
         raise ShardError(f'gather="forward" leaves the gathering to the next forward, and {what}; give gather="step"')
+    return own

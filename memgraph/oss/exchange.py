@@ -19,7 +19,6 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
-from ..errors import ShardError
 from ..wire import fits
 from .collectives import Collectives
 from .faults import Watch
@@ -35,12 +34,6 @@ class Exchange:
     """The ranks of a process group, and how they exchange buckets."""
 
     def __init__(self, watch: Watch, wire: torch.dtype | None = None) -> None:
-        """
-        Raises:
-            ShardError: float32 can't be sent as `wire`.
-        """
-        if wire not in (None, torch.bfloat16, torch.float16):
-            raise ShardError(f"wire_dtype={wire}; give torch.bfloat16, torch.float16, or None")
         self.watch, self.group, self.wire = watch, watch.group, wire
         self.rank, self.ranks = dist.get_rank(watch.group), dist.get_world_size(watch.group)
         self.pairs, self.collectives = Pairs(watch, wire), Collectives(watch, wire)

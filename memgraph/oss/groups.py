@@ -9,9 +9,9 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, optim
 
+from ..arguments import SHARDED, read
 from ..pointwise import POINTWISE
 
 Group = dict[str, Any]
@@ -19,9 +19,7 @@ Group = dict[str, Any]
 
 def groups_of(params: Iterable[Any]) -> list[Group]:
     """The caller's groups, copied."""
-    if isinstance(params, Tensor):
-        raise TypeError(f"params is a {torch.typename(params)}; give an iterable of parameters or of dicts")
-    given = list(params)
+    given = list(read("params", params, SHARDED))
     if not given:
         raise ValueError("optimizer got an empty parameter list")
     return list(map(copied, given)) if isinstance(given[0], dict) else [{"params": given}]

@@ -27,7 +27,7 @@ from ..dense import is_dense
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
 from .agreement import OPTIMIZER, agree, parameter_lines, telling
-from .arguments import ready, refuse_arguments
+from .arguments import arguments, ready
 from .averages import Averages
 from .awaited import Awaited
 from .driven import drive
@@ -93,11 +93,11 @@ class OSS(Saving):
     ) -> None:
         self.watch = Watch(ready(group))
         with telling(self.watch, OPTIMIZER, ADVICE):
-            refuse_arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
+            own = arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
             groups = groups_of(params)
             self.exchange = Exchange(self.watch, wire_dtype)
-            self.optim, self.given, self.gradients, self.bucket_bytes = optim, defaults, gradients, bucket_bytes
-            self.gathers = gather
+            self.optim, self.given, self.gathers = optim, defaults, gather
+            self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
             plain = template(optim, groups, defaults)
             self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
             self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -302,7 +303,7 @@ def _refused(rank: int) -> None:
     parameters = [nn.Parameter(torch.ones(8))]
     refused: list[tuple[dict[str, Any], str]] = [
         ({"gather": "later"}, "give one of 'step', 'forward'"),
-        ({"bucket_bytes": "4MB"}, "bucket_bytes='4MB'; give a number of bytes"),
+        ({"bucket_bytes": "4MB"}, "bucket_bytes is a str, '4MB'; give a number of bytes"),
         ({"bucket_bytes": 0}, "bucket_bytes=0; give a number of bytes"),
         ({"gather": "forward", "optim": optim.LBFGS}, "LBFGS asks for losses in its step"),
         ({"gather": "forward", "wire_dtype": torch.float16}, "float16 may have to be sent anew"),
@@ -310,7 +311,8 @@ def _refused(rank: int) -> None:
     for options, match in refused:
         with pytest.raises(ShardError, match=match):
             memgraph.OSS(parameters, **options)
-    optimizer = memgraph.OSS(parameters, lr=0.1, gather="forward")
+    int_of_numpy: Any = np.int64(1 << 20)
+    optimizer = memgraph.OSS(parameters, lr=0.1, gather="forward", bucket_bytes=int_of_numpy)
     parameters[0].grad = torch.ones(8)
     optimizer.step()
     optimizer.gather()

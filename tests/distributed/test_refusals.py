@@ -18,7 +18,7 @@ OWN: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"lr": -1.0}, "ValueError: Invalid learning rate: -1.0 on rank 1"),
     (ValueError, {"params": []}, "ValueError: optimizer got an empty parameter list on rank 1"),
     (TypeError, {"momentum": 0.5}, "momentum"),
-    (ShardError, {"optim": "Adam"}, "ShardError: optim is 'Adam'; give the class of an optimizer"),
+    (ShardError, {"optim": "Adam"}, "ShardError: optim is a str, 'Adam'; give the class of an optimizer"),
     (ShardError, {"wire_dtype": torch.int8}, "ShardError: wire_dtype=torch.int8"),
     (ShardError, {"gradients": "sum"}, "ShardError: gradients='sum'"),
 ]

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -163,20 +162,7 @@ def test_what_is_not_a_number_is_said_to_be_none() -> None:
         memgraph.compile(net(), math.nan)
 
 
-@pytest.mark.parametrize("kind_of", [np.int64, np.int32, np.uint64])
-def test_integers_of_numpy_are_bytes(kind_of: Any) -> None:
-    assert budget_nbytes(kind_of(12345), CPU) == 12345
-    report = memgraph.plan(net(), batch(), budget=kind_of(10**9))
-    assert type(report.budget) is int
-
-
 # --- the other arguments
-
-
-@pytest.mark.parametrize("folder", [7, b"/tmp", ["/tmp"], 1.5])
-def test_a_folder_of_another_type_is_refused_at_once(folder: Any) -> None:
-    with pytest.raises(TypeError, match=f"spill_dir is a {type(folder).__name__}; give the path of a folder"):
-        memgraph.compile(net(), ROOM, spill_dir=folder)
 
 
 @pytest.mark.parametrize("offload", ["auto", "disk", None])
@@ -194,32 +180,12 @@ def test_an_input_on_another_device_is_refused_with_the_device_that_is_wanted() 
         compiled(batch().to("meta"))
 
 
-@pytest.mark.parametrize("model", [None, 7, "model", nn.Linear, torch.nn.functional.relu, torch.ones(2)])
-def test_what_is_no_module_is_refused(model: Any) -> None:
-    with pytest.raises(TypeError, match=rf"model is a {type(model).__name__}; memgraph compiles a torch\.nn\.Module"):
-        memgraph.compile(model, ROOM)
-    with pytest.raises(TypeError, match="model is a"):
-        memgraph.plan(model, batch(), budget=ROOM)
-
-
 def test_a_compiled_module_is_refused() -> None:
     with pytest.raises(TypeError, match="compiled already"):
         memgraph.compile(memgraph.compile(net(), ROOM), ROOM)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam, 0.1, [torch.ones(2)]])
-def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match=rf"optimizer is a {type(optimizer).__name__}; give a torch\.optim\.Optimizer"):
-        memgraph.compile(net(), ROOM, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("loss", ["mse", 3, torch.ones(2)])
-def test_what_is_no_function_is_refused_as_a_loss(loss: Any) -> None:
-    with pytest.raises(TypeError, match=f"loss is a {type(loss).__name__}; give a function"):
-        memgraph.compile(net(), ROOM, loss=loss)
-
-
-@pytest.mark.parametrize("offload", ["host", "Disk", "ram", "", True, 3])
+@pytest.mark.parametrize("offload", ["host", "Disk", "ram", ""])
 def test_a_tier_that_a_cpu_does_not_have_is_refused(offload: Any) -> None:
     with pytest.raises(ValueError, match=rf"offload={offload!r}, but values on cpu can go to 'disk' only"):
         memgraph.compile(net(), ROOM, offload=offload)

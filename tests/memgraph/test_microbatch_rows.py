@@ -259,20 +259,6 @@ def test_a_call_without_a_batch_is_refused() -> None:
         compiled(Does(lambda layer, x: layer.weight * x))(2.0)
 
 
-@pytest.mark.parametrize("count", [True, 2.0, "2", None])
-def test_a_number_of_parts_is_a_number(count: Any) -> None:
-    with pytest.raises(TypeError, match="microbatches"):
-        compiled(nn.Linear(2, 2), microbatches=count)
-
-
-def test_wishes_that_make_no_sense_are_refused() -> None:
-    for count in (0, -1):
-        with pytest.raises(ValueError, match=f"microbatches={count}"):
-            compiled(nn.Linear(2, 2), microbatches=count)
-    with pytest.raises(ValueError, match="reduction='max'"):
-        compiled(nn.Linear(2, 2), reduction="max")
-
-
 def test_a_mean_over_an_empty_batch_is_what_it_is_in_eager() -> None:
     module = Does(lambda layer, x: layer(x).square().mean())
     assert compiled(module, microbatches=4, reduction="mean")(torch.randn(0, 4)).isnan()

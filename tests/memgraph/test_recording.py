@@ -329,8 +329,6 @@ def test_what_a_recording_keeps_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
     assert next(op for op in insisting.plan.forecast.trace.ops if op.name == "kept_for_replays").makes[0].nbytes == kept
 
 
-def test_on_a_cpu_and_by_another_word_it_is_an_error() -> None:
+def test_on_a_cpu_it_is_an_error() -> None:
     with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model lies on cpu"):
         memgraph.compile(Layers(), "1GB", cuda_graphs="auto")
-    with pytest.raises(ValueError, match="cuda_graphs='yes'; give True, False or \"auto\""):
-        memgraph.compile(Layers(), "1GB", cuda_graphs="yes")

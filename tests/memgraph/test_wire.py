@@ -126,9 +126,6 @@ def test_only_bfloat16_is_taken(ask: Callable[..., Any]) -> None:
             ask(Layers(), wire_dtype=dtype)
     with pytest.raises(ValueError, match="65504"):
         ask(Layers(), wire_dtype=torch.float16)
-    for wrong in ("bf16", 16, True, Tensor):
-        with pytest.raises(TypeError, match=r"wire_dtype is a \w+, .*give torch.bfloat16, or None"):
-            ask(Layers(), wire_dtype=wrong)
 
 
 def budget_below(model: nn.Module, *args: Tensor) -> int:
