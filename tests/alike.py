@@ -26,7 +26,11 @@ tight = pytest.mark.usefixtures("given_up")
 
 def assert_alike(loop: Loop, make: Callable[[], nn.Module] = Net, **wishes: Any) -> None:
     """The loop does to the compiled module what it does to the plain one."""
-    theirs, ours = run(make, loop, False), run(make, loop, True, **wishes)
+    assert_equal(run(make, loop, False), run(make, loop, True, **wishes))
+
+
+def assert_equal(theirs: Sequence[Fact], ours: Sequence[Fact]) -> None:
+    """What eager and the compiled module have come to is the same, to the bit."""
     assert len(theirs) == len(ours)
     for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         assert (their is None) == (our is None), f"fact {i}: eager {their}, compiled {our}"

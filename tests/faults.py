@@ -9,11 +9,14 @@ Right is what the plain module does from the state of now; what is left is count
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -83,10 +86,17 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def failing(number: int) -> Callable[..., Any]:
-    """In the place of a call of the system: fails with that error."""
+@contextmanager
+def failing(name: str, code: int = errno.EIO, here: bool = True, after: int = 0) -> Iterator[list[str]]:
+    """A call of the kernel fails, but for the first times; on this rank, if that is `here`.  The list counts them."""
+    plain, calls = getattr(os, name), list[str]()
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(number, os.strerror(number))
+    def fail(*given: Any) -> Any:
+        calls.append(name)
+        if here and len(calls) > after:
+            raise OSError(code, os.strerror(code))
+        return plain(*given)
 
-    return fail
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, fail)
+        yield calls

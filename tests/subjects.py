@@ -191,11 +191,16 @@ def subject(name: str) -> Subject:
     model = make()
     args, kwargs = batch()
     captured = capture(model, args, kwargs, wanted=losses)
-    graphs = captured.graph.graph, accumulating(captured, watched=())
-    for graph in graphs:
-        correct(graph, fake_mode(graph), PROBER.made)
+    graphs = corrected(captured, adds=False), corrected(captured, adds=True)
     begin = {key: value.clone() for key, value in model.state_dict().items()}
     return Subject(model, args, kwargs, captured, graphs, begin)
+
+
+def corrected(captured: Captured, adds: bool) -> fx.Graph:
+    """The graph of a step that makes gradients or `adds` to them, with the values that its ops really make."""
+    graph = accumulating(captured, watched=()) if adds else captured.graph.graph
+    correct(graph, fake_mode(graph), PROBER.made)
+    return graph
 
 
 def price(node: fx.Node) -> Cost:

@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.errors import AgreementError, ShardError
 from memgraph.oss import near
+from tests.distributed.loops import frozen, hooked, train, twice
 from tests.distributed.ranks import on_ranks
 from tests.smallest import smallest_of
 
@@ -49,16 +50,6 @@ class Net(nn.Module):
 def batches(rank: int, alike: bool) -> Callable[[], Tensor]:
     generator = torch.Generator().manual_seed(1 if alike else 1 + rank)
     return lambda: torch.randint(50, (16,), generator=generator)
-
-
-def train(
-    model: nn.Module, optimizer: optim.Optimizer, batch: Callable[[], Tensor], steps: int = 3, times: int = 1
-) -> None:
-    for _ in range(steps):
-        for _ in range(times):
-            model(batch()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def same(ours: nn.Module, plain: nn.Module) -> bool:
@@ -133,11 +124,6 @@ def _averages(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> bool:
 def _loops(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> list[str]:
     """What people write around backward and step."""
 
-    def twice(model: Any, optimizer: Any, batch: Any, module: nn.Module) -> None:
-        model(batch()).backward()
-        optimizer.step()
-        optimizer.step()
-
     def zeroed(model: Any, optimizer: Any, batch: Any, module: nn.Module) -> None:
         model(batch()).backward()
         optimizer.zero_grad(set_to_none=False)
@@ -157,22 +143,10 @@ def _loops(rank: int, once: tuple[Net, Any, memgraph.OSS]) -> list[str]:
         module.last.bias.grad.zero_()
         optimizer.step()
 
-    def frozen(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-        module.first.requires_grad_(False)
-        train(model, optimizer, batch, 1)
-        module.first.requires_grad_(True)
-        train(model, optimizer, batch, 1)
-
     def outside(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
         module.unread.square().sum().backward()
         model(batch()).backward()
         optimizer.step()
-
-    def hooked(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-        handle = module.last.weight.register_hook(lambda gradient: gradient * 2)
-        train(model, optimizer, batch, 2)
-        handle.remove()
-        train(model, optimizer, batch, 1)
 
     def kept(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
         loss = model(batch())

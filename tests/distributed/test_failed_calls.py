@@ -13,8 +13,9 @@ import pytest
 from torch import optim
 
 import memgraph
+from tests.distributed.loops import train
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_compiled import BYTES, ROOM, Net, batches, same, train
+from tests.distributed.test_compiled import BYTES, ROOM, Net, batches, same
 
 HERE = {"failing": False}
 SMALL = 3000  # elements: an update is first tried on fewer

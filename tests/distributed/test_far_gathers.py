@@ -23,7 +23,6 @@ from tests.distributed.test_far_states import (
     batches,
     begun_again,
     compiled,
-    failing,
     far,
     is_kept,
     made,
@@ -31,6 +30,7 @@ from tests.distributed.test_far_states import (
 )
 from tests.distributed.test_gathers import measured_anew
 from tests.distributed.test_whole_state import same
+from tests.faults import failing
 
 WAYS = (False, True)  # whether ranks send messages, or read each other's memory
 

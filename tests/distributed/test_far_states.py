@@ -9,8 +9,7 @@ import copy
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from passes import Stream
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_sharded_state import ordered
 from tests.distributed.test_whole_state import same
+from tests.faults import failing
 
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {"lr": 0.01}),
@@ -241,24 +241,6 @@ def test_far_states_are_saved_on_two_ranks_and_loaded_on_others(tmp_path: Path) 
     on_ranks(2, _saved, tmp_path / "run")
     for ranks in (1, 3):
         assert on_ranks(ranks, _loaded, tmp_path / "run") == [[]] * ranks
-
-
-@contextmanager
-def failing(name: str, code: int, here: bool, after: int = 0) -> Iterator[None]:
-    """A call of the kernel fails on this rank, but for the first times."""
-    plain, calls = getattr(os, name), []
-
-    def fail(*given: Any) -> Any:
-        calls.append(name)
-        if here and len(calls) > after:
-            raise OSError(code, os.strerror(code))
-        return plain(*given)
-
-    setattr(os, name, fail)
-    try:
-        yield
-    finally:
-        setattr(os, name, plain)
 
 
 FAULTS = (("pwritev", errno.EIO, 5), ("preadv", errno.EIO, 9), ("posix_fallocate", errno.ENOSPC, 1))

@@ -21,8 +21,9 @@ from memgraph.errors import AgreementError, CollectiveError, ShardError
 from memgraph.oss.awaited import Coming
 from memgraph.oss.gathering import arrivals
 from memgraph.peak import measured
+from tests.distributed.loops import frozen, hooked, train, twice
 from tests.distributed.ranks import on_ranks
-from tests.distributed.test_compiled import BYTES, KINDS, ROOM, Net, batches, same, train
+from tests.distributed.test_compiled import BYTES, KINDS, ROOM, Net, batches, same
 from tests.smallest import smallest_of
 
 Compiled = tuple[Net, Any, memgraph.OSS]
@@ -133,26 +134,9 @@ def _loops(rank: int) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
 
-    def stepped_twice(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-        model(batch()).backward()
-        optimizer.step()
-        optimizer.step()
-
     def forward_alone(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
         model(batch())
         train(model, optimizer, batch, 1, times=2)
-
-    def frozen(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-        module.first.requires_grad_(False)
-        train(model, optimizer, batch, 1)
-        module.first.requires_grad_(True)
-        train(model, optimizer, batch, 1)
-
-    def hooked(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-        handle = module.last.weight.register_hook(lambda gradient: gradient * 2)
-        train(model, optimizer, batch, 2)
-        handle.remove()
-        train(model, optimizer, batch, 1)
 
     def bound_anew(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
         train(model, optimizer, batch, 1)
@@ -169,7 +153,7 @@ def _loops(rank: int) -> list[str]:
 
     wrong = []
     for near, loops in (
-        (False, (frozen, kinds_of_calls, stepped_twice, forward_alone)),
+        (False, (frozen, kinds_of_calls, twice, forward_alone)),
         (True, (hooked, bound_anew, scaled)),
     ):
         plain, theirs = plainly()

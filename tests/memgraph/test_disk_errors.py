@@ -16,11 +16,10 @@ from tests.disk import MANY, SHM, drain, files_in, noise, round_trip
 from tests.faults import failing
 
 
-def test_a_failed_copy_out_is_told_each_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_out_is_told_each_time(folder: Path) -> None:
     tier = DiskTier([MANY, 100], folder)
     lease, sent = tier.lease(), noise(MANY)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", failing(errno.EIO))
+    with failing("pwritev"):
         lease.offload(0, sent)
         for _ in range(2):
             with pytest.raises(SpillError, match=f"failed to write {MANY} bytes in {folder}: .*Input/output error"):
@@ -38,12 +37,11 @@ def test_a_failed_copy_out_is_told_each_time(folder: Path, monkeypatch: pytest.M
     assert torch.equal(round_trip(again, 0, sent), sent)
 
 
-def test_a_failed_copy_back_is_told_each_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_back_is_told_each_time(folder: Path) -> None:
     tier = DiskTier([MANY], folder)
     lease, sent = tier.lease(), noise(MANY)
     lease.offload(0, sent)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(errno.EIO))
+    with failing("preadv"):
         lease.reload(0, torch.empty_like(sent))
         for _ in range(2):
             with pytest.raises(SpillError, match=f"failed to read {MANY} bytes in {folder}: .*Input/output error"):
@@ -72,15 +70,14 @@ def test_what_the_disk_does_not_have_is_refused_before_it_is_taken(folder: Path)
         DiskTier([1 << 60], folder)
 
 
-def test_a_disk_that_fills_up_meanwhile_is_an_error_before_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_meanwhile_is_an_error_before_a_step(tmp_path: Path) -> None:
     tier = DiskTier([MANY], tmp_path)
     first = tier.lease()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-        with pytest.raises(SpillError, match=r"cannot make a file of .* No space left on device"):
-            tier.lease()
+    with (
+        failing("posix_fallocate", errno.ENOSPC),
+        pytest.raises(SpillError, match=r"cannot make a file of .* No space left on device"),
+    ):
+        tier.lease()
     assert len(files_in(tmp_path)) == 1
     first.release()
     tier.lease()

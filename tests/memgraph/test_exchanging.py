@@ -14,20 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses
 from memgraph.flight import Flight
 from memgraph.oss.exchanged import exchanging
 from memgraph.oss.inside import Parcel, Stretch
-from memgraph.rewrite import fake_mode, rewrite
+from memgraph.rewrite import rewrite
 from memgraph.split import split
 from memgraph.summarize import summarize
-from memgraph.truth import correct
 from passes import Machine, Trace
 from passes.exchanges import placed
 from passes.slicing import sliced
 from tests.memgraph.test_law import holds, thorough
-from tests.subjects import PROBER, Subject, price, subject
+from tests.subjects import Subject, corrected, price, subject
 
 RANKS = 2
 NAMES = ("attention", "parts", "pictures")
@@ -54,8 +52,7 @@ def parcels(its: Subject) -> list[Parcel]:
 def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
     captured = exchanging(capture(its.model, its.args, its.kwargs, wanted=losses), parcels(its))
-    graph = accumulating(captured, watched=()) if adds else captured.graph.graph
-    correct(graph, fake_mode(graph), PROBER.made)
+    graph = corrected(captured, adds)
     return captured, graph, sliced(placed(summarize(graph, price)), Machine(0))
 
 

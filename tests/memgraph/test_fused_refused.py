@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import workers
 from memgraph.fused import FusedUpdate
+from tests.faults import failing
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.streamed import assert_kept, batch, chain, facts, far, loss, same
 
@@ -179,31 +177,13 @@ def test_what_can_not_be_fused_is_refused_at_once() -> None:
             memgraph.compile(module, ROOM, optimizer=optimizer, fuse_update=True)
 
 
-@contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
-    """The disk refuses to write from some transfer on."""
-    seen: list[int] = []
-    transfer = workers.transfer
-
-    def refuse(call: Any, *rest: Any) -> None:
-        if call is os.pwritev:
-            seen.append(1)
-            if len(seen) > after:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        transfer(call, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers, "transfer", refuse)
-        yield
-
-
 @pytest.mark.parametrize("after", [0, 9])
-def test_a_disk_that_fails_in_backward_says_what_is_updated(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_in_backward_says_what_is_updated(after: int) -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     steps(twins, 2)
     model, optimizer = copy.deepcopy((twins.plain.state_dict(), twins.theirs.state_dict()))
     made = twins.model(batch())
-    with failing(monkeypatch, after), pytest.raises(memgraph.SpillError) as caught:
+    with failing("pwritev", after=after), pytest.raises(memgraph.SpillError) as caught:
         made.backward()
     assert "of 12 parameters have been updated" in "".join(caught.value.__notes__)
     assert all(parameter.grad is None for parameter in twins.module.parameters())

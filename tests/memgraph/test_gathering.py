@@ -14,19 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.accumulation import accumulating
 from memgraph.capture import Captured, capture, losses
 from memgraph.flight import Flight
 from memgraph.oss.gathering import Arrival, gathering
-from memgraph.rewrite import fake_mode, rewrite
+from memgraph.rewrite import rewrite
 from memgraph.split import split
 from memgraph.summarize import summarize
-from memgraph.truth import correct
 from passes import Machine, Trace
 from passes.exchanges import placed
 from passes.slicing import sliced
 from tests.memgraph.test_law import holds, thorough
-from tests.subjects import PROBER, Subject, price, subject
+from tests.subjects import Subject, corrected, price, subject
 
 
 def arriving(its: Subject) -> list[Arrival]:
@@ -45,8 +43,7 @@ def arriving(its: Subject) -> list[Arrival]:
 def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
     captured = gathering(capture(its.model, its.args, its.kwargs, wanted=losses), arriving(its))
-    graph = accumulating(captured, watched=()) if adds else captured.graph.graph
-    correct(graph, fake_mode(graph), PROBER.made)
+    graph = corrected(captured, adds)
     return captured, graph, sliced(placed(summarize(graph, price), at_once), Machine(0, strain=float(at_once)))
 
 

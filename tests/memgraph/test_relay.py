@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import workers
 from memgraph.far_update import FarUpdate
 from memgraph.fused import FusedUpdate
 from memgraph.homes import place_of
@@ -27,6 +23,7 @@ from memgraph.spill import SpillError
 from memgraph.update import state_tensors
 from memgraph.window_bytes import Far, window_bytes
 from tests.disk import Gate, drain
+from tests.faults import failing
 from tests.fused import fused, smallest, steps
 from tests.streamed import batch, far, same
 from tests.training import ALL, OPTIMIZERS, training
@@ -189,29 +186,10 @@ def test_a_gradient_that_the_update_only_reads_is_not_written_back(
     assert gate.written < 3.5 * sum(parameter.nbytes for parameter in updated)
 
 
-@contextmanager
-def refused(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[list[int]]:
-    """The disk takes so many writes and no more."""
-    seen, transfer = list[int](), workers.transfer
-
-    def refuse(call: Any, *rest: Any) -> None:
-        if call is os.pwritev:
-            seen.append(1)
-            if len(seen) > after:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        transfer(call, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers, "transfer", refuse)
-        yield seen
-
-
-def test_a_write_that_fails_late_is_raised_by_a_later_update_or_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_late_is_raised_by_a_later_update_or_at_the_end(tmp_path: Path) -> None:
     ours = parameters(tmp_path)
     one = relay(OPTIMIZERS["SGD"](ours), ours, tmp_path, 1 << 20)
-    with refused(monkeypatch, 0), torch.no_grad():
+    with failing("pwritev"), torch.no_grad():
         one.update(ours[0], torch.ones(SHAPES[0]))
         with pytest.raises(SpillError, match="failed to write"):
             one.finish()
@@ -220,16 +198,16 @@ def test_a_write_that_fails_late_is_raised_by_a_later_update_or_at_the_end(
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("last", [1, 20])
-def test_a_step_whose_last_writes_fail_does_not_end_well(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_last_writes_fail_does_not_end_well(last: int) -> None:
     """The last writes have not ended when the last update returns: backward raises what they met all the same."""
     twins = fused(kind="momentum", budget=smallest("momentum"))
     steps(twins, 2)
     model, optimizer = copy.deepcopy((twins.plain.state_dict(), twins.theirs.state_dict()))
-    with refused(monkeypatch, 1 << 62) as seen:
+    with failing("pwritev", here=False) as seen:
         steps(twins, 1)
     count = len(seen)
     made = twins.model(batch())
-    with refused(monkeypatch, count - last), pytest.raises(memgraph.SpillError) as caught:
+    with failing("pwritev", after=count - last), pytest.raises(memgraph.SpillError) as caught:
         made.backward()
     assert "of 12 parameters have been updated" in "".join(caught.value.__notes__)
     with pytest.raises(memgraph.FusedError, match="load_state"):

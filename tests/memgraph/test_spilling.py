@@ -51,13 +51,13 @@ def test_a_folder_that_can_not_be_written_is_refused_by_name(tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("spilling")
-def test_a_full_disk_is_an_error_of_the_first_call_and_the_call_after_it_is_emptied_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_an_error_of_the_first_call_and_the_call_after_it_is_emptied_works() -> None:
     module, compiled = fresh()
     before = open_files()
-    with monkeypatch.context() as patch, pytest.raises(memgraph.SpillError, match="No space left") as caught:
-        patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    with (
+        failing("posix_fallocate", errno.ENOSPC),
+        pytest.raises(memgraph.SpillError, match="No space left") as caught,
+    ):
         compiled(batch())
     assert "spill_dir=" in str(caught.value)
     del caught
@@ -94,17 +94,14 @@ def test_a_folder_in_ram_is_warned_of() -> None:
 
 @pytest.mark.usefixtures("spilling")
 @pytest.mark.parametrize(("call", "verb"), [("pwritev", "write"), ("preadv", "read")])
-def test_a_disk_that_fails_in_mid_step_is_an_error_and_not_a_leak(
-    call: str, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_in_mid_step_is_an_error_and_not_a_leak(call: str, verb: str) -> None:
     module, compiled = fresh()
     step(compiled)
     files, before = open_files(), living()
     with (
-        monkeypatch.context() as patch,
+        failing(call),
         pytest.raises(memgraph.SpillError, match=f"failed to {verb} .*Input/output error") as caught,
     ):
-        patch.setattr(os, call, failing(errno.EIO))
         step(compiled)
     assert "spill_dir=" in str(caught.value)
     del caught
@@ -116,13 +113,12 @@ def test_a_disk_that_fails_in_mid_step_is_an_error_and_not_a_leak(
 
 
 @pytest.mark.usefixtures("spilling")
-def test_a_disk_that_fails_again_and_again_takes_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_again_and_again_takes_no_more_room() -> None:
     module, compiled = fresh()
     step(compiled)
     files = open_files()
     for call in ("pwritev", "preadv") * 3:
-        with monkeypatch.context() as patch, pytest.raises(memgraph.SpillError):
-            patch.setattr(os, call, failing(errno.EIO))
+        with failing(call), pytest.raises(memgraph.SpillError):
             step(compiled)
     assert open_files() <= files
     assert_next_step_right(module, compiled)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import workers
 from memgraph.homes import is_far
 from memgraph.spill import SpillError
 from passes import Reload
-from tests.faults import open_files
+from tests.faults import failing, open_files
 from tests.smallest import smallest_of
 from tests.streamed import (
     ADAMW,
@@ -158,37 +156,19 @@ def test_a_module_is_compiled_anew_with_more_room() -> None:
     assert not twins.model.plan.plan
 
 
-@contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, call: Callable[..., int], after: int, error: int) -> Iterator[list[int]]:
-    """The disk refuses to read or to write from some transfer on; the list counts them."""
-    seen: list[int] = []
-    transfer = workers.transfer
-
-    def refuse(what: Callable[..., int], *rest: Any) -> None:
-        if what is call:
-            seen.append(1)
-            if len(seen) > after:
-                raise OSError(error, os.strerror(error))
-        transfer(what, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers, "transfer", refuse)
-        yield seen
-
-
-CALLS = {"read": (os.preadv, errno.EIO), "write": (os.pwritev, errno.ENOSPC)}
+CALLS = {"read": ("preadv", errno.EIO), "write": ("pwritev", errno.ENOSPC)}
 
 
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_disk_fails_in_mid_step(verb: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_fails_in_mid_step(verb: str, phase: str) -> None:
     twins = Twins()
     twins.train(2)
     call, error = CALLS[verb]
     begin = facts(twins.model, twins.ours)[:12]
     twins.ours.zero_grad()
     made = twins.model(batch()) if phase == "backward" else None
-    with failing(monkeypatch, call, 1, error) as seen, pytest.raises(SpillError, match=os.strerror(error)):
+    with failing(call, error, after=1) as seen, pytest.raises(SpillError, match=os.strerror(error)):
         (made if made is not None else twins.model(batch())).backward()
     assert len(seen) > 1
     assert same(facts(twins.model)[:12], begin)
@@ -198,7 +178,7 @@ def test_the_disk_fails_in_mid_step(verb: str, phase: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("after", [0, 3])
-def test_the_disk_fails_in_mid_update(verb: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_fails_in_mid_update(verb: str, after: int) -> None:
     twins = Twins()
     twins.train(2)
 
@@ -207,7 +187,7 @@ def test_the_disk_fails_in_mid_update(verb: str, after: int, monkeypatch: pytest
         made = run(model, batch())
         made.backward()
         if model is twins.model:
-            with failing(monkeypatch, CALLS[verb][0], after, CALLS[verb][1]), pytest.raises(SpillError):
+            with failing(*CALLS[verb], after=after), pytest.raises(SpillError):
                 optimizer.step()
         optimizer.step()
         return made.detach()
@@ -216,27 +196,22 @@ def test_the_disk_fails_in_mid_update(verb: str, after: int, monkeypatch: pytest
     twins.train(2)
 
 
-def test_a_state_is_loaded_after_the_disk_failed_in_mid_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_loaded_after_the_disk_failed_in_mid_update() -> None:
     twins = Twins()
     twins.train(2)
     model, optimizer = copy.deepcopy((twins.plain.state_dict(), twins.theirs.state_dict()))
     twins.model(batch()).backward()
-    with failing(monkeypatch, os.pwritev, 2, errno.EIO), pytest.raises(SpillError):
+    with failing("pwritev", after=2), pytest.raises(SpillError):
         twins.ours.step()
     twins.model.load_state_dict(model)
     twins.ours.load_state_dict(optimizer)
     twins.train(3)
 
 
-def test_the_disk_is_full_when_homes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_full_when_homes_are_made() -> None:
     twins = Twins()
     begin, twins_files = facts(twins.model), open_files()
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch, pytest.raises(SpillError, match="No space left"):
-        patch.setattr(os, "posix_fallocate", full)
+    with failing("posix_fallocate", errno.ENOSPC), pytest.raises(SpillError, match="No space left"):
         twins.model(batch())
     assert same(facts(twins.model), begin)
     assert not far(twins.module)
@@ -244,11 +219,11 @@ def test_the_disk_is_full_when_homes_are_made(monkeypatch: pytest.MonkeyPatch) -
     twins.train(3)
 
 
-def test_the_disk_refuses_what_moves_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_refuses_what_moves_home() -> None:
     twins = Twins()
     begin = facts(twins.model)
     twins.model._planner.step((batch(),), {}, twins.model._wanted)  # links are measured, and workers there
-    with failing(monkeypatch, os.pwritev, 0, errno.EIO), pytest.raises(SpillError):
+    with failing("pwritev"), pytest.raises(SpillError):
         twins.model(batch())
     assert same(facts(twins.model), begin)
     assert not far(twins.module)

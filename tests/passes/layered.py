@@ -2,12 +2,14 @@
 
 forward("v", "w")    v = parameter(), w = parameter(), ..., a = f(x, v), b = f(a, w)
 backward("v", "w")   dw = g(d, a), p = g(d, w), dv = g(p, x)
+placed_lines(trace)  with exchanges between ranks in their places
 lines(trace)         its ops as they are called, without notes and inputs
 """
 
 from __future__ import annotations
 
-from passes import Trace
+from passes import Trace, check
+from passes.exchanges import placed
 
 VALUES, TANGENTS = "abc", "pqr"
 
@@ -32,6 +34,14 @@ def backward(*parameters: str) -> list[str]:
         found += [_op(f"d{parameter}", "g", above, value), _op(below, "g", above, parameter)]
         above = below
     return found[:-1]
+
+
+def placed_lines(trace: Trace, at_once: bool = False) -> str:
+    """The lines of a step whose exchanges and gathers are where they belong, from where nothing is moved again."""
+    found = placed(trace, at_once)
+    check(found)
+    assert placed(found, at_once) == found
+    return lines(found)
 
 
 def lines(trace: Trace) -> str:

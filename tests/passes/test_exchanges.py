@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, parse, predict
 from passes.exchanges import placed
-from tests.passes.layered import backward, forward, lines
+from tests.passes.layered import backward, forward, placed_lines
 
 BACKWARD = "\n".join(backward("v", "w"))
 STEP = parse(f"""
@@ -32,10 +32,8 @@ MACHINE = Machine(1 << 20, net=10.0, latency=2.0)
 
 
 def test_an_exchange_begins_behind_its_last_gradient_and_ends_before_the_next() -> None:
-    found = placed(STEP)
-    check(found)
     assert_expected_inline(
-        lines(found),
+        placed_lines(STEP),
         """\
 a = f(x, v)
 b = f(a, w)
@@ -52,7 +50,6 @@ q_shard = memgraph.reduced.default(q_part, q)
 step = SGD.step(q_shard, r_shard, v, w)
 """,
     )
-    assert placed(found) == found
 
 
 def test_what_is_added_to_a_shard_waits_with_it() -> None:
@@ -64,7 +61,7 @@ def test_what_is_added_to_a_shard_waits_with_it() -> None:
     """).ops
     ops = [there[0], *STEP.ops[:-1], there[1], STEP.ops[-1]]
     assert_expected_inline(
-        lines(placed(Trace(tuple(ops), STEP.outputs))),
+        placed_lines(Trace(tuple(ops), STEP.outputs)),
         """\
 a = f(x, v)
 b = f(a, w)

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
 from passes.exchanges import placed, sequence
 from passes.homes import Homes
-from tests.passes.layered import lines
+from tests.passes.layered import placed_lines
 
 # n is read first, with v, and goes alone; l and m are packed, as are s and t; w is in two buckets; u is not read.
 STEP = parse("""
@@ -58,10 +58,8 @@ MACHINE = Machine(1 << 20, net=10.0, latency=1.0)
 
 
 def test_gathers_begin_in_the_order_of_first_use_and_end_there() -> None:
-    found = placed(STEP)
-    check(found)
     assert_expected_inline(
-        lines(found),
+        placed_lines(STEP),
         """\
 w_room = memgraph.room.default(w)
 w_sent = memgraph.gather.default(w, v)
@@ -90,14 +88,11 @@ dw = g(q, a)
 step = SGD.step(dw, w)
 """,
     )
-    assert placed(found) == found
 
 
 def test_what_takes_room_begins_where_it_is_waited_for_if_nothing_hides_it() -> None:
-    found = placed(STEP, at_once=True)
-    check(found)
     assert_expected_inline(
-        lines(found),
+        placed_lines(STEP, at_once=True),
         """\
 w_room = memgraph.room.default(w)
 w_sent = memgraph.gather.default(w, v)
@@ -126,7 +121,7 @@ dw = g(q, a)
 step = SGD.step(dw, w)
 """,
     )
-    assert placed(found, at_once=True) == found and placed(found) == placed(STEP)
+    assert placed(placed(STEP, at_once=True)) == placed(STEP)
 
 
 def test_they_come_one_after_the_other_beside_compute() -> None:

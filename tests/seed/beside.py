@@ -5,8 +5,7 @@ assert_alike(lambda model: [model(x)], make)     results, gradients, parameters,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import planner
-from memgraph.workers import STAGING
-from passes import Choice, Machine, Trace, apply, predict
+from passes import Choice, Machine, Trace
 from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
+from passes.schedule import Fate
+from tests.alike import Fact, Loop, assert_equal
+from tests.fates import choice, linked
 
 WIDTH = 8
-Fact = Tensor | None
-Loop = Callable[[Any], Sequence[Fact]]
 
 
 def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> memgraph.CompiledModule:
@@ -31,12 +29,7 @@ def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> me
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "make_plan", given_up)
         model, ours = _facts(loop, memgraph.compile(make(), 10**9, **wishes))
-    assert len(theirs) == len(ours)
-    for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-        assert (their is None) == (our is None), f"fact {i}: eager {their}, compiled {our}"
-        if their is not None and our is not None:
-            assert their.dtype == our.dtype
-            assert torch.equal(their, our), f"fact {i}: eager {their}, compiled {our}"
+    assert_equal(theirs, ours)
     return model
 
 
@@ -70,8 +63,7 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
 
 def given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
     """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
-    machine = replace(machine, out=100.0, back=100.0, staging=STAGING)
     gaps = Gaps(trace)
     fates = {s: Fate.STALL if trace.op[gaps.maker[s]].once else Fate.BRIEF for s in gaps.maker}
-    plan = schedule(gaps, {s: fate for s, fate in fates.items() if fate is Fate.BRIEF or s in gaps.root}, machine)
-    return Choice(plan, predict(trace, machine), predict(apply(trace, plan), machine))
+    legal = {s: fate for s, fate in fates.items() if fate is Fate.BRIEF or s in gaps.root}
+    return choice(gaps, legal, linked(machine))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph import far_update, workers
-from tests.seed.beside import WIDTH, Fact, Function, assert_alike, batch, linear
+from tests.alike import Fact
+from tests.seed.beside import WIDTH, Function, assert_alike, batch, linear
 from tests.streamed import WIDTH as WIDE
 from tests.streamed import Twins, chain, far, loss, streamed, tightest
 from tests.streamed import batch as wide_batch
