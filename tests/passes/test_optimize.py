@@ -14,6 +14,7 @@ from passes import (
     BudgetError,
     Choice,
     Machine,
+    Plan,
     Recompute,
     Reload,
     Trace,
@@ -59,6 +60,15 @@ def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert best is not None and found.any_us <= best + SMALL and found.bound_us <= best + SMALL
 
 
+def best_that_moves_once(trace: Trace, machine: Machine, share: float) -> tuple[Machine, tuple[float, Plan] | None]:
+    """The machine with a budget between, and what the best plan adds that moves each of a few values once, if at all."""
+    gaps = Gaps(trace)
+    assume(0 < len(gaps.maker) <= 5)
+    machine = between(trace, machine, share)
+    single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
+    return machine, best_of(gaps, single, machine)
+
+
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
 def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
     assert_no_keep_set_beats_the_bound(trace, share)
@@ -66,12 +76,8 @@ def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
 
 @given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
 def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
-    gaps = Gaps(trace)
-    assume(0 < len(gaps.maker) <= 5)
-    machine = between(trace, machine, share)
-    single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    best, any_best = best_of(gaps, single, machine), cheapest_of_all(trace, machine)
-    found = optimize(trace, machine)
+    machine, best = best_that_moves_once(trace, machine, share)
+    any_best, found = cheapest_of_all(trace, machine), optimize(trace, machine)
     assert best is None or found.bound_us <= best[0] + SMALL
     assert any_best is None or found.any_us <= any_best + SMALL
 

@@ -10,8 +10,7 @@ from passes import Machine, Trace, model, program
 from passes.gaps import Gaps
 from passes.optimize import optimize
 from passes.relax import write
-from tests.oracle.exhaustive import all_fates, best_of
-from tests.passes.test_optimize import SINGLE, SMALL, assert_no_keep_set_beats_the_bound, between
+from tests.passes.test_optimize import SMALL, assert_no_keep_set_beats_the_bound, best_that_moves_once, between
 from tests.strategies import machines, traces
 
 
@@ -28,11 +27,7 @@ def test_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
 
 @given(traces(max_forward=10), machines((0.5, 3.0, 100.0)), st.floats(0.0, 1.0))
 def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
-    gaps = Gaps(trace)
-    assume(0 < len(gaps.maker) <= 5)
-    machine = between(trace, machine, share)
-    single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    best = best_of(gaps, single, machine)
+    machine, best = best_that_moves_once(trace, machine, share)
     assume(best is not None)
     assert best is not None and optimize(trace, machine).bound_us <= best[0] + SMALL
 
