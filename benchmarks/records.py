@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import passes
+from memgraph.place import driver
 
 FOLDER = Path(__file__).parent / "results"
 CPUS = Path("/proc/cpuinfo")
@@ -59,9 +60,8 @@ def slug(device: torch.device) -> str:
 def _of(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     facts = torch.cuda.get_device_properties(device)
-    return {"device": facts.name, "bytes": facts.total_memory, "driver": driver, "cuda": torch.version.cuda}
+    return {"device": facts.name, "bytes": facts.total_memory, "driver": driver(), "cuda": torch.version.cuda}
 
 
 def surroundings(benchmark: str = "planner") -> dict[str, Any]:

@@ -42,9 +42,10 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def unused_nbytes(device: torch.device) -> int:
-    """The bytes of the device's memory that can be had now."""
+    """The bytes of the device's memory that can be had now; of a GPU's, also those that torch keeps for later use."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_nbytes(device))

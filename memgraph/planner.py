@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.nn.parameter import is_lazy
 
 import passes
@@ -35,6 +34,7 @@ from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import fusing, update_nodes
 from .lever import advised
+from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
 from .lower import Lowering
 from .oss import OSS
@@ -51,7 +51,7 @@ from .peak import resident_bytes
 from .probe import Prober
 from .recordable import let_record
 from .recording import recorder_of
-from .refusal import elsewhere, refuse_hooks
+from .refusal import elsewhere, is_elsewhere, refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
 from .residence import Key, Residence
@@ -268,7 +268,9 @@ class Planner:
             with capturing(self.module):
                 refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)
                 captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
-        except FakeTensorDeviceMismatchError as error:
+        except RuntimeError as error:
+            if not is_elsewhere(error):
+                raise
             raise elsewhere(error, args, kwargs, self.device) from error
         mark_watched(captured, self._watched())
         return captured
@@ -350,9 +352,10 @@ class Planner:
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = with_network(machine, self.sharded, together)
         with together.telling() if together else nullcontext():
+            libraries_nbytes(self.device)  # are there before anything is measured
             prober = self._prober()
             correct(graph, fake_mode(graph), prober.made)
-            trace = placed(summarize(graph, prober), not machine.hides)
+            trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
             if self.sharded is not None:
                 shards = trained.parameters, trained.shards, trained.parts
                 trace = with_sharded_update(trace, self.sharded, *shards)

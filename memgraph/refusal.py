@@ -62,6 +62,7 @@ UNDESCRIBED = (
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
 MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
+APART = re.compile("found (at least )?two (different )?devices")
 UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
 BY_TYPE: tuple[tuple[type[Exception], tuple[str, str]], ...] = (
     (DataDependentOutputException, VALUE),
@@ -160,6 +161,11 @@ def refuse_hooks(module: nn.Module) -> None:
                 f"{name or 'the model'} has backward hooks, which a captured step can't call: "
                 "register them on the compiled module, or hooks on parameters and outputs instead"
             )
+
+
+def is_elsewhere(error: RuntimeError) -> bool:
+    """Whether torch says that tensors lie on two devices; torch 2.11 has no type of its own for that."""
+    return not isinstance(error, CaptureError) and APART.search(str(error)) is not None
 
 
 def elsewhere(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> CaptureError:

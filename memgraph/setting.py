@@ -8,6 +8,7 @@ elsewhere would be a wrong time, and a workspace a broken promise.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -38,9 +39,20 @@ def setting(device: torch.device) -> str:
 def _hardware(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return (*_cpu(), torch.backends.cpu.get_cpu_capability(), f"{len(os.sched_getaffinity(0))} cores")
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     facts = torch.cuda.get_device_properties(device)
-    return str(facts.name), f"{facts.major}.{facts.minor}", f"driver {driver}, cuDNN {torch.backends.cudnn.version()}"
+    versions = f"driver {driver()}, cuDNN {torch.backends.cudnn.version()}"
+    return str(facts.name), f"{facts.major}.{facts.minor}", versions
+
+
+def driver() -> str:
+    """The version of the driver of NVIDIA's GPUs, which torch does not tell; empty where that can't be asked."""
+    text = ctypes.create_string_buffer(80)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        known = not library.nvmlInit_v2() and not library.nvmlSystemGetDriverVersion(text, len(text))
+    except (OSError, AttributeError):
+        return ""
+    return text.value.decode() if known else ""
 
 
 def _cpu() -> tuple[str, ...]:
