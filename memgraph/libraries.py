@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from passes import Op, Storage, Trace
 from passes.replays import LIBRARIES
+
+from .peak import measured
 
 SIDE = 16  # of the matrices that are multiplied
 
@@ -43,9 +46,8 @@ def libraries_nbytes(device: torch.device) -> int:
     if device not in _known:
         # They may be there already, and nobody tells how large they are.
         torch._C._cuda_clearCublasWorkspaces()
-        before = torch.cuda.memory_allocated(device)
-        _multiply(device)
-        _known[device] = torch.cuda.memory_allocated(device) - before
+        _, allocated = measured(partial(_multiply, device), device)
+        _known[device] = allocated.net if allocated is not None else 0
     elif place not in there:
         _multiply(device)
     there.add(place)

@@ -33,10 +33,16 @@ GIVEN = -1  # no block has this address
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes above the start of some work: the most there were, and what was left at its end."""
+    """Bytes above the start of some work: the most there were, and what was left at its end.
+
+    On a GPU also the most bytes of all blocks that the allocator had given out, and of all memory that it held: it may
+    give a larger block than was asked for, and holds what is free between them.
+    """
 
     peak: int
     net: int
+    blocks: int = 0
+    held: int = 0
 
 
 def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
@@ -119,24 +125,36 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """The caching allocator's own counters, all threads included.  Not yet run on a GPU."""
+    """The caching allocator's own counters, all threads included.  Not yet run on a GPU.
+
+    What was asked for is counted: how much larger a block is that happens to be free depends on what lay there before.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._peak = self._net = 0
+        self._peak = self._net = self._blocks = self._held = 0
+        counts = torch.cuda.get_allocator_backend() == "native"  # the other one does not know what was asked for
+        self._asked = "requested_bytes" if counts else "allocated_bytes"
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(self.device)
-        start = torch.cuda.memory_allocated(self.device)
+        start, _ = self._stats(self._asked)
         yield
         # The allocator counts where the host asks for bytes: nothing has to be waited for.
-        peak, end = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+        end, peak = self._stats(self._asked)
         self._peak = max(self._peak, self._net + given + peak - start)
         self._net += end - start
+        self._blocks = max(self._blocks, self._stats("allocated_bytes")[1])
+        self._held = max(self._held, self._stats("reserved_bytes")[1])
 
     def allocated(self) -> Allocation | None:
-        return Allocation(self._peak, self._net)
+        return Allocation(self._peak, self._net, self._blocks, self._held)
+
+    def _stats(self, kind: str) -> tuple[int, int]:
+        """Bytes now, and the most since the beginning."""
+        found = torch.cuda.memory_stats(self.device)
+        return found.get(f"{kind}.all.current", 0), found.get(f"{kind}.all.peak", 0)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def _verdict(report: Report) -> str:
     plain = report.choice.captured
     lines = [
         _bytes(report),
+        *_held(report),
         f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
         f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
@@ -70,6 +71,14 @@ def _bytes(report: Report) -> str:
     verdict = "over the budget" if report.measured > report.budget else "over the forecast"
     why = "retain_graph=True kept what backward lets go" if report.retained else "which should not be: please report it"
     return f"{verdict}: {said}; {why}"
+
+
+def _held(report: Report) -> list[str]:
+    """What torch's allocator makes of the bytes that were measured."""
+    if not report.held:
+        return []
+    over = ", over the budget" if report.held > report.budget else ""
+    return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
 
 
 def _exchanged(report: Report) -> list[str]:

@@ -38,6 +38,8 @@ class Report:
         apart_us: microseconds of the same plan with nothing compiled.
         recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
         uncompiled: segments that Inductor could not compile, and that run op by op.
+        blocks: on a GPU, the most bytes that torch's allocator had given out while `measured` was found.
+        held: the most that it had of the device then, with what was free between.
     """
 
     machine: Machine
@@ -53,6 +55,8 @@ class Report:
     apart_us: float = 0.0
     uncompiled: int = 0
     recorded: str = ""
+    blocks: int = 0
+    held: int = 0
 
     @property
     def predicted_us(self) -> float:

@@ -134,9 +134,9 @@ class Step:
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
-            self.report = replace(self.report, retained=flight.retained).with_measured(
-                allocated.peak, flight.absent, flight.states
-            )
+            facts = {"retained": flight.retained, "blocks": allocated.blocks, "held": allocated.held}
+            report = replace(self.report, **facts)
+            self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
 

@@ -112,7 +112,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         holds=tuple(dict.fromkeys(holds)),
         phase=node.meta.get("phase", "forward"),
         us=cost.us,
-        workspace=cost.workspace,
+        workspace=block_nbytes(cost.workspace, values[0].device) if values else cost.workspace,
         draws=drawn,
         once=_once(node, mutated),
         far=FAR in node.meta,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from .trace import Op, Storage, Trace
 
 KEPT = "kept_for_replays"
-LIBRARIES = "libraries"  # what these keep on the device for themselves; for a recording they do so once more
+LIBRARIES = "libraries"  # what these keep on the device for themselves, for each of two threads
 HOSTS = {  # what the host does in an op
     "rng_state": "random numbers are drawn a second time, for which the host sets the generator",
     "swap_rng": "random numbers are drawn a second time, for which the host sets the generator",
@@ -45,10 +45,11 @@ def obstacle(trace: Trace) -> str:
 def kept_nbytes(trace: Trace) -> int:
     """The bytes that a step which is replayed has beside those of its plan: copies of what it is called with and of
     what comes to backward, copies of what it returns, what the update takes beside the step's memory, and workspaces of libraries."""
-    copied = sum(op.nbytes for op in trace.ops if op.fn in ("input", "tangent") or op.name == LIBRARIES)
+    copied = sum(made.nbytes for op in trace.ops if op.fn in ("input", "tangent") for made in op.makes)
+    libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES) // 2  # both halves are noted down by one
     handed = {held for kind, value in trace.outputs if kind == "output" for held in trace.op[value].holds}
     update = max((op.workspace for op in trace.ops if op.phase == "update"), default=0)
-    return copied + sum(trace.nbytes[held] for held in handed) + update
+    return copied + libraries + sum(trace.nbytes[held] for held in handed) + update
 
 
 def with_kept(trace: Trace) -> Trace:

@@ -169,8 +169,14 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
         nonlocal most
         most = now
 
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: now)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: most)
+    def stats(_: object) -> dict[str, int]:
+        """Blocks are larger than what is asked for, and segments are larger than blocks."""
+        kinds = {"requested_bytes": 1, "allocated_bytes": 2, "reserved_bytes": 3}
+        return {f"{kind}.all.{when}": times * nbytes for kind, times in kinds.items()
+                for when, nbytes in (("current", now), ("peak", most))}  # fmt: skip
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     meter = CudaMeter(torch.device("cuda"))
     with meter.window():
@@ -180,4 +186,4 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
     with meter.window(given=64):
         take(400)
         take(-700)
-    assert meter.allocated() == Allocation(peak=300 + 64 + 400, net=0)
+    assert meter.allocated() == Allocation(peak=300 + 64 + 400, net=0, blocks=2 * 1764, held=3 * 1764)
