@@ -188,16 +188,17 @@ def pinned_speed(device: torch.device, nbytes: int = 64 << 20) -> tuple[float, f
     """Bytes per microsecond out to pinned memory and back, measured."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return nbytes / _copy_us(host, there), nbytes / _copy_us(there, host)
+    stream = torch.cuda.current_stream(device)  # of the device, which need not be the current one
+    return nbytes / _copy_us(stream, host, there), nbytes / _copy_us(stream, there, host)
 
 
-def _copy_us(into: Tensor, of: Tensor) -> float:
+def _copy_us(stream: torch.cuda.Stream, into: Tensor, of: Tensor) -> float:
     times = []
     for _ in range(5):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin.record(stream)
         into.copy_(of, non_blocking=True)
-        end.record()
+        end.record(stream)
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
     return min(times)

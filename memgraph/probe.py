@@ -164,7 +164,8 @@ def _read(written: Any) -> Probed | None:
 def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
     """Run the op of `node` on made-up values, as a step would; None if that was to no avail."""
     device = _device(node)
-    with torch.no_grad(), torch.random.fork_rng(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # of all GPUs there would be a warning
+    with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
         try:
             args, kwargs = _made_up(node, device)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]

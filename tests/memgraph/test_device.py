@@ -11,7 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memgraph
-from memgraph.device import block_nbytes, hold_to
+from memgraph.device import block_nbytes, hold_to, unused_nbytes
+from memgraph.refusal import is_elsewhere
 from memgraph.summarize import summarize
 from tests.nets import net
 
@@ -46,3 +47,22 @@ def test_strict_has_the_allocator_refuse_what_is_over_the_budget(monkeypatch: py
 def test_strict_on_a_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"strict=True .* lies on cpu; .*RLIMIT_DATA"):
         memgraph.compile(net(), "1GB", strict=True)
+
+
+def test_what_torch_keeps_of_a_gpu_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 400)
+    assert unused_nbytes(GPU) == 1300
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unhandled FakeTensor Device Propagation for aten.mm.default, found two different devices cuda:0, cpu",  # 2.11
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    ],
+)
+def test_two_devices_are_seen_in_the_words_of_each_torch(said: str) -> None:
+    assert is_elsewhere(RuntimeError(said))
+    assert not is_elsewhere(RuntimeError("CUDA out of memory")) and not is_elsewhere(memgraph.CaptureError(said))

@@ -1,0 +1,86 @@
+"""Workspaces of a GPU's libraries are had by both threads before anything is measured, and are counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memgraph import libraries
+from memgraph.libraries import libraries_nbytes, with_libraries
+from memgraph.peak import Allocation
+from passes import Op, Storage, Trace
+from passes.replays import kept_nbytes, with_kept
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
+
+
+@pytest.fixture(name="multiplied")
+def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A GPU whose workspaces take 1000 bytes; the list says who has multiplied."""
+    found: list[Any] = []
+
+    def measured(work: Any, device: Any) -> Any:
+        return work(), Allocation(peak=1500, net=1000)
+
+    monkeypatch.setattr(libraries, "_known", {})
+    monkeypatch.setattr(libraries, "_here", threading.local())
+    monkeypatch.setattr(libraries, "measured", measured)
+    monkeypatch.setattr(libraries, "_multiply", lambda device: found.append(threading.current_thread().name))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: found.append("cleared"), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    return found
+
+
+def test_on_a_cpu_there_are_none() -> None:
+    assert libraries_nbytes(CPU) == 0 and with_libraries(STEP, CPU) is STEP
+
+
+def test_they_are_measured_once_and_each_thread_has_its_own(multiplied: list[Any]) -> None:
+    for _ in range(2):
+        assert libraries_nbytes(GPU) == 1000
+    thread = threading.Thread(target=libraries_nbytes, args=(GPU,), name="another")
+    thread.start()
+    thread.join()
+    assert multiplied == ["cleared", "MainThread", "another"]
+
+
+@pytest.mark.usefixtures("multiplied")
+def test_a_step_counts_them_throughout_and_a_recording_half_of_them_again() -> None:
+    step = with_libraries(STEP, GPU)
+    assert str(step.ops[0]) == "libraries = buffer()  # makes libraries:1000 | at cuBLAS"
+    assert (kept_nbytes(STEP), kept_nbytes(step)) == (512, 512 + 500)
+    assert with_kept(step).ops[0].nbytes == 1012
+
+
+class Products(TorchDispatchMode):
+    """Counts products, by the thread that has them done."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_there_is_a_product_of_each_kind_in_forward_and_in_backward() -> None:
+    seen = Counter[str]()
+    with torch.inference_mode(), Products(seen):
+        libraries._multiply(CPU)
+    assert (seen["aten::mm"], seen["aten::addmm"]) == (2, 2)
+
+
+def test_where_nobody_may_multiply_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("Deterministic behavior was enabled")
+
+    monkeypatch.setattr(libraries, "_products", refuse)
+    libraries._multiply(CPU)
