@@ -44,7 +44,8 @@ def obstacle(trace: Trace) -> str:
 
 def kept_nbytes(trace: Trace) -> int:
     """The bytes that a step which is replayed has beside those of its plan: copies of what it is called with and of
-    what comes to backward, copies of what it returns, what the update takes beside the step's memory, and workspaces of libraries."""
+    what comes to backward, copies of what it returns, what the update takes beside the step's memory, and what
+    libraries keep for its own stream."""
     copied = sum(made.nbytes for op in trace.ops if op.fn in ("input", "tangent") for made in op.makes)
     libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES) // 2  # both halves are noted down by one
     handed = {held for kind, value in trace.outputs if kind == "output" for held in trace.op[value].holds}

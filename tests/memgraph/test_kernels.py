@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_importing_memgraph_brings_in_no_kernel() -> None:
 # --- as a GPU would run them
 
 
-def compiled(kernel: Any, signature: dict[str, str], **constants: Any) -> str:
+def compiled(kernel: Any, signature: dict[str, str], warps: int = 4, **constants: Any) -> str:
     """The PTX of a kernel for an H100 or H200; its addresses begin at multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -44,7 +45,7 @@ def compiled(kernel: Any, signature: dict[str, str], **constants: Any) -> str:
     kinds = dict.fromkeys(kernel.arg_names, "constexpr") | signature
     even = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind[0] == "*" or kind == "i32"}
     source = ASTSource(kernel, signature=kinds, constexprs=constants, attrs=even)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert found.asm["cubin"]
     ptx: str = found.asm["ptx"]
@@ -75,30 +76,92 @@ def test_a_move_reads_and_writes_vectors(stochastic: bool) -> None:
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
 
 
+FORMATS = ("f32", "bf16", "f16", "e4m3")
+KINDS = {"f32": "u32", "bf16": "u16", "f16": "u16", "e4m3": "u8"}  # of the codes
+CHANCE = [False, True]
+TABLE = {"table": "*i64", "rows": "i32", "seed": "i32"}
+NUMBERS = ("sign", "decay", "to_new", "to_old", "keep", "add", "correction", "eps", "size")
+
+
+def integers(kind: str) -> Any:
+    return getattr(__import__("triton.language", fromlist=["language"]), f"uint{kind[1:]}")
+
+
 def test_what_is_not_cast_or_not_aligned_compiles_too() -> None:
-    tl = __import__("triton.language", fromlist=["language"])
-    for name, kind in (("", tl.uint64), ("f16", tl.uint16)):
+    for name, kind in (("", "u64"), ("f16", "u16")):
         compiled(
-            move._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
-            FROM=name, INTO=name and "e4m3", OF=kind, TO=tl.uint8 if name else kind, STOCHASTIC=False, ALIGNED=False,
-            BLOCK=8192,
+            move._kernel, TABLE, FROM=name, INTO=name and "e4m3", OF=integers(kind),
+            TO=integers("u8" if name else kind), STOCHASTIC=False, ALIGNED=False, BLOCK=8192,
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_scaling_compiles(narrow: bool) -> None:
-    tl = __import__("triton.language", fromlist=["language"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stochastic", CHANCE)
+@pytest.mark.parametrize("of", FORMATS)
+def test_every_cast_compiles(of: str, stochastic: bool) -> None:
+    for into in FORMATS:
+        if into != of:
+            compiled(
+                cast._kernel, {"of": f"*{KINDS[of]}", "into": f"*{KINDS[into]}", "count": "i32", "seed": "i32"},
+                FROM=of, INTO=into, STOCHASTIC=stochastic, BLOCK=1024,
+            )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stochastic", CHANCE)
+@pytest.mark.parametrize("of", FORMATS)
+def test_every_move_that_casts_compiles(of: str, stochastic: bool) -> None:
+    for into in FORMATS:
+        if into != of:
+            compiled(
+                move._kernel, TABLE, FROM=of, INTO=into, OF=integers(KINDS[of]), TO=integers(KINDS[into]),
+                STOCHASTIC=stochastic, ALIGNED=False, BLOCK=1024,
+            )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aligned", [False, True])
+def test_every_move_that_does_not_cast_compiles(aligned: bool) -> None:
+    for kind in ("u8", "u16", "u32", "u64"):
+        raw = integers(kind)
+        compiled(move._kernel, TABLE, FROM="", INTO="", OF=raw, TO=raw, STOCHASTIC=False, ALIGNED=aligned, BLOCK=8192)
+
+
+@pytest.mark.parametrize("of", FORMATS[:3])
+def test_every_scaling_compiles(of: str) -> None:
+    for narrow, stochastic in ((True, True), (False, False)):
+        compiled(
+            scaled._kernel, TABLE, FORMAT=of, OF=integers(KINDS[of]), NARROW=narrow, STOCHASTIC=stochastic,
+            GROUP=128, BLOCK=1024,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stochastic", CHANCE)
+@pytest.mark.parametrize("parameter", FORMATS[:2])
+def test_every_update_compiles(parameter: str, stochastic: bool) -> None:
+    for gradient, states in product(FORMATS[:2], FORMATS[:2]):
+        formats = {"parameter": parameter, "gradient": gradient, "exp_avg": states, "exp_avg_sq": states}
+        held = {name: f"*{KINDS[format]}" for name, format in formats.items()}
+        compiled(
+            adamw._kernel, {**held, "count": "i64", **dict.fromkeys(NUMBERS, "fp32"), "seed": "i32"},
+            PARAMETER=parameter, GRADIENT=gradient, FIRST=states, SECOND=states, STOCHASTIC=stochastic, BLOCK=1024,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_compiles(way: Way) -> None:
     compiled(
-        scaled._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
-        FORMAT="bf16", OF=tl.uint16, NARROW=narrow, STOCHASTIC=narrow, GROUP=128, BLOCK=1024,
+        move._kernel, TABLE, FROM="f32", INTO="bf16", OF=integers("u32"), TO=integers("u16"),
+        STOCHASTIC=False, ALIGNED=True, BLOCK=way.block, warps=way.warps,
     )  # fmt: skip
 
 
 def test_an_update_fuses_no_product_with_a_sum() -> None:
-    floats = ("sign", "decay", "to_new", "to_old", "keep", "add", "correction", "eps", "size")
     held = {"parameter": "*u16", "gradient": "*u16", "exp_avg": "*u32", "exp_avg_sq": "*u32"}
     ptx = compiled(
-        adamw._kernel, {**held, "count": "i32", **dict.fromkeys(floats, "fp32"), "seed": "i32"},
+        adamw._kernel, {**held, "count": "i32", **dict.fromkeys(NUMBERS, "fp32"), "seed": "i32"},
         PARAMETER="bf16", GRADIENT="bf16", FIRST="f32", SECOND="f32", STOCHASTIC=True, BLOCK=1024,
     )  # fmt: skip
     assert "ld.global.v4.b32" in ptx and "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
