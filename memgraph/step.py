@@ -134,8 +134,8 @@ class Step:
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         allocated = flight.land()
         if allocated is not None:
-            facts = {"retained": flight.retained, "blocks": allocated.blocks, "held": allocated.held}
-            report = replace(self.report, **facts)
+            blocks, held = allocated.blocks, allocated.held
+            report = replace(self.report, retained=flight.retained, blocks=blocks, held=held)
             self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
