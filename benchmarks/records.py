@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import passes
-from memgraph.place import driver
+from memgraph.setting import driver
 
 FOLDER = Path(__file__).parent / "results"
 CPUS = Path("/proc/cpuinfo")

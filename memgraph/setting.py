@@ -24,7 +24,18 @@ ABOUT_CPU = {
 # By these the libraries below torch choose kernels and threads, mostly when they are loaded.
 VARIABLES = (
     *("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "MKLDNN_", "OMP_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_"),
-    *("CUBLAS", "CUDA_", "CUDNN_", "NVIDIA_", "PYTORCH_", "TORCH_CUDNN_", "TORCH_BLAS_", "LD_PRELOAD", "MALLOC_"),
+    *(
+        "CUBLAS",
+        "CUDA_",
+        "CUDNN_",
+        "NVIDIA_",
+        "PYTORCH_",
+        "TORCH_CUDNN_",
+        "TORCH_CUBLAS",
+        "TORCH_BLAS_",
+        "LD_PRELOAD",
+        "MALLOC_",
+    ),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.place import driver, place
+from memgraph.setting import driver, setting
 
 GPU = torch.device("cuda", 0)
 
@@ -24,12 +24,12 @@ def library(failing: bool = False) -> Any:
     return SimpleNamespace(nvmlInit_v2=lambda: 9 if failing else 0, nvmlSystemGetDriverVersion=version)
 
 
-def test_a_place_on_a_gpu_names_the_device_and_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_on_a_gpu_names_the_device_and_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    there = place.__wrapped__(GPU)
+    there = setting.__wrapped__(GPU)
     assert "NVIDIA H200 | 9.0 | driver 580.159.03, cuDNN 91900" in there
 
 
