@@ -72,9 +72,9 @@ class _Products(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _products(gradient.device)
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _products(gradients[0].device)
+        return gradients[0]
 
 
 def _products(device: torch.device) -> None:
