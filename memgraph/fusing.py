@@ -13,12 +13,27 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 
-from torch import fx
+from torch import Tensor, fx, nn, optim
 
 from .capture import Captured
 from .errors import FusedError
 from .nodes import returned
 from .ops import update
+from .overlap import shared_memory
+
+
+def updating(captured: Captured, module: nn.Module, optimizer: optim.Optimizer) -> tuple[Captured, dict[str, Tensor]]:
+    """The step that updates what this optimizer has of the module, and the parameters by the names of the ops that do.
+
+    Raises:
+        FusedError: parameters share memory, so backward would read what is updated; or see `fusing`.
+    """
+    if shared := shared_memory(module, optimizer):
+        raise FusedError(f"{shared}, or compile without fuse_update")
+    named = dict(module.named_parameters())
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
+    return captured, {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
 
 
 def fusing(captured: Captured, names: Container[str]) -> Captured:

@@ -28,11 +28,11 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, FusedError, RecordingError
+from .errors import BudgetError, CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
-from .fusing import fusing, update_nodes
+from .fusing import updating
 from .lever import advised
 from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
@@ -279,12 +279,7 @@ class Planner:
         """The step with updates in backward, if they are asked for."""
         if self.fused is None or not captured.differentiable:
             return captured, trained
-        if shared := shared_memory(self.module, self.fused.optimizer):  # backward would read what is updated
-            raise FusedError(f"{shared}, or compile without fuse_update")
-        named = dict(self.module.named_parameters())
-        owned = {p for group in self.fused.optimizer.param_groups for p in group["params"]}
-        captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
-        updates = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+        captured, updates = updating(captured, self.module, self.fused.optimizer)
         return captured, replace(trained, updates=updates)
 
     def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
