@@ -47,6 +47,25 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
 
 
+def fetched_again(model: Model) -> list[int]:
+    """Write that a re-run that reads what lives far costs a fetch of it; the rows.  One between two visits serves all
+    re-runs there, and no visit: so plans are that share it, and this is no part of a proof."""
+    program, rows, found = model.program, list[int](), dict[tuple[int, int], int]()
+    homes = {resident.storage: h for h, resident in enumerate(program.residents)}
+    for o, maker in enumerate(program.makers):
+        op = program.gaps.trace.op[maker.value]
+        read = {held for value in op.reads for held in program.gaps.trace.op[value].holds}
+        for h in sorted(homes[storage] for storage in read & homes.keys()):
+            resident = program.residents[h]
+            rest = sum(first <= program.wanted[1][o] for first, _ in resident.visits)
+            if (h, rest) not in found:
+                found[h, rest] = model.linear.column(resident.nbytes / program.machine.back)
+            rows.append(
+                model.linear.row(-INFINITY, 1.0, {model.again[o]: 1.0, model.far.lives[h]: 1.0, found[h, rest]: -1.0})
+            )
+    return rows
+
+
 def broken(program: Program, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
     """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
     there, and the index in the step as it runs."""

@@ -182,37 +182,19 @@ def early_share(trace: Trace, op: Op, machine: Machine) -> float:
 
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:
     """When each op begins, when the last ends, and the copies."""
-    now, queues = 0.0, _Queues(trace, machine)
+    now, queues = 0.0, Queues(trace, machine)
     begins: list[float] = []
     for op in trace.ops:
         begins.append(now)
         if op.phase != "update" and not op.fn.startswith(OWN):
             now += op.us  # nearly all are of these
             continue
-        match op.fn:
-            case "memgraph.offload.default":
-                now = queues.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
-            case "memgraph.reload.default":
-                now = queues.send(now, op.name, "back", op.nbytes)
-            case "memgraph.narrow.default":
-                now += trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
-            case "memgraph.widen.default":
-                now += op.nbytes / (machine.widen or 1.0)
-            case _ if op.fn in (BEGINS, GATHERS):
-                now = queues.send(now, op.name, "net", sent_nbytes(trace, op))
-            case "memgraph.free.default" | "memgraph.wait.default":
-                now = max(now, queues.ends[op.reads[0]])
-            case _ if op.fn in (ENDS, GATHERED):
-                now = max(now, queues.ends[op.reads[0]])
-            case _ if op.phase == "update":
-                now = queues.update(now, op)
-            case _:
-                now += op.us
+        now = queues.run(now, op)
     return tuple(begins), max(now, queues.written), tuple(queues.copies)
 
 
-class _Queues:
-    """What carries bytes, each first in, first out."""
+class Queues:
+    """What carries bytes, each first in, first out, while the ops of a trace run in their order."""
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace, self.machine = trace, machine
@@ -223,6 +205,25 @@ class _Queues:
         self.written = 0.0  # when the last update has left
         self.updates = [op for op in trace.ops if op.phase == "update" and any(update_nbytes(trace, op))]
         self.filled: float | None = None  # when the first windows of the next update are
+
+    def run(self, now: float, op: Op) -> float:
+        """Run an op; when compute goes on."""
+        machine, trace = self.machine, self.trace
+        match op.fn:
+            case "memgraph.offload.default":
+                return self.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
+            case "memgraph.reload.default":
+                return self.send(now, op.name, "back", op.nbytes)
+            case "memgraph.narrow.default":
+                return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
+            case "memgraph.widen.default":
+                return now + op.nbytes / (machine.widen or 1.0)
+            case _ if op.fn in (BEGINS, GATHERS):
+                return self.send(now, op.name, "net", sent_nbytes(trace, op))
+            case _ if op.fn in ("memgraph.free.default", "memgraph.wait.default", ENDS, GATHERED):
+                return max(now, self.ends[op.reads[0]])
+            case _:
+                return self.update(now, op) if op.phase == "update" else now + op.us
 
     def send(self, now: float, value: str, queue: str, nbytes: int) -> float:
         """Put a copy into its queue; when compute goes on."""

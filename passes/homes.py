@@ -94,3 +94,14 @@ class Homes:
         places = [i for i, op in enumerate(self.trace.ops) if op.phase != "update"]
         last = last_reads([self.trace.ops[i] for i in places])
         return {storage: places[last[storage]] for storage in self.gradients}
+
+    def leaves_by(self, gradient: str) -> int:
+        """The last op (by index) before the update of a gradient; before the last update, if it has none."""
+        ops = self.trace.ops
+        return self.updates.get(gradient, len(ops) - (ops[-1].phase == "update")) - 1
+
+    @cached_property
+    def updates(self) -> dict[str, int]:
+        """The first update (by index) that reads each value."""
+        late = [(i, op) for i, op in enumerate(self.trace.ops) if op.phase == "update"]
+        return {read: i for i, op in reversed(late) for read in op.reads}

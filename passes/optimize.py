@@ -9,12 +9,13 @@ takes while it runs is the reason, and an event's row says so.  From then on the
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
 from . import linear
 from .choice import Choice, Proposal
-from .events import broken, event
+from .events import broken, event, fetched_again
 from .folded import folded
 from .gaps import Gaps
 from .greedy import State, descend_from, state_of
@@ -24,6 +25,7 @@ from .model import Model
 from .polish import Change, polish
 from .program import Program
 from .relax import apart, relax, write
+from .schedule import Fate
 from .timing import in_time
 from .trace import Trace
 from .whole import fates, leaning, whole
@@ -43,6 +45,7 @@ REPAIRS = 8
 GRAIN = 0.001  # of the step: what a search with columns fixed leaves
 MENDED = 1_500  # ops of plans that are mended beside the best
 POLISHED = 200_000  # ops that are simulated to make a plan better
+STREAMED = 4  # times fewer, where state lives far, for the times of copies are most of what can be won there
 WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
 FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
 WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
@@ -103,12 +106,15 @@ class _Search:
         self.state: State  # of the best
         self.choices: dict[State, Choice] = {}  # with what is proven by now
         self.polished: list[State] = []  # what is no point's
-        self.begun: list[State] = []  # which were polished
+        self.begun: list[dict[str, Fate]] = []  # which were polished
         self.bound_us = self.any_us = self.home_us = 0.0
         self.relaxed: Solved
         self.point: Solved | None = None  # of the best plan, for the next search to begin with
         self.rows = 0  # that the relaxed point keeps
         self.events: list[int] = []  # rows that are no part of a proof
+        self.fetches: list[int] = []  # those of them that say what re-runs fetch
+        self.second = False  # whether it is that which ran out of work, with these from the beginning
+        self.charged = not program.residents  # whether they hold, as far as there are any
 
     def run(self) -> Proposal:
         relaxed = relax(self.model)
@@ -118,7 +124,7 @@ class _Search:
         if relaxed.solved is None:
             return Proposal((), any_us=self.any_us)
         self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
-        self._prove(relaxed.solved.us)
+        self.bound_us = max(0.0, relaxed.solved.us - self.model.tie)
         shares = SEARCHES if len(self.model.linear.costs) <= LARGE else SEARCHES_OF_LARGE
         for share in shares:
             if share == shares[-1]:
@@ -131,8 +137,25 @@ class _Search:
                 self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
                 break
+        if (
+            self.program.residents
+            and not self.second
+            and (self.model.linear.ran_out or self._is_out_of_work)
+            and not self._is_as_proven
+        ):
+            self._again()
         self._polish(ended=True)
         return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us, self.home_us)
+
+    def _again(self) -> None:
+        """Another search, in which re-runs pay from the beginning: where the tier is slow, so much runs again if they
+        do not that the program is too large to be searched.  Its bound is only what it aims at."""
+        search = _Search(self.program, self.machine, self.until)
+        search.second = True
+        search._charge()
+        search.run()
+        if search._found:
+            self.polished.append(search._found)
 
     def _prove(self, us: float) -> None:
         if not self.events:
@@ -143,6 +166,15 @@ class _Search:
             return False
         best = self._choice(self._found)
         return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
+
+    @property
+    def _is_out_of_work(self) -> bool:
+        return self.model.linear.work >= self.work
+
+    @property
+    def _is_as_proven(self) -> bool:
+        """Whether the best plan takes little longer than is proven."""
+        return self._found is not None and self._found.forecast.us <= (1 + FAR) * (self.step_us + self.bound_us)
 
     @property
     def _found(self) -> State | None:
@@ -189,6 +221,8 @@ class _Search:
 
         A point that misses the aim is mended only if no wider search follows, which is better.
         """
+        if self.fetches and threshold < INFINITY:
+            self._charge()
         for _ in range(REPAIRS):
             effort = self._effort(threshold, last)
             if effort is None or time.monotonic() >= self.until or not self._relax_again():
@@ -202,9 +236,10 @@ class _Search:
                 break
             states = self._try(points)
             near = last or points[0].us <= effort.target
-            timed = self._in_time(states[0])
-            self._take(timed)
-            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states, timed):
+            if not self.charged and self._waits(states[0], points[0]):
+                self._charge()
+                continue
+            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states):
                 break
         self._forget_events()
 
@@ -213,15 +248,38 @@ class _Search:
         states: list[State] = []
         for point in points:
             if not states or self.best is None or self.step_us + point.us < self.best.forecast.us:
-                states.append(state_of(self.program.gaps, self.machine, fates(self.model, point)))
+                states.append(min(self._carried_out(point), key=lambda state: (self._over(state), state.forecast.us)))
                 if self._take(states[-1]) and self.state is states[-1]:
                     # Where copies wait for each other, others of the same objective may be better: look for these.
                     self.point = point if self._is_as(point) else None
         return states
 
+    def _carried_out(self, point: Solved) -> Iterator[State]:
+        """A point's plan with its copies timed: with what stays from one visit to the next because a fetch would take
+        longer than that lasts; and with what stays only because there is room."""
+        found, homes = fates(self.model, point), self.program.gaps.homes.inputs
+        visits = {storage: Fate.VISIT if storage in homes else fate for storage, fate in found.items()}
+        for each in (found, visits) if visits != found else (found,):
+            yield self._in_time(state_of(self.program.gaps, self.machine, each))
+
+    def _over(self, state: State) -> int:
+        return max(0, state.peak - self.machine.budget)
+
     def _is_as(self, point: Solved) -> bool:
         """Whether the best plan takes hardly longer than its point says."""
         return self.state.forecast.us <= self.step_us + point.us + GRAIN * self.step_us
+
+    def _waits(self, state: State, point: Solved) -> bool:
+        """Whether a plan that fits takes far longer than its point says."""
+        return state.peak <= self.machine.budget and state.forecast.us > (1 + FAR) * (self.step_us + point.us)
+
+    def _charge(self) -> None:
+        """Let re-runs pay for what they fetch, which no proof does."""
+        self.fetches = self.fetches or fetched_again(self.model)
+        for row in self.fetches:
+            self.model.linear.bound_row(row, 1.0)
+        self.events += self.fetches
+        self.charged, self.rows = True, 0
 
     def _relax_again(self) -> bool:
         """Bring the relaxed point up to date with rows written since; whether there is one."""
@@ -238,15 +296,14 @@ class _Search:
         plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast)
         return replace(state, plan=plan, forecast=forecast)
 
-    def _mend(self, states: list[State], timed: State) -> bool:
+    def _mend(self, states: list[State]) -> bool:
         """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
         gets rows."""
         for each in states[: 1 + MENDED // max(1, self.program.size)]:
             mended = descend_from(self.program.gaps, self.machine, each, self.until)
             if not self._take(mended):
                 self._take(self._in_time(mended))
-        # Other times for its copies may do, and cost too much.
-        worst = (timed if timed.peak > self.machine.budget else states[0]).forecast
+        worst = states[0].forecast
         over = sorted(broken(self.program, worst, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
@@ -268,22 +325,25 @@ class _Search:
         search goes on from its own points: what it mends is not what is polished."""
         if not self.machine.out or self._is_near():
             return
-        starts = [self.state] if self.best and not self._is_timed(self.state) else self._at_home
-        if ended and self._found and self._found.forecast.us > (1 + FAR) * (self.step_us + self.bound_us):
+        starts = self._begin_with if self.best else self._at_home
+        if ended and self._found and not self._is_as_proven:
             starts = [*starts, *self._at_home]
-        tries = POLISHED // max(1, self.program.size)
+        tries = POLISHED // max(1, self.program.size) // (STREAMED if self.program.residents else 1)
         for start in starts:
-            if start not in self.begun and not self._is_near():
-                self.begun.append(start)
-                self.polished.append(polish(self.program, start, tries, self.until, self._wanted))
+            if start.fates not in self.begun and not self._is_near():
+                self.begun.append(start.fates)
+                self.polished.append(self._in_time(polish(self.program, start, tries, self.until, self._wanted)))
 
     @cached_property
     def _wanted(self) -> list[Change]:
         return leaning(self.model, self.relaxed)
 
-    def _is_timed(self, state: State) -> bool:
-        """Whether it fits only because of when its copies run: with another fate it would not."""
-        return state_of(self.program.gaps, self.machine, state.fates).peak > self.machine.budget
+    @property
+    def _begin_with(self) -> list[State]:
+        """What is polished of a plan that fits: as it is without other times for its copies, which take too long to be
+        found for each try.  With another fate one would not fit that does so only because of these."""
+        plain = state_of(self.program.gaps, self.machine, self.state.fates)
+        return [plain] if plain.peak <= self.machine.budget else self._at_home
 
     @cached_property
     def _at_home(self) -> list[State]:
@@ -301,3 +361,4 @@ class _Search:
         if self.events:
             self.rows = 0  # the point may be another without them
         self.events.clear()
+        self.charged = not self.program.residents

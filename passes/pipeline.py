@@ -20,12 +20,14 @@ from .cuts import cut_backward
 from .decisions import Plan, Reload, Stream, apply
 from .errors import BudgetError
 from .forecast import predict
+from .gaps import Gaps
 from .greedy import descend, descend_at_home
 from .invariants import check
 from .machine import Machine
 from .obstacle import obstacle
 from .optimize import optimize, optimize_at_home, optimize_uncast
 from .slicing import sliced
+from .timing import in_time
 from .trace import Trace
 
 Pass = Callable[[Trace, Machine], Plan | Proposal]
@@ -132,7 +134,9 @@ def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal:
     found = TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
-    return found if isinstance(found, Proposal) else Proposal(found)
+    if isinstance(found, Proposal):  # a search times its copies itself
+        return found
+    return Proposal(in_time(Gaps(trace), machine, found, predict(apply(trace, found), machine))[0])
 
 
 def _better(best: Choice, proposal: Proposal, machine: Machine) -> Choice:
@@ -140,8 +144,7 @@ def _better(best: Choice, proposal: Proposal, machine: Machine) -> Choice:
     needs less; with all that is proven."""
     applied = apply(best.captured.trace, proposal.plan)
     check(applied)
-    forecast = predict(applied, machine)
-    new = replace(best, plan=proposal.plan, forecast=forecast)
+    new = replace(best, plan=proposal.plan, forecast=predict(applied, machine))
 
     def rank(choice: Choice) -> tuple[bool, float, float]:
         over = choice.forecast.peak > machine.budget

@@ -148,8 +148,9 @@ class Streams:
         for k, (out, storage) in enumerate(outs):
             idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
-            free = min(ended, self._crowded(outs[k:], room), self._end(storage)) if self.sent[storage] else out
-            decisions.append(Offload(self.homes.gradients[storage], ops[out].name, ops[max(out, free)].name))
+            value = self.homes.gradients[storage]
+            free = min(ended, self._crowded(outs[k:], room), self.homes.leaves_by(value)) if self.sent[storage] else out
+            decisions.append(Offload(value, ops[out].name, ops[max(out, free)].name))
         return decisions
 
     def _crowded(self, outs: Sequence[tuple[int, str]], room: int) -> int:
@@ -159,17 +160,6 @@ class Streams:
             if room < 0:
                 return out
         return len(self.gaps.trace.ops) - 1
-
-    def _end(self, storage: str) -> int:
-        """The last op before the update of a gradient; before the last update, if it has none."""
-        ops = self.gaps.trace.ops
-        return self.updates.get(self.homes.gradients[storage], len(ops) - (ops[-1].phase == "update")) - 1
-
-    @cached_property
-    def updates(self) -> dict[str, int]:
-        """The first update (by index) that reads each value."""
-        late = [(i, op) for i, op in enumerate(self.gaps.trace.ops) if op.phase == "update"]
-        return {read: i for i, op in reversed(late) for read in op.reads}
 
 
 def updates_of(trace: Trace, far: Container[str]) -> set[int]:

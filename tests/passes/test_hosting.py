@@ -152,9 +152,9 @@ def test_plans_are_nearer_to_what_is_proven_and_faster_with_a_host() -> None:
 9000, 0: plan 2571 us, 2551 proven, nothing there
 9000, 15: plan 1004 us, 928 proven, s1, s2 there
 9000, 100: plan 831 us, 821 proven, s0, s2 there
-5000, 0: plan 3881 us, 3741 proven, nothing there
-5000, 15: plan 1558 us, 1155 proven, s0, s1, s2 there
-5000, 100: plan 1181 us, 1021 proven, s0, s1, s2 there""",
+5000, 0: plan 3871 us, 3741 proven, nothing there
+5000, 15: plan 1438 us, 1155 proven, s0, s1, s2 there
+5000, 100: plan 1051 us, 1021 proven, s0, s1, s2 there""",
     )
 
 

@@ -13,6 +13,7 @@ from passes import (
     BudgetError,
     Choice,
     Machine,
+    Offload,
     Plan,
     Reload,
     Stream,
@@ -200,7 +201,9 @@ def test_copies_that_are_timed_otherwise_change_no_value(
     check(applied)
     plain, ran = run(trace, machine.window), run(applied, machine.window)
     assert (ran.computed, ran.handed) == (plain.computed, plain.handed)
-    assert after.peak == predict(applied, machine).peak and len(timed) == len(plan)
+    assert after.peak == predict(applied, machine).peak
+    assert after.us <= forecast.us + SMALL or after.peak < forecast.peak
+    assert {said for said in plan if not isinstance(said, Offload | Reload)} <= {*timed} and len(timed) <= len(plan)
 
 
 # A chain of four layers whose states are most of it; the links are slow.
@@ -245,8 +248,8 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 12000: greedy 1051 us, plan 951 us, 951 proven
 8000: greedy 1451 us, plan 1351 us, 1351 proven
 6000: greedy 1651 us, plan 1551 us, 1551 proven
-4000: greedy 2151 us, plan 1850 us, 1751 proven
-3000: greedy 2401 us, plan 2000 us, 1851 proven""",
+4000: greedy 2151 us, plan 1851 us, 1751 proven
+3000: greedy 2401 us, plan 2056 us, 1851 proven""",
     )
 
 
