@@ -9,7 +9,6 @@ takes while it runs is the reason, and an event's row says so.  From then on the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -236,10 +235,12 @@ class _Search:
                 break
             states = self._try(points)
             near = last or points[0].us <= effort.target
+            timed = states[0] if self.program.residents else self._in_time(states[0])
+            self._take(timed)
             if not self.charged and self._waits(states[0], points[0]):
                 self._charge()
                 continue
-            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states):
+            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states, timed):
                 break
         self._forget_events()
 
@@ -248,22 +249,22 @@ class _Search:
         states: list[State] = []
         for point in points:
             if not states or self.best is None or self.step_us + point.us < self.best.forecast.us:
-                states.append(min(self._carried_out(point), key=lambda state: (self._over(state), state.forecast.us)))
+                states.append(self._carried_out(point))
                 if self._take(states[-1]) and self.state is states[-1]:
                     # Where copies wait for each other, others of the same objective may be better: look for these.
                     self.point = point if self._is_as(point) else None
         return states
 
-    def _carried_out(self, point: Solved) -> Iterator[State]:
-        """A point's plan with its copies timed: with what stays from one visit to the next because a fetch would take
-        longer than that lasts; and with what stays only because there is room."""
+    def _carried_out(self, point: Solved) -> State:
+        """A point's plan.  Where state lives far its copies are timed: with what stays from one visit to the next
+        because a fetch would take longer than that lasts; or with what stays only because there is room."""
         found, homes = fates(self.model, point), self.program.gaps.homes.inputs
+        if not self.program.residents:
+            return state_of(self.program.gaps, self.machine, found)
         visits = {storage: Fate.VISIT if storage in homes else fate for storage, fate in found.items()}
-        for each in (found, visits) if visits != found else (found,):
-            yield self._in_time(state_of(self.program.gaps, self.machine, each))
-
-    def _over(self, state: State) -> int:
-        return max(0, state.peak - self.machine.budget)
+        each = (found, visits) if visits != found else (found,)
+        states = [self._in_time(state_of(self.program.gaps, self.machine, one)) for one in each]
+        return min(states, key=lambda state: (max(0, state.peak - self.machine.budget), state.forecast.us))
 
     def _is_as(self, point: Solved) -> bool:
         """Whether the best plan takes hardly longer than its point says."""
@@ -296,14 +297,15 @@ class _Search:
         plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast)
         return replace(state, plan=plan, forecast=forecast)
 
-    def _mend(self, states: list[State]) -> bool:
+    def _mend(self, states: list[State], timed: State) -> bool:
         """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
         gets rows."""
         for each in states[: 1 + MENDED // max(1, self.program.size)]:
             mended = descend_from(self.program.gaps, self.machine, each, self.until)
             if not self._take(mended):
                 self._take(self._in_time(mended))
-        worst = states[0].forecast
+        # Other times for its copies may do, and cost too much.
+        worst = (timed if timed.peak > self.machine.budget else states[0]).forecast
         over = sorted(broken(self.program, worst, self.machine.budget), key=lambda found: -found[1])
         new = [position for position, _, _ in over if position not in self.model.written]
         for position in apart(new, POSITIONS):
