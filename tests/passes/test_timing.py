@@ -24,7 +24,7 @@ STEP = parse(f"""
     return output c, gradient du, gradient dv, gradient dw
 """)
 GAPS = Gaps(STEP)
-FATES = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Fate.VISIT)
+FATES: dict[str, Fate] = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Fate.VISIT)
 MACHINE = Machine(0, out=10.0, back=10.0, homes=True, turns=True)
 
 
