@@ -100,16 +100,28 @@ def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
     offload a: out b, free f
     reload a: back p, use s
     recompute b: before s
-5158 bytes at q, 6825 us
+5158 bytes at q, 6315 us
     offload c: out e, free o
     reload c: back p, use r
-    offload a: out b, free b
+    offload a: out b, free f
+    reload a: back r, use s
+    recompute b: before s
+4658 bytes at r, 7220 us
+    offload c: out e, free o
+    reload c: back r, use r
+    offload a: out b, free f
+    reload a: back r, use s
+    recompute b: before s
+4650 bytes at f, 7225 us
+    offload c: out e, free o
+    reload c: back r, use r
+    offload a: out b, free f
     reload a: back s, use s
     recompute b: before s
-4158 bytes at q, 8235 us
-    offload c: out e, free e
+4158 bytes at q, 7225 us
+    offload c: out e, free o
     reload c: back r, use r
-    offload a: out b, free b
+    offload a: out b, free e
     reload a: back s, use s
     recompute b: before s
 not 4157
@@ -130,17 +142,17 @@ def test_a_fast_link_carries_everything() -> None:
     reload b: back r, use s
     offload a: out b, free c
     reload a: back s, use t
-4658 bytes at r, 4232 us
-    offload c: out e, free e
+4658 bytes at r, 4231 us
+    offload c: out e, free f
     reload c: back r, use r
     offload b: out c, free e
     reload b: back r, use s
     offload a: out b, free c
     reload a: back s, use t
-4158 bytes at q, 4234 us
-    offload c: out e, free e
+4158 bytes at q, 4232 us
+    offload c: out e, free f
     reload c: back r, use r
-    offload b: out c, free c
+    offload b: out c, free e
     reload b: back s, use s
     offload a: out b, free c
     reload a: back s, use t
@@ -169,9 +181,9 @@ not 7107
     assert_expected_inline(
         way_down(once, FAST).split("us\n")[-1],
         """\
-    offload c: out e, free e
+    offload c: out e, free f
     reload c: back r, use r
-    offload b: out c, free c
+    offload b: out c, free e
     reload b: back s, use s
     offload a: out b, free c
     reload a: back s, use t
