@@ -80,7 +80,9 @@ ARGUMENTS: Mapping[str, Rule] = {
 }
 SHARDED: Mapping[str, Rule] = {
     "params": Rule(
-        (Iterable,), "give an iterable of parameters or of dicts, as model.parameters()", but=(Tensor, nn.Module, str)
+        (Iterable,),
+        "give an iterable of parameters or of dicts, as model.parameters()",
+        but=(Tensor, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, str),  # and not nn.ParameterList
     ),
     "optim": Rule(
         (type,),

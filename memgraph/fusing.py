@@ -26,14 +26,15 @@ def updating(captured: Captured, module: nn.Module, optimizer: optim.Optimizer) 
     """The step that updates what this optimizer has of the module, and the parameters by the names of the ops that do.
 
     Raises:
-        FusedError: parameters share memory, so backward would read what is updated; or see `fusing`.
+        FusedError: one of them shares memory, so backward would read what is updated; or see `fusing`.
     """
-    if shared := shared_memory(module, optimizer):
-        raise FusedError(f"{shared}, or compile without fuse_update")
     named = dict(module.named_parameters())
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
-    return captured, {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+    updated = update_nodes(captured.graph.graph)
+    if shared := shared_memory(module, optimizer, updated.values()):
+        raise FusedError(f"{shared}, or compile without fuse_update")
+    return captured, {op: named[name] for op, name in updated.items()}
 
 
 def fusing(captured: Captured, names: Container[str]) -> Captured:

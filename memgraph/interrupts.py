@@ -32,20 +32,35 @@ class Interrupts:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self.plain[number] = handler
+            try:
+                for number in self.plain:
                     signal.signal(number, self._note)
+            except BaseException:  # of a signal that is not yet noted
+                self._restore([*self.plain.items()])
+                raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.plain.items():
-            signal.signal(number, handler)
-        if not any(error):
-            self.check()
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._restore([*self.plain.items()])
+        finally:
+            self.check()  # after an error, too: who only takes note of a signal would never hear of it
 
     def check(self) -> None:
         """Raise what was noted."""
         noted, self.noted = self.noted, None
         if noted is not None:
             self.plain[noted[0]](*noted)
+
+    def _restore(self, rest: list[tuple[int, Any]]) -> None:
+        """Give all signals their handlers back, though one of them is raised meanwhile."""
+        try:
+            while rest:
+                signal.signal(*rest[-1])
+                rest.pop()
+        finally:
+            if rest:
+                self._restore(rest)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted is not None:

@@ -6,7 +6,7 @@ register_buffer("seen", weight.detach()[:3])    ->  "seen and weight share ..."
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 
 from torch import Tensor, nn, optim
 
@@ -14,14 +14,16 @@ from .dense import is_dense
 from .signature import has_storage
 
 
-def shared_memory(module: nn.Module, optimizer: optim.Optimizer | None) -> str:
-    """Why no parameter may be moved: one that could be lies in the memory of another, or of a buffer."""
+def shared_memory(module: nn.Module, optimizer: optim.Optimizer | None, changed: Container[str] | None = None) -> str:
+    """Why no parameter may be moved, or why these may not be `changed`: one lies in the memory of another, or of a
+    buffer."""
     named = dict(module.named_parameters())
     owned = set(named.values())
     groups = optimizer.param_groups if optimizer is not None else ()
     others = [parameter for group in groups for parameter in group["params"] if parameter not in owned]
     beside = {f"parameter {i} of the optimizer that is not the module's": other for i, other in enumerate(others)}
-    moved = [name for name, parameter in named.items() if has_storage(parameter) and is_dense(parameter)]
+    some = [name for name in named if changed is None or name in changed]
+    moved = [name for name in some if has_storage(named[name]) and is_dense(named[name])]
     return overlap(named | dict(module.named_buffers()) | beside, moved)
 
 

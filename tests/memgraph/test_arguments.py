@@ -53,7 +53,7 @@ NO_SUCH: dict[str, list[Any]] = {
     "cuda_graphs": ["yes", "", "True"],
 }
 WRONG_OF_SHARDS: dict[str, list[Any]] = {
-    "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), "weight"],
+    "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), nn.ModuleList(), "weight"],
     "optim": [None, "Adam", torch.optim.Adam([torch.ones(1, requires_grad=True)]), lambda params: None],
     "gradients": [None, True, 1, ["same"]],
     "wire_dtype": ["bf16", 16, np.float32],
@@ -109,6 +109,11 @@ def test_so_is_what_the_sharded_optimizer_does_not_take(wrong: type[Exception], 
         for value in several:
             with pytest.raises(wrong, match=f"^{name}(=| is ).*; {re.escape(SHARDED[name].advice)}$"):
                 read(name, value, SHARDED)
+
+
+def test_a_list_of_parameters_is_one_though_it_is_a_module() -> None:
+    several = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
+    assert read("params", several, SHARDED) is several
 
 
 def test_numbers_and_truth_values_may_be_of_numpy() -> None:

@@ -78,6 +78,20 @@ def test_what_shares_memory_is_not_updated_while_backward_reads_it() -> None:
         compiled(batch())
 
 
+def test_what_shares_memory_and_is_frozen_does_not_stand_in_the_way_of_updates() -> None:
+    eager, ours = same_data(), same_data()
+    for model in (eager, ours):
+        for i in TWO:
+            model.get_submodule(str(i)).requires_grad_(False)
+    theirs, optimizer = ADAMW(eager.parameters()), ADAMW(ours.parameters())
+    loss(eager(batch())).backward()
+    theirs.step()
+    streamed(ours, 1 << 30, optimizer=optimizer, fuse_update=True)(batch()).backward()
+    optimizer.step()
+    expected, found = eager.state_dict(), ours.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_only_bytes_in_common_are_shared() -> None:
     flat = torch.zeros(10)
     named = {"a": flat[:4], "b": flat[4:8], "c": flat[7:], "d": flat[:0]}

@@ -48,3 +48,47 @@ def test_what_the_system_handles_stays_with_it() -> None:
             signal.raise_signal(signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_who_only_takes_note_of_a_signal_hears_of_it_after_an_error_too() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with pytest.raises(OSError, match="disk"), Interrupts():
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError("the disk is full")
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_between_leaves_no_other_without_its_handler(
+    name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, plain = signal.Signals[name], signal.signal
+    before = {one: plain(one, stop) for one in (signal.SIGTERM, signal.SIGUSR1)}
+    held = signal.getsignal(signal.SIGINT)
+
+    def between(one: int, handler: Any) -> Any:
+        found = plain(one, handler)
+        if handler is stop if ends else one == signal.SIGINT:
+            monkeypatch.undo()
+            signal.raise_signal(number)
+        return found
+
+    try:
+        with pytest.raises(Stopped):
+            if ends:
+                with Interrupts():
+                    monkeypatch.setattr(signal, "signal", between)
+            else:
+                monkeypatch.setattr(signal, "signal", between)
+                with Interrupts():
+                    pass
+        assert signal.getsignal(signal.SIGINT) is held
+        assert all(signal.getsignal(one) is stop for one in before)
+    finally:
+        for one, handler in before.items():
+            plain(one, handler)
