@@ -4,7 +4,7 @@
         ...                    # Ctrl-C is noted, and so is SIGTERM whose handler raises SystemExit
         interrupts.check()     # and raised here
 
-A second one is raised at once, in case there is no end to the waiting.
+A second one of a kind is raised at once, in case there is no end to the waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Interrupts:
     does nothing."""
 
     def __init__(self) -> None:
-        self.noted: tuple[int, FrameType | None] | None = None
+        self.noted: dict[int, FrameType | None] = {}
         self.plain: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -48,9 +48,12 @@ class Interrupts:
 
     def check(self) -> None:
         """Raise what was noted."""
-        noted, self.noted = self.noted, None
-        if noted is not None:
-            self.plain[noted[0]](*noted)
+        if self.noted:
+            number = next(iter(self.noted))
+            try:
+                self.plain[number](number, self.noted.pop(number))
+            finally:
+                self.check()
 
     def _restore(self, rest: list[tuple[int, Any]]) -> None:
         """Give all signals their handlers back, though one of them is raised meanwhile."""
@@ -63,6 +66,7 @@ class Interrupts:
                 self._restore(rest)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.noted is not None:
-            self.check()
-        self.noted = number, frame
+        if number in self.noted:
+            del self.noted[number]
+            self.plain[number](number, frame)
+        self.noted[number] = frame

@@ -62,6 +62,22 @@ def test_who_only_takes_note_of_a_signal_hears_of_it_after_an_error_too() -> Non
         signal.signal(signal.SIGTERM, before)
 
 
+def test_signals_of_two_kinds_wait_for_each_other() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    plain = signal.signal(signal.SIGINT, stop)
+    reached = []
+    try:
+        with pytest.raises(Stopped), Interrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+            reached.append("the end")
+        assert reached and heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGINT, plain)
+
+
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_between_leaves_no_other_without_its_handler(
