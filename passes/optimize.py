@@ -141,6 +141,7 @@ class _Search:
             and not self.second
             and (self.model.linear.ran_out or self._is_out_of_work)
             and not self._is_as_proven
+            and time.monotonic() < self.until
         ):
             self._again()
         self._polish(ended=True)
@@ -151,7 +152,8 @@ class _Search:
         do not that the program is too large to be searched.  Its bound is only what it aims at."""
         search = _Search(self.program, self.machine, self.until)
         search.second = True
-        search._charge()
+        if not search._charge():
+            return
         search.run()
         if search._found:
             self.polished.append(search._found)
@@ -237,10 +239,11 @@ class _Search:
             near = last or points[0].us <= effort.target
             timed = states[0] if self.program.residents else self._in_time(states[0])
             self._take(timed)
-            if not self.charged and self._waits(states[0], points[0]):
-                self._charge()
+            if not self.charged and self._waits(states[0], points[0]) and self._charge():
                 continue
-            if self._is_near() or states[0].peak <= self.machine.budget or not near or self._mend(states, timed):
+            if self._is_near() or states[0].peak <= self.machine.budget or not near:
+                break
+            if time.monotonic() >= self.until or self._mend(states, timed):
                 break
         self._forget_events()
 
@@ -248,6 +251,8 @@ class _Search:
         """What the points come to, as far as they may be better than the best plan."""
         states: list[State] = []
         for point in points:
+            if states and time.monotonic() >= self.until:
+                break
             if not states or self.best is None or self.step_us + point.us < self.best.forecast.us:
                 states.append(self._carried_out(point))
                 if self._take(states[-1]) and self.state is states[-1]:
@@ -263,7 +268,10 @@ class _Search:
             return state_of(self.program.gaps, self.machine, found)
         visits = {storage: Fate.VISIT if storage in homes else fate for storage, fate in found.items()}
         each = (found, visits) if visits != found else (found,)
-        states = [self._in_time(state_of(self.program.gaps, self.machine, one)) for one in each]
+        states: list[State] = []
+        for one in each:
+            if not states or time.monotonic() < self.until:
+                states.append(self._in_time(state_of(self.program.gaps, self.machine, one)))
         return min(states, key=lambda state: (max(0, state.peak - self.machine.budget), state.forecast.us))
 
     def _is_as(self, point: Solved) -> bool:
@@ -274,13 +282,16 @@ class _Search:
         """Whether a plan that fits takes far longer than its point says."""
         return state.peak <= self.machine.budget and state.forecast.us > (1 + FAR) * (self.step_us + point.us)
 
-    def _charge(self) -> None:
-        """Let re-runs pay for what they fetch, which no proof does."""
+    def _charge(self) -> bool:
+        """Let re-runs pay for what they fetch, which no proof does; whether any fetches something."""
         self.fetches = self.fetches or fetched_again(self.model)
         for row in self.fetches:
             self.model.linear.bound_row(row, 1.0)
         self.events += self.fetches
-        self.charged, self.rows = True, 0
+        self.charged = True
+        if self.fetches:
+            self.rows = 0
+        return bool(self.fetches)
 
     def _relax_again(self) -> bool:
         """Bring the relaxed point up to date with rows written since; whether there is one."""
@@ -294,7 +305,7 @@ class _Search:
 
     def _in_time(self, state: State) -> State:
         """The same with other times for its copies."""
-        plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast)
+        plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast, self.until)
         return replace(state, plan=plan, forecast=forecast)
 
     def _mend(self, states: list[State], timed: State) -> bool:
@@ -325,7 +336,7 @@ class _Search:
     def _polish(self, ended: bool = False) -> None:
         """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing.  The
         search goes on from its own points: what it mends is not what is polished."""
-        if not self.machine.out or self._is_near():
+        if not self.machine.out or self._is_near() or time.monotonic() >= self.until:
             return
         starts = self._begin_with if self.best else self._at_home
         if ended and self._found and not self._is_as_proven:

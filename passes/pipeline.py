@@ -136,7 +136,7 @@ def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal
     found = TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
     if isinstance(found, Proposal):  # a search times its copies itself
         return found
-    return Proposal(in_time(Gaps(trace), machine, found, predict(apply(trace, found), machine))[0])
+    return Proposal(in_time(Gaps(trace), machine, found, predict(apply(trace, found), machine), until)[0])
 
 
 def _better(best: Choice, proposal: Proposal, machine: Machine) -> Choice:

@@ -12,6 +12,8 @@ what lives far some stays from one visit to the next (`staying`).
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,30 +33,40 @@ RELOAD, FREE = "memgraph.reload.default", "memgraph.free.default"
 SPARED = 8  # of the budget that part, which what stays leaves to what is under way, or takes as well
 
 
-def in_time(gaps: Gaps, machine: Machine, plan: Plan, forecast: Forecast) -> tuple[Plan, Forecast]:
+def in_time(
+    gaps: Gaps, machine: Machine, plan: Plan, forecast: Forecast, until: float = math.inf
+) -> tuple[Plan, Forecast]:
     """The plan, whose forecast is given, with other times for its copies, if the step is faster then or nearer to the
-    budget; and its forecast."""
+    budget; and its forecast.  From `until` on, as `time.monotonic` has it, no second way is tried."""
     if not any(isinstance(decision, Offload | Reload) for decision in plan):
         return plan, forecast
 
     def rank(found: tuple[Plan, Forecast]) -> tuple[int, float]:
         return max(0, found[1].peak - machine.budget), found[1].us
 
-    return min([(plan, forecast), *_timed(gaps, machine, plan)], key=rank)
+    best = plan, forecast
+    for found in _timed(gaps, machine, plan):
+        best = min(best, found, key=rank)
+        if time.monotonic() >= until:
+            break
+    return best
 
 
 def _timed(gaps: Gaps, machine: Machine, plan: Plan) -> Iterator[tuple[Plan, Forecast]]:
-    """With all fetches that it says, and with those alone for which there is no room to stay."""
+    """With those fetches alone for which there is no room to stay, and with all that it says, which mostly is worse."""
     late = _late(plan)
     held = predict(apply(gaps.trace, late), machine)
     seen = set[Plan]()
-    for spared in (machine.budget, machine.budget // SPARED, 0):
+    for spared in (machine.budget // SPARED, 0, machine.budget):
         fewer = staying(late, held, machine.budget - spared)
         if fewer not in seen:
             seen.add(fewer)
             least = held if fewer == late else predict(apply(gaps.trace, fewer), machine)
             timed = _Walk(gaps, machine, fewer, least).run()
             yield timed, predict(apply(gaps.trace, timed), machine)
+    # What is cast behind one op may have no room beside what leaves behind it: the walk looks at ops.  So a budget that
+    # is named because a plan was found for it is one for which a plan is found.
+    yield late, held
 
 
 def _late(plan: Plan) -> Plan:

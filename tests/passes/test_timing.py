@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Plan, apply, check, parse, predict
+from passes import Machine, Plan, Trace, apply, check, parse, predict, timing
+from passes.forecast import Forecast
 from passes.gaps import Gaps
+from passes.linear import INFINITY
 from passes.schedule import Fate, schedule
 from passes.timing import in_time
 from tests.passes.layered import backward, forward
+from tests.strategies import LINKS, legal_fates, machines, traces
 
 BACKWARD = "\n".join(backward("u", "v", "w"))
 STEP = parse(f"""
@@ -84,3 +88,33 @@ def test_copies_that_are_timed_fit_wherever_copies_that_wait_do(budget: int, rat
     check(after.trace)
     assert after.peak <= max(budget, late.peak)
     assert after.us <= before.us or before.peak > budget
+
+
+def test_without_time_copies_are_timed_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = list[Trace]()
+
+    def predicted(trace: Trace, machine: Machine) -> Forecast:
+        simulated.append(trace)
+        return predict(trace, machine)
+
+    monkeypatch.setattr(timing, "predict", predicted)
+    machine = replace(MACHINE, budget=1000)
+    plan = schedule(GAPS, FATES, machine)
+    forecast, count = predict(apply(STEP, plan), machine), list[int]()
+    for until in (-1.0, INFINITY):
+        simulated.clear()
+        in_time(GAPS, machine, plan, forecast, until)
+        count.append(len(simulated))
+    assert count == [3, 6]
+
+
+@given(traces(max_forward=10), machines(LINKS[1:], ("bf16",)), st.floats(0.0, 1.0), st.data())
+def test_the_bytes_with_which_a_plan_was_found_are_enough(
+    trace: Trace, machine: Machine, share: float, data: st.DataObject
+) -> None:
+    gaps = Gaps(trace)
+    plan = schedule(gaps, data.draw(legal_fates(gaps, machine.wire)), machine)
+    forecast = predict(apply(trace, plan), machine)
+    machine = replace(machine, budget=int(forecast.peak * share))
+    found = replace(machine, budget=in_time(gaps, machine, plan, forecast)[1].peak)
+    assert in_time(gaps, found, plan, forecast)[1].peak <= found.budget

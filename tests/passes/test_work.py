@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Plan, Proposal, Trace, make_plan, optimize, pipeline
+from passes import Machine, Plan, Proposal, Trace, make_plan, optimize, pipeline, residents
 from passes.gaps import Gaps
 from passes.greedy import descend_at_home
 from passes.linear import INFINITY, Effort, Solved
@@ -17,6 +17,7 @@ from passes.program import Program
 from tests.oracle.network import layers
 from tests.passes.test_optimize import between
 from tests.passes.test_pipeline import FLOOR, STEP
+from tests.passes.test_residents import CHAIN
 
 LINKED = Machine(FLOOR, "cuda", "host", 1e3, 1e3)
 
@@ -77,3 +78,12 @@ def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> 
     found = optimize_at_home(trace, linked)
     assert found.bound_us == found.any_us == 0.0
     assert found.home_us == optimize.optimize(trace, alone).any_us > 0.0
+
+
+def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    machine = Machine(4000, out=20.0, back=20.0, homes=True, only_states=True, window=500)
+    search = optimize._Search(Program(Gaps(CHAIN), machine), machine, INFINITY)
+    monkeypatch.setattr(optimize._Search, "run", lambda search: pytest.fail("searched again"))
+    search._again()
+    assert search.program.residents and not search._charge() and not search.events and search.charged
