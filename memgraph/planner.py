@@ -95,10 +95,10 @@ class Planner:
         optimizer = self.wishes.optimizer
         if optimizer is None:
             return ()
-        groups = [group["params"] for group in optimizer.param_groups]
-        frozen = self.sharded.awaited.frozen if self.sharded is not None else ()
-        kept = tuple(id(p) for group in groups for p in group if not p.requires_grad and p in optimizer.state)
-        return (*(tuple(map(id, group)) for group in groups), frozen, kept)
+        found = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+        if self.sharded is not None:
+            return *found, self.sharded.awaited.frozen, self.sharded.updates.rested
+        return *found, tuple(id(p) for p in optimizer.state if isinstance(p, Tensor) and not p.requires_grad)
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}

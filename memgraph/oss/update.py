@@ -119,8 +119,8 @@ def _windows_nbytes(oss: OSS, laid: Laid) -> int:
 def _own_group(oss: OSS, laid: Laid) -> tuple[Group, object]:
     """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
     alike."""
-    first = laid.bucket.items[0]
-    views = [view for _, view in laid.own if oss.pieces.parameters[first].requires_grad or view in oss.inner.state]
+    first, parameters = laid.bucket.items[0], oss.pieces.parameters
+    views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
     key = oss.optim, repr(group), tuple((view.shape, view.dtype, view.device) for view in views)
     return group | {"params": list(map(_trained, views))}, key
@@ -149,12 +149,19 @@ def _averaging_nbytes(oss: OSS, laid: Laid) -> int:
     """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
     others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if oss.are_same:
-        return 0
+        return _zeros_nbytes(oss, laid)
     if oss.neighbours is not None:
         return (2 + _several(laid)) * part
     if not _on_cpu(oss):
         return (others + 2) * part + _copied(oss) * (others + 1) * part
     return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
+
+
+def _zeros_nbytes(oss: OSS, laid: Laid) -> int:
+    """What stands for the gradients of own pieces that are frozen, in a bucket with others that are not."""
+    items = laid.bucket.items
+    frozen = [item for item in items if not oss.pieces.parameters[item].requires_grad]
+    return sum(view.nbytes for piece, view in laid.own if piece.item in frozen) if len(frozen) < len(items) else 0
 
 
 def gathered_nbytes(oss: OSS, laid: Laid) -> int:

@@ -45,15 +45,23 @@ class Updates:
         self.is_left = False  # parameters of some rank are beyond what their way allows
         self.failed: Exception | None = None  # what the caller's optimizer has raised here
         self.has_failed = False  # whether it has, on this rank or another
+        self.reached: set[int] = set()  # the parameters (by place) that may have states, on this rank or another
 
     @property
     def is_half_done(self) -> bool:
         """Whether a disk has ended a step half way, and no earlier state was loaded since."""
         return self.interrupted is not None and self.interrupted.way() != ANEW
 
+    @property
+    def rested(self) -> tuple[int, ...]:
+        """The parameters (by place) that are frozen now and may have states: the same ones on all ranks."""
+        parameters = self.optimizer.pieces.parameters
+        return tuple(place for place in sorted(self.reached) if not parameters[place].requires_grad)
+
     def loaded(self) -> None:
         """The optimizer has an earlier state."""
         self.is_torn = False
+        self.reached.update(range(len(self.optimizer.pieces.parameters)))
         self.optimizer.far.forget()
         if self.interrupted is not None:
             self.interrupted.is_loaded = True
@@ -90,6 +98,7 @@ class Updates:
         Raises:
             SpillError: the disk of some rank failed; on all ranks.
         """
+        self.reached.update(place for place, kind in enumerate(kinds) if kind)
         self._run(Begun(list(kinds), kwargs, loss))
 
     def _run(self, begun: Begun) -> None:

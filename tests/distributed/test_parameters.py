@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,3 +270,30 @@ def _exchanged(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
 def test_every_way_between_ranks_gives_the_same(way: str) -> None:
     on_ranks(2, _exchanged, way)
+
+
+def _rested(rank: int) -> list[tuple[Any, int, int]]:
+    """For each phase what was measured, the forecast, and the bytes of this rank's states."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = memgraph.OSS(module.parameters(), optim.AdamW, lr=1e-3)
+    compiled, x, found = memgraph.compile(module, "100MB", optimizer=optimizer), torch.randn(32, 256), []
+    for trained in (False, True, False):  # in buckets that they share with what is trained throughout
+        for parameter in module[0].parameters():
+            parameter.requires_grad_(trained)
+        for _ in range(2):
+            compiled(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.inner.state.values() for value in state.values()]
+        found.append((compiled.plan.measured, compiled.plan.peak, sum(value.nbytes for value in states)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_counts_the_states_of_what_was_trained_and_is_frozen_again(ranks: int) -> None:
+    for phases in on_ranks(ranks, _rested):
+        assert all(measured <= forecast for measured, forecast, _ in phases)
+        (_, first, few), (_, _, all_of_them), (_, again, kept) = phases
+        assert few < all_of_them == kept
+        assert again >= first + kept - few
