@@ -79,12 +79,12 @@ class Windowed:
         try:
             update.run()
         except SpillError as error:
-            done = f"{update.finished} of {len(update.windows)} windows of this update are done"
-            advice = "call step() again, which does the others, or load an earlier state into model and optimizer"
-            raise SpillError(f"{error}; {done}: {advice}") from error
-        except Exception:
-            if not update.begun:  # the optimizer itself refuses what it was given
+            raise SpillError(f"{error}; {_left(update)}") from error
+        except BaseException as error:
+            if isinstance(error, Exception) and not update.begun:  # the optimizer itself refuses what it was given
                 self.pending = None
+            else:  # Ctrl-C
+                error.add_note(_left(update))
             raise
         finally:
             if update.done:
@@ -109,3 +109,11 @@ class Windowed:
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
         held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
         return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def _left(update: Update) -> str:
+    """What an update that has ended early still has to do, and how."""
+    if update.done:
+        return "this update is done"
+    done = f"{update.finished} of {len(update.windows)} windows of this update are done"
+    return f"{done}: call step() again, which does the others, or load an earlier state into model and optimizer"

@@ -27,11 +27,10 @@ from .machine import Machine
 from .obstacle import obstacle
 from .optimize import optimize, optimize_at_home, optimize_uncast
 from .slicing import sliced
-from .timing import in_time
+from .timing import copies, in_time
 from .trace import Trace
 
-Pass = Callable[[Trace, Machine], Plan | Proposal]
-Timed = Callable[[Trace, Machine, float], Plan | Proposal]
+Pass = Callable[[Trace, Machine, float], Plan | Proposal]  # which ends at that time, as `time.monotonic` has it
 Log = Callable[[str], None]
 
 # Without casts plans are easier to find; without the far tier even more so, and its staging is spared.  Where once does
@@ -47,17 +46,6 @@ PASSES: tuple[Pass, ...] = (
     descend,
     descend_at_home,
 )
-# The passes that are told when to end.
-TIMED: dict[Pass, Timed] = {
-    optimize: optimize,
-    optimize_uncast: optimize_uncast,
-    optimize_at_home: optimize_at_home,
-    cut_backward: cut_backward,
-    anneal: anneal,
-    rerun_slices: rerun_slices,
-    descend: descend,
-    descend_at_home: descend_at_home,
-}
 SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
 # Those that plan without the far tier only.
 AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
@@ -133,9 +121,11 @@ def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
 
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal:
-    found = TIMED[find](trace, machine, until) if find in TIMED else find(trace, machine)
+    found = find(trace, machine, until)
     if isinstance(found, Proposal):  # a search times its copies itself
         return found
+    if not copies(found):
+        return Proposal(found)
     return Proposal(in_time(Gaps(trace), machine, found, predict(apply(trace, found), machine), until)[0])
 
 

@@ -38,7 +38,7 @@ def in_time(
 ) -> tuple[Plan, Forecast]:
     """The plan, whose forecast is given, with other times for its copies, if the step is faster then or nearer to the
     budget; and its forecast.  From `until` on, as `time.monotonic` has it, no second way is tried."""
-    if not any(isinstance(decision, Offload | Reload) for decision in plan):
+    if not copies(plan):
         return plan, forecast
 
     def rank(found: tuple[Plan, Forecast]) -> tuple[int, float]:
@@ -50,6 +50,11 @@ def in_time(
         if time.monotonic() >= until:
             break
     return best
+
+
+def copies(plan: Plan) -> bool:
+    """Whether there is a copy whose time could be another."""
+    return any(isinstance(decision, Offload | Reload) for decision in plan)
 
 
 def _timed(gaps: Gaps, machine: Machine, plan: Plan) -> Iterator[tuple[Plan, Forecast]]:

@@ -113,11 +113,13 @@ def test_an_update_goes_on_after_ctrl_c(tmp_path: Path, first: bool) -> None:
         one.gradients()
         with pytest.MonkeyPatch.context() as patch:
             Faulty(patch, at, False, lambda: os.kill(os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as caught:
                 one.optimizer.step()
                 while True:  # the signal is delivered when it is
                     pass
         assert one.windowed is not None
+        notes = " ".join(getattr(caught.value, "__notes__", ()))
+        assert ("windows of this update are done: call step() again" in notes) == (one.windowed.pending is not None)
         if one.windowed.pending:
             went_on += 1
             one.optimizer.step()

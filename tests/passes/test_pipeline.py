@@ -101,11 +101,11 @@ Give budget=10, or a smaller batch (the same batch in several parts, whose gradi
     )
 
 
-def keep_all(trace: Trace, machine: Machine) -> Plan:
+def keep_all(trace: Trace, machine: Machine, until: float) -> Plan:
     return ()
 
 
-def make_a_again(trace: Trace, machine: Machine) -> Plan:
+def make_a_again(trace: Trace, machine: Machine, until: float) -> Plan:
     return (Recompute("a", before="q"),)
 
 
@@ -131,7 +131,7 @@ def test_the_lowest_of_all_plans_is_what_an_error_names() -> None:
 
 
 def test_a_pass_that_breaks_the_step_is_found_out() -> None:
-    def break_it(trace: Trace, machine: Machine) -> Plan:
+    def break_it(trace: Trace, machine: Machine, until: float) -> Plan:
         return (Recompute("o", before="r"),)
 
     once = parse(str(STEP).replace("workspace 700", "workspace 700 | once"))

@@ -57,10 +57,10 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(
 ) -> None:
     was = list[str]()
 
-    def first(trace: Trace, machine: Machine) -> Proposal:
+    def first(trace: Trace, machine: Machine, until: float) -> Proposal:
         return Proposal(descend_at_home(trace, machine), home_us=home_us)
 
-    def at_home(trace: Trace, machine: Machine) -> Plan:
+    def at_home(trace: Trace, machine: Machine, until: float) -> Plan:
         was.append("asked")
         return ()
 
