@@ -111,7 +111,7 @@ def _rank(found: Path, rounds: int, width: int, layers: int, compiled: bool) -> 
 
 def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
     """Each with the module that it trains."""
-    given = {"lr": 1e-5, "fused": fused or None}
+    given: dict[str, Any] = {"lr": 1e-5, "fused": fused or None}
     shared = list(wrapped.parameters())
     return {
         PLAIN: (wrapped, optim.Adam(shared, **given)),
@@ -124,7 +124,7 @@ def _optimizers(alone: nn.Module, wrapped: nn.Module, fused: bool) -> dict[str, 
 
 def _compiled(modules: Iterable[nn.Module], fused: bool) -> dict[str, tuple[nn.Module, optim.Optimizer]]:
     """The same of modules that memgraph runs, with room for everything."""
-    found = {}
+    found: dict[str, tuple[nn.Module, optim.Optimizer]] = {}
     for module, gather in zip(modules, ("step", "forward"), strict=False):
         optimizer = memgraph.OSS(module.parameters(), optim.Adam, gather=gather, lr=1e-5, fused=fused or None)
         found[f"OSS, compiled, gather={gather}"] = memgraph.compile(module, optimizer=optimizer), optimizer

@@ -41,7 +41,10 @@ def _compare(case: Case, rounds: int, table: Table) -> list[float]:
     plain, batch = fresh(case)
     model, _ = fresh(case)
     ours = memgraph.compile(model, "20GB", loss=case.loss)
-    runs = [lambda: _us(plain, lambda: case.loss(batch.of(plain))), lambda: _us(model, lambda: batch.of(ours))]
+    runs: list[Callable[[], float]] = [
+        lambda: _us(plain, lambda: case.loss(batch.of(plain))),
+        lambda: _us(model, lambda: batch.of(ours)),
+    ]
     for run in runs * 2:
         run()
     pairs = []
