@@ -11,7 +11,7 @@ Who copies is `workers.py`; here is who waits for whom.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .dense import is_dense
 from .spill import SpillError, pages
-from .workers import CHUNK, WORKERS, Latch, submit
+from .workers import CHUNK, WORKERS, Latch, read, submit, write
 
 Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
@@ -40,6 +40,7 @@ class Part(Latch):
             raise self.error
 
 
+Moved = dict[Move, list[Part]]  # what was begun of copies, by whether it is written or read
 Guard = Callable[[Part], object]  # is called before bytes move, and may raise what is against it
 
 
@@ -92,21 +93,23 @@ def settle(*copies: Split | None) -> None:
         part.wait()
 
 
-def speeds(*groups: Iterable[Part]) -> tuple[float, ...]:
-    """Bytes per microsecond of each group of parts, while any of it moved; 0.0 if none has ended.
+def rates(*moved: Moved) -> tuple[float, float]:
+    """Bytes per microsecond written and read, while such parts moved; 0.0 if none has ended.
 
-    Where parts of several groups moved, each part has an equal share of that time.
+    Where both moved, each part has an equal share of that time.
     """
-    parts = [(part, i) for i, group in enumerate(groups) for part in group if part.ended]
-    moments = [(part.begin, 1, i) for part, i in parts] + [(part.ended, -1, i) for part, i in parts]
-    busy, moving, before = [0.0] * len(groups), [0] * len(groups), 0.0
-    for at, change, i in sorted(moments):
-        shares = [count / max(1, sum(moving)) for count in moving]
-        busy = [seconds + share * (at - before) for seconds, share in zip(busy, shares, strict=True)]
-        moving[i] += change
+    ways = [[part for each in moved for part in each.get(move, ()) if part.ended] for move in (write, read)]
+    moments = [(part.begin, 1, way) for way, parts in enumerate(ways) for part in parts]
+    moments += [(part.ended, -1, way) for way, parts in enumerate(ways) for part in parts]
+    busy, moving, before = [0.0, 0.0], [0, 0], 0.0
+    for at, change, way in sorted(moments):
+        for each in (0, 1):
+            busy[each] += moving[each] / max(1, sum(moving)) * (at - before)
+        moving[way] += change
         before = at
-    moved = [sum(part.nbytes for part, i in parts if i == group) for group in range(len(groups))]
-    return tuple(nbytes / seconds / 1e6 if seconds else 0.0 for nbytes, seconds in zip(moved, busy, strict=True))
+    sums = (sum(part.nbytes for part in parts) for parts in ways)
+    out, back = (nbytes / seconds / 1e6 if seconds else 0.0 for nbytes, seconds in zip(sums, busy, strict=True))
+    return out, back
 
 
 def address_of(tensor: Tensor, nbytes: int) -> int:

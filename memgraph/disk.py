@@ -23,7 +23,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from .copies import Copy, Move, Part, settle, speeds
+from .copies import Copy, Move, Moved, Part, settle
 from .homes import FileMapping, Place
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
@@ -95,7 +95,7 @@ class DiskLease:
         self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.begun: dict[Move, list[Part]] = {write: [], read: []}  # what the workers have taken up
+        self.moved: Moved = {write: [], read: []}  # what the workers have taken up
         self.dropped = False
 
     def bind(self, homes: Mapping[int, Place]) -> None:
@@ -125,18 +125,13 @@ class DiskLease:
         self._refuse_inherited()
         copy_of(slot, self.back, "reloaded").end()
 
-    def speeds(self) -> tuple[float, float]:
-        """Bytes per microsecond out and back, while such copies ran; 0.0 where none has ended."""
-        out, back = speeds(self.begun[write], self.begun[read])
-        return out, back
-
     def release(self) -> None:
         """Drop the copies that have not begun, wait for those that have, and give the room back."""
         self.dropped = True
         # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
         if not isinstance(threading.current_thread(), Worker):
             # No thread of a parent's is here to end a copy.
-            for part in chain(*self.begun.values()) if self.process == os.getpid() else ():
+            for part in chain(*self.moved.values()) if self.process == os.getpid() else ():
                 part.wait()
             self._give_back()
 
@@ -146,7 +141,7 @@ class DiskLease:
 
     def _give_back(self) -> None:
         self.out, self.back = {}, {}
-        self.begun = {write: [], read: []}
+        self.moved = {write: [], read: []}
         room, self.room = self.room, None
         if room is not None:
             self.tier.take_back(room, self.process)
@@ -156,7 +151,7 @@ class DiskLease:
     ) -> None:
         copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
         # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
-        copy.begin(partial(self._take_up, self.begun[move]), after)
+        copy.begin(partial(self._take_up, self.moved[move]), after)
 
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""

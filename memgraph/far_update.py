@@ -18,6 +18,7 @@ from torch import Tensor
 
 from passes import Trace
 
+from .copies import Moved
 from .errors import UpdateError
 from .homes import Where
 from .host import Host
@@ -43,6 +44,7 @@ class FarUpdate:
     ) -> None:
         self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
         self.windowed: Windowed | None = None
+        self.relayed: Moved = {}  # the copies of the latest updates in backward
         self.far_states: set[Owner] = set()
         self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
         self.reserved = 0  # bytes of a window there
@@ -59,6 +61,11 @@ class FarUpdate:
     def current(self) -> int:
         """Bytes of a window, for who updates: what was frozen or thawed since the plan changes nothing."""
         return self.window if self.planned is None else self.planned
+
+    @property
+    def moved(self) -> Moved:
+        """The copies of the latest update in windows, or of the latest backward that has updated."""
+        return self.relayed if self.windowed is None else self.windowed.moved
 
     @property
     def can_stream(self) -> bool:
@@ -128,7 +135,9 @@ class FarUpdate:
 
     def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Relay:
         """Updates in windows for gradients that come one after the other, in this order."""
-        return Relay(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
+        relay = Relay(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
+        self.relayed = relay.moved
+        return relay
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
         """The states of these parameters, as far as there are any."""

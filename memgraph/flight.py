@@ -159,8 +159,8 @@ class Flight:
         """What the flight took, if that was measured to the end."""
         if self.clock is None or not self.ended:
             return None
-        out, back = self.lease.speeds() if self.lease is not None else (0.0, 0.0)
-        return Times(self.clock.ops, self.clock.us, out, back)
+        moved = (self.lease.moved,) if self.lease is not None else ()
+        return Times(self.clock.ops, self.clock.us, moved)
 
     def land(self) -> Allocation | None:
         """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""

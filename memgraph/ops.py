@@ -29,12 +29,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .copies import Moved
 from .homes import Place
 from .wire import narrow, widen
 
 
 class Lease(Protocol):
-    """Room in the far tier for one step in flight."""
+    """Room in the far tier for one step in flight, and what has moved there; nothing, if nobody notes its times."""
+
+    moved: Moved
 
     def bind(self, homes: Mapping[int, Place]) -> None:
         """Let slots be where tensors of the state live, in this flight alone."""
@@ -50,10 +53,6 @@ class Lease(Protocol):
 
     def wait(self, slot: int) -> None:
         """What comes now comes behind that copy, so that the tensor may be read."""
-
-    def speeds(self) -> tuple[float, float]:
-        """Bytes per microsecond out and back; 0.0 where nothing is known."""
-        ...
 
     def release(self) -> None:
         """Let what has begun end, and give the room back."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .copies import Moved
 from .dense import shaped
 from .homes import Place
 from .slab import SLABS, Slab, Slabs
@@ -87,6 +88,7 @@ class PinnedLease:
         self.leaving: dict[int, Copying] = {}
         self.coming: dict[int, Copying] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
+        self.moved: Moved = {}  # events keep no times
         self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
 
     def bind(self, homes: Mapping[int, Place]) -> None:
@@ -122,10 +124,6 @@ class PinnedLease:
         self.coming = {slot: (done, tensor) for slot, (_, tensor) in self.coming.items()}
         for stream in used:
             self.cuda.current_stream(self.device).wait_stream(stream)
-
-    def speeds(self) -> tuple[float, float]:
-        """Nothing is known of how fast the copies were: their events keep no times."""
-        return 0.0, 0.0
 
     def release(self) -> None:
         """Give the slab back.  The host waits only for what nobody waits for any more, of a step that failed."""

@@ -248,7 +248,7 @@ class Planner:
         choice = step.report.choice
         if step.lowering is not None:
             times = step.lowering.apart(times)
-        trace, machine = as_measured(choice, step.report.machine, times)
+        trace, machine = as_measured(choice, step.report.machine, times.beside(self.update.moved))
         step.report = replace(step.report, repriced_us=predict(apply(trace, choice.plan), machine).us)
         if not choice.plan or self.wishes.plans:  # a plan that was given is kept
             return step

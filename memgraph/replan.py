@@ -38,7 +38,7 @@ def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) ->
 def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, Machine]:
     """The step as it was captured, with the price of each op in it, and the machine with the links as they were."""
     ran = choice.forecast.trace
-    out, back = times.out or machine.out, times.back or machine.back
+    out, back = (found or known for found, known in zip(times.rates, (machine.out, machine.back), strict=True))
     narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
     # Its ops took what they did beside the copies.
     machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)

@@ -13,28 +13,38 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .copies import Moved, rates
+
 LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What a flight took, in microseconds: each op by its name, and all of it; and bytes per microsecond on the links,
-    0.0 where nothing was copied."""
+    """What a flight took, in microseconds: each op by its name, and all of it; and the copies that were begun."""
 
     ops: dict[str, float]
     us: float
-    out: float = 0.0
-    back: float = 0.0
+    moved: tuple[Moved, ...] = ()
+
+    @cached_property
+    def rates(self) -> tuple[float, float]:
+        """Bytes per microsecond on the links out and back, 0.0 where nothing was copied."""
+        return rates(*self.moved)
 
     def without(self, waited: Mapping[str, float]) -> Times:
         """The same but for what ops have waited for the far tier, in microseconds."""
         return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
+
+    def beside(self, moved: Moved) -> Times:
+        """The same with other copies of the step, as those of its update."""
+        return replace(self, moved=(*self.moved, moved))
 
 
 class Clock:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from .copies import Moved
 from .homes import Where, place_of
 from .pointwise import by_elements, in_place_of_step, refuse, unhooked
 from .spill import SpillError
@@ -33,6 +34,7 @@ class Windowed:
         self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
         self.optimizer = optimizer
         self.pending: Update | None = None
+        self.moved: Moved = {}  # the copies of the latest update
         self.plain = optimizer.step
         optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
 
@@ -62,6 +64,7 @@ class Windowed:
             refuse(optimizer)  # again, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
                 self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
+                self.moved = self.pending.moved
                 self._run(self.pending)
         else:
             unhooked(type(optimizer))(optimizer)

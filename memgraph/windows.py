@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .copies import settle
+from .copies import Copy, Move, Moved, settle
 from .cuts import Cut, Write, commit, in_room, range_of, state_of, view
 from .homes import Where
 from .host import Host
@@ -37,6 +37,7 @@ from .pieces import Window, aligned, cut
 from .stepper import Stepper
 from .strands import GRADIENT, PARAMETER, Whose, make_places, nobody, subjects_of
 from .versions import version_of
+from .workers import read, write
 
 __all__ = ["Update", "view"]
 
@@ -95,6 +96,7 @@ class Update:
         self.host_step = HostStep(optimizer, where, most) if there and isinstance(where, Host) else None
         self.computed = self.finished = 0  # windows
         self.waited = 0.0  # seconds for the far tier
+        self.moved: Moved = {write: [], read: []}
         self.filled: dict[int, Filled] = {}
         self.drained: dict[int, Drained] = {}
         self.seen = self._marks()
@@ -177,7 +179,8 @@ class Update:
                 else:
                     tensors[name] = view(strand, piece)
                 if place := strand.source(piece.whole):
-                    filled.copies.append(fetch(range_of(place, piece, strand.tensor.dtype), tensors[name], after))
+                    copy = fetch(range_of(place, piece, strand.tensor.dtype), tensors[name], after)
+                    filled.copies.append(self._noted(read, copy))
             filled.cuts.append(Cut(subject, piece, tensors, state_of(subject, piece, tensors)))
         return filled
 
@@ -200,7 +203,12 @@ class Update:
             written = version_of(one.tensors[GRADIENT]) > version or bool(self.stepper.scaling)
             writes += one.changed(written) + one.made(state or {})
             one.state.clear()  # its numbers are the subject's now
-        self.drained[at] = Drained(filled.cuts, writes, [store(*write) for write in writes])
+        self.drained[at] = Drained(filled.cuts, writes, [self._noted(write, store(*each)) for each in writes])
+
+    def _noted(self, move: Move, copy: Copying) -> Copying:
+        if isinstance(copy, Copy):  # what a stream copies keeps no times
+            self.moved[move] += copy.parts
+        return copy
 
     def _finish(self, at: int) -> None:
         drained = self.drained[at]

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph import costs, planner, probe, workers
+from memgraph.copies import rates
 from memgraph.device import return_freed_memory
 from memgraph.disk import DiskTier
 from memgraph.links import Link
@@ -26,6 +27,7 @@ from memgraph.step import Step
 from memgraph.times import Clock, Times
 from memgraph.toll import Toll
 from passes import BudgetError, Choice, Machine, Op, Recompute, Trace
+from passes.forecast import update_nbytes
 from passes.pipeline import make_plan
 
 TRUE = {"aten.gelu.default": 10.0, "aten.addmm.default": 1000.0, "aten.mm.default": 1000.0}
@@ -249,14 +251,40 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
 
 def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     lease = DiskTier([1 << 20] * 2, tmp_path).lease()
-    assert lease.speeds() == (0.0, 0.0)
+    assert rates(lease.moved) == (0.0, 0.0)
     sent = torch.ones(1 << 20, dtype=torch.uint8)
     lease.offload(0, sent)
     lease.free(0)
-    out, back = lease.speeds()
+    out, back = rates(lease.moved)
     assert out > 0
     assert back == 0.0
     lease.release()
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_copies_of_the_update_tell_of_the_links_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuse: bool
+) -> None:
+    seen: list[tuple[Times, int]] = []
+
+    def note(choice: Choice, machine: Machine, times: Times) -> Any:
+        moved = sum(part.nbytes for parts in times.moved[-1].values() for part in parts)
+        seen.append((times, moved))
+        return as_measured(choice, machine, times)
+
+    monkeypatch.setattr(planner, "as_measured", note)
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    states = 2 * sum(parameter.nbytes for parameter in module.parameters())
+    adam = torch.optim.Adam(module.parameters())
+    called = memgraph.compile(module, states, optimizer=adam, loss=loss, spill_dir=tmp_path, fuse_update=fuse)
+    for _ in range(4):
+        called(torch.ones(4, 256)).backward()
+        adam.step()
+        adam.zero_grad()
+    ((times, moved),) = seen
+    trace = called.plan.forecast.trace
+    far = sum(sum(update_nbytes(trace, op)) for op in trace.ops if op.phase == "update")
+    assert moved >= far > 0 and min(times.rates) > 0
 
 
 def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +302,7 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
     monkeypatch.setattr(workers, "transfer", plain)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    _, back = lease.speeds()
+    _, back = rates(lease.moved)
     lease.release()
     assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 
