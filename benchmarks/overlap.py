@@ -13,11 +13,12 @@ depends less on what else the machine does.
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.clock import middle
+from benchmarks.records import write
 from benchmarks.state import Training, compiled, parameters
 from memgraph import workers
 from passes import Forecast, Machine
@@ -57,6 +59,7 @@ def overlap(
     disk: Annotated[float, typer.Option(help="MB/s of the disk at most; 0: as it is")] = 0.0,
 ) -> None:
     """Print the step as forecast beside what compute and the disk take alone, and beside the step as measured."""
+    rows = list[Row]()
     held = f", the disk held to {disk:g} MB/s" if disk else ""
     table = Table(*COLUMNS, title=f"{layers} layers of width {width}, Adam{held}; a step and its queues", box=None)
     with held_to(disk):
@@ -66,7 +69,9 @@ def overlap(
                 run = Training(compiled(budget, fuse), layers, width)
                 for _ in range(steps):
                     run.step()
-                table.add_row(*_cells(run, fuse))
+                rows.append(row := _row(run, fuse))
+                table.add_row(*_cells(row))
+    write("state", f"overlap, {layers} layers of width {width}{held}", [asdict(row) for row in rows])
     Console(width=170).print(table)
     print(f"goals: {GOAL} of the longer, forecast within {GOAL_FORECAST:.0%} of the step")
 
@@ -99,18 +104,39 @@ def _slowed(transfer: Callable[..., None], rate: float) -> Callable[..., None]:
     return slow
 
 
-def _cells(run: Training, fuse: bool) -> list[str]:
+@dataclass(frozen=True)
+class Row:
+    """What was found at one budget: the microseconds of the step as forecast, and the seconds of each as it was."""
+
+    fused: bool
+    budget: int
+    forecast_us: float
+    alone: Alone
+    gap: float
+    predicted_us: float
+    repriced_us: float | None
+    steps: list[float]
+
+
+def _row(run: Training, fuse: bool) -> Row:
     report = run.report
-    forecast, alone = report.choice.forecast, queues(report.choice.forecast, report.machine)
-    low, median, high = middle(report.predicted_us / 1e6 / taken for taken in run.settled)
-    repriced = f"{report.repriced_us / 1e6 / run.usual:.2f}" if report.repriced_us else ""
+    forecast, gap = report.choice.forecast, report.choice.gap
+    alone = queues(forecast, report.machine)
+    return Row(
+        fuse, report.budget, forecast.us, alone, gap, report.predicted_us, report.repriced_us, run.settled
+    )  # fmt: skip
+
+
+def _cells(row: Row) -> list[str]:
+    step = statistics.median(row.steps)
+    low, median, high = middle(row.predicted_us / 1e6 / taken for taken in row.steps)
     return [
-        "in backward" if fuse else "at the end",
-        f"{report.budget / 1e6:.1f}",
-        *(f"{us / 1e6:.2f}" for us in (forecast.us, alone.compute, alone.transfer)),
-        f"{forecast.us / alone.longer:.2f}",
-        *(f"{100 * report.choice.gap:.1f}", f"{run.usual:.2f}", f"{median:.2f}", f"{low:.2f}-{high:.2f}"),
-        repriced,
+        "in backward" if row.fused else "at the end",
+        f"{row.budget / 1e6:.1f}",
+        *(f"{us / 1e6:.2f}" for us in (row.forecast_us, row.alone.compute, row.alone.transfer)),
+        f"{row.forecast_us / row.alone.longer:.2f}",
+        *(f"{100 * row.gap:.1f}", f"{step:.2f}", f"{median:.2f}", f"{low:.2f}-{high:.2f}"),
+        f"{row.repriced_us / 1e6 / step:.2f}" if row.repriced_us else "",
     ]
 
 

@@ -14,6 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 import memgraph
 from benchmarks.clock import in_turn, middle
+from benchmarks.records import write
 from passes import Stream
 
 VOCABULARY, BATCH, TOKENS, HEADS, DROPOUT = 10_000, 8, 32, 32, 0.1
@@ -109,32 +111,57 @@ def main(
     """Print one table; exit with 1 if a loss differs or a budget is broken."""
     if context.invoked_subcommand:
         return
-    count = parameters(layers, width)
+    count, rows = parameters(layers, width), list[Row]()
     title = f"{count / 1e6:.1f}M parameters, Adam, {BATCH} x {TOKENS} tokens, {steps} steps, torch {torch.__version__}"
     table = Table(*COLUMNS, title=f"{title}, {torch.get_num_threads()} threads", box=None)
-    broken = False
     for share in per or PER:
         plain, ours = (Training(wrap, layers, width) for wrap in (_unchanged, compiled(int(share * count))))
         in_turn({"plain": plain.step, "ours": ours.step}, steps, warm=0)
-        kept = ours.report.measured <= ours.report.peak <= ours.report.budget
-        broken |= not kept or ours.losses != plain.losses
-        table.add_row(f"{share:g}", *_cells(ours, plain, count, kept))
+        rows.append(row := _row(ours, plain, count))
+        table.add_row(f"{share:g}", *_cells(row))
+        write("state", f"{layers} layers of width {width}", [asdict(row) for row in rows])
         Console(stderr=True).print(f"{share:g} bytes a parameter: {ours.usual:.2f} s a step, plain {plain.usual:.2f} s")
         del plain, ours  # before the next are made
     Console(width=170).print(table)
-    raise typer.Exit(broken)
+    raise typer.Exit(not all(row.kept and row.equal for row in rows))
 
 
-def _cells(ours: Training, plain: Training, count: int, kept: bool) -> list[str]:
+@dataclass(frozen=True)
+class Row:
+    """What was found at one budget: bytes, and the seconds of each step in turn."""
+
+    parameters: int
+    budget: int
+    forecast: int
+    measured: int
+    equal: bool  # the losses, all of them
+    predicted_us: float  # a step, the update included
+    streamed: int
+    plain: list[float]
+    ours: list[float]
+
+    @property
+    def kept(self) -> bool:
+        return self.measured <= self.forecast <= self.budget
+
+
+def _row(ours: Training, plain: Training, count: int) -> Row:
     report = ours.report
-    predicted = report.repriced_us or report.predicted_us  # the update included, as in the step
-    low, ratio, high = middle(one / other for one, other in zip(ours.settled, plain.settled, strict=True))
+    streamed = sum(isinstance(decision, Stream) for decision in report.plan)
+    predicted_us = report.repriced_us or report.predicted_us
+    sizes = report.budget, report.peak, report.measured
+    return Row(count, *sizes, ours.losses == plain.losses, predicted_us, streamed, plain.settled, ours.settled)
+
+
+def _cells(row: Row) -> list[str]:
+    low, ratio, high = middle(one / other for one, other in zip(row.ours, row.plain, strict=True))
+    plain, ours = statistics.median(row.plain), statistics.median(row.ours)
     return [
-        *(f"{nbytes / 1e6:.1f}" for nbytes in (report.budget, report.peak, report.measured)),
-        *(f"{report.measured / count:.3f}", str(kept), str(ours.losses == plain.losses)),
-        *(f"{plain.usual:.2f}", f"{ours.usual:.2f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"),
-        f"{predicted / 1e6 / ours.usual:.2f}",
-        str(sum(isinstance(decision, Stream) for decision in report.plan)),
+        *(f"{nbytes / 1e6:.1f}" for nbytes in (row.budget, row.forecast, row.measured)),
+        *(f"{row.measured / row.parameters:.3f}", str(row.kept), str(row.equal)),
+        *(f"{plain:.2f}", f"{ours:.2f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"),
+        f"{row.predicted_us / 1e6 / ours:.2f}",
+        str(row.streamed),
     ]
 
 
