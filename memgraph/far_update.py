@@ -27,7 +27,8 @@ from .pointwise import obstacle_to_windows
 from .relay import Relay
 from .state_parts import Owner, StatePart, is_large
 from .stepping import stepping
-from .update import STATE, states_nbytes
+from .trial import states_nbytes
+from .update import STATE
 from .window_bytes import Far, WindowBytes, window_bytes
 from .windowed import Windowed
 

@@ -17,7 +17,7 @@ import torch
 from .peak import measured, resident_bytes
 from .pointwise import in_place_of_step
 from .step import Step
-from .update import state_tensors
+from .trial import state_tensors
 
 
 class FirstUpdate:

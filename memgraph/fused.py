@@ -24,7 +24,7 @@ from .peak import resident_bytes
 from .pointwise import POINTWISE, is_pointwise, is_unsteady, unhooked
 from .relay import Relay
 from .torn import Torn
-from .update import state_tensors
+from .trial import state_tensors
 
 INSTEAD = "compile without fuse_update for this"
 

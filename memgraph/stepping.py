@@ -22,7 +22,7 @@ from .signature import kernel_modes
 from .state_parts import StatePart
 from .stepper import Stepper
 from .stopwatch import cool, shortest
-from .update import sorted_options
+from .trial import sorted_options
 
 _known: dict[str, float] = {}  # microseconds for an element
 

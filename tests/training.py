@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from memgraph.homes import place_of
 from memgraph.movement import bring_home
-from memgraph.update import state_tensors
+from memgraph.trial import state_tensors
 from memgraph.window_bytes import Far
 from memgraph.windowed import Windowed
 

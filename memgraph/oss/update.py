@@ -3,7 +3,7 @@
     AdamW over 25.3M parameters, 2 ranks  ->  states 101.2 MB, workspace of the update 8.4 MB and that of buckets
     with states that live far             ->  workspace of its windows, and that of buckets
 
-The caller's optimizer is stepped on made-up pieces, as `memgraph/update.py` does with parameters.
+The caller's optimizer is stepped on made-up pieces, as `memgraph/trial.py` does with parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from passes.wire import WORKSPACE
 
 from ..state_parts import StatePart, is_large
 from ..strands import nobody
-from ..update import update_nbytes, with_step
+from ..trial import update_nbytes
+from ..update import with_step
 from ..window_bytes import Far, window_bytes
 from .far_shards import large_nbytes
 from .groups import Group, of_groups, options

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.far_update import FarStates, FarUpdate
 from memgraph.peak import measured, resident_bytes
-from memgraph.update import state_tensors
+from memgraph.trial import state_tensors
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.streamed import OPTIMIZERS, WIDTH, Twins, batch, chain, far, least, loss
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.peak import resident_bytes
-from memgraph.update import state_tensors
+from memgraph.trial import state_tensors
 from tests.streamed import batch, chain, far, loss, streamed, tightest
 
 ROOM = 1 << 30

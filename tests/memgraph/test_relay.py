@@ -20,7 +20,7 @@ from memgraph.movement import bring_home
 from memgraph.peak import measured, resident_bytes
 from memgraph.relay import Relay
 from memgraph.spill import SpillError
-from memgraph.update import state_tensors
+from memgraph.trial import state_tensors
 from memgraph.window_bytes import Far, window_bytes
 from tests.disk import Gate, drain
 from tests.faults import failing

@@ -11,7 +11,7 @@ from torch import nn, optim
 import memgraph
 from memgraph import probe
 from memgraph.peak import measured, resident_bytes
-from memgraph.update import state_tensors, update_nbytes
+from memgraph.trial import state_tensors, update_nbytes
 from tests.updates import OPTIMIZERS, ROOM, batch, net, square, step
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from memgraph.peak import measured, resident_bytes
-from memgraph.update import state_tensors, update_nbytes
+from memgraph.trial import state_tensors, update_nbytes
 from tests.updates import OPTIMIZERS
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
