@@ -10,9 +10,7 @@ the same one twice, is refused before anything has changed.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn, optim
@@ -21,7 +19,7 @@ from .errors import FusedError
 from .far_update import FarUpdate
 from .homes import place_of
 from .peak import resident_bytes
-from .pointwise import POINTWISE, is_pointwise, is_unsteady, unhooked
+from .pointwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, unhooked
 from .relay import Relay
 from .torn import Torn
 from .trial import state_tensors
@@ -43,7 +41,7 @@ class FusedUpdate:
         self.begun = False  # the latest backward was not refused
         self.options: list[dict[str, Any]] | None = None  # as they were in a backward that `step` does not know of
         self.plain = optimizer.step
-        optimizer.step = self._method()  # type: ignore[method-assign]
+        optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def begin(
@@ -187,15 +185,6 @@ class FusedUpdate:
     def _is_far(self, parameter: Tensor) -> bool:
         held = (parameter, *self.optimizer.state.get(parameter, {}).values())
         return parameter in self.far.far_states or any(isinstance(x, Tensor) and place_of(x) for x in held)
-
-    def _method(self) -> Any:
-        """A method, because schedulers take the function out of what they wrap."""
-
-        @functools.wraps(self.plain)
-        def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self.step(*args, **kwargs)
-
-        return MethodType(step, self.optimizer)
 
 
 def _options(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
