@@ -8,7 +8,8 @@ What depends on the model is checked with it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from os import PathLike
 from typing import Any
 
@@ -28,6 +29,7 @@ class Wishes:
     """What the caller asked for; see `memgraph.compile`."""
 
     budget: Budget
+    _: KW_ONLY
     optimizer: torch.optim.Optimizer | None = None
     offload: str | None = "auto"
     spill_dir: str | PathLike[str] | None = None
@@ -45,24 +47,38 @@ class Wishes:
 def wishes(budget: Budget, **given: Any) -> Wishes:
     """What the arguments of `compile`, by their names, mean; errors as there."""
     own = {name: read(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
-    optimizer, limit, folder = own["optimizer"], own["time_limit"], own["spill_dir"]
-    if optimizer is None and own["fuse_update"]:
+    _refuse_mixed(own)
+    if own["spill_dir"] is not None:
+        spill_folder(own["spill_dir"])
+    return Wishes(
+        own["budget"],
+        optimizer=own["optimizer"],
+        offload=own["offload"],
+        spill_dir=own["spill_dir"],
+        plans=_plans(given.get("plan")),
+        seconds=math.inf if own["time_limit"] is None else own["time_limit"],
+        fuse=own["fuse_update"],
+        wire=wire_name(own["wire_dtype"]),
+        lower=own["lower"],
+        strict=own.get("strict", False),
+        hosts=own["host_update"],
+        pinned=pinned_nbytes(own["pinned"]),
+        graphs=own["cuda_graphs"],
+    )
+
+
+def _refuse_mixed(own: Mapping[str, Any]) -> None:
+    """Raise what is wrong with arguments that are right each by itself."""
+    optimizer, fuses, hosts = own["optimizer"], own["fuse_update"], own["host_update"]
+    if optimizer is None and fuses:
         raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
-    if optimizer is None and own["host_update"]:
+    if optimizer is None and hosts:
         raise ValueError("host_update=True wants the optimizer that steps there; give optimizer=")
-    if own["fuse_update"] and own["host_update"]:
+    if fuses and hosts:
         raise ValueError(
             "host_update=True lets the host step once backward has ended, and fuse_update=True updates in backward: "
             "give one of them"
         )
-    if folder is not None:
-        spill_folder(folder)
-    return Wishes(
-        own["budget"], optimizer, own["offload"], folder, _plans(given.get("plan")),
-        seconds=math.inf if limit is None else limit, fuse=own["fuse_update"], wire=wire_name(own["wire_dtype"]),
-        lower=own["lower"], strict=own.get("strict", False), hosts=own["host_update"],
-        pinned=pinned_nbytes(own["pinned"]), graphs=own["cuda_graphs"],
-    )  # fmt: skip
 
 
 def _plans(given: object) -> tuple[SavedPlan, ...]:
