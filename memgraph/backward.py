@@ -95,8 +95,8 @@ class _Backward:
         if flight.meter is not None:
             flight.absent = min(flight.absent, step.absent(self.tensors))
         apart: Mapping[int, Tensor] = {}
-        if step.homes is not None:
-            apart, places = step.homes.before(self.takers, self.roles.adds)
+        if step.home_slots is not None:
+            apart, places = step.home_slots.before(self.takers, self.roles.adds)
             flight.bind(places)
         added = self._there() if self.roles.adds else []
         if self.keep:
@@ -104,9 +104,9 @@ class _Backward:
         try:
             self._begin()
             gradients = self._parted(self._made(added))
-            if step.homes is not None:
+            if step.home_slots is not None:
                 kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
-                gradients = step.homes.after(gradients, kept, apart, flight.sent)
+                gradients = step.home_slots.after(gradients, kept, apart, flight.sent)
         except BaseException as error:
             if self.fused is not None:
                 self.fused.failed(error)

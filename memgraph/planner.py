@@ -43,8 +43,8 @@ from .oss.far_shards import shard_parts
 from .oss.gathering import arrivals, gathering
 from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
+from .oss.step_bytes import far_nbytes, with_sharded_update
 from .oss.together import Together
-from .oss.update import far_nbytes, with_sharded_update
 from .overlap import shared_memory
 from .pages import pages_us
 from .peak import resident_bytes
@@ -59,7 +59,7 @@ from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
 from .signature import has_gradients, is_watched
-from .slots import Homes, Slot, slots, unread
+from .slots import HomeSlots, Slot, slots, unread
 from .split import split
 from .state_parts import StatePart, state_parts
 from .step import Step
@@ -221,8 +221,8 @@ class Planner:
         report = Report(
             machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us, uncompiled=refused
         )
-        homes = self._homes(its, unread(planned, captured), captured, choice, trained.parts)
-        step = Step(captured, split(planned, captured.graph), tier, report, homes)
+        home_slots = self._home_slots(its, unread(planned, captured), captured, choice, trained.parts)
+        step = Step(captured, split(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
         step.lowering = lowering
@@ -230,14 +230,14 @@ class Planner:
             let_record(step, planned, self.recorder, self.wishes.graphs is True)
         return step
 
-    def _homes(
+    def _home_slots(
         self, its: Sequence[Slot], idle: Mapping[Key, Tensor], captured: Captured, choice: Choice,
         parts: Sequence[StatePart],
-    ) -> Homes | None:  # fmt: skip
+    ) -> HomeSlots | None:  # fmt: skip
         """Where the plan lets state live far, if it does."""
         if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
             return None
-        return Homes(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
+        return HomeSlots(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
 
     def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -259,8 +259,8 @@ class Planner:
             new = self._made(step.captured, graph, machine, found, trained, begin)
         except RecordingError:
             return step
-        if step.homes is not None:
-            step.homes.replaced(new.homes)
+        if step.home_slots is not None:
+            step.home_slots.replaced(new.home_slots)
         return new
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:

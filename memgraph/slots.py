@@ -81,7 +81,7 @@ class Settled:
     others: list[Place | None]  # of states: as long as a place is held, nothing else gets its address
 
 
-class Homes:
+class HomeSlots:
     """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Homes:
             known = self.known = self._settle(tensors)
         return known.places
 
-    def replaced(self, other: Homes | None) -> None:
+    def replaced(self, other: HomeSlots | None) -> None:
         """Another plan takes this one's place: what it has on the device comes back there."""
         gone = self._living().keys() - (other._living().keys() if other is not None else set())
         states = self.states.end(other.states.owners if other is not None else ())

@@ -25,7 +25,7 @@ from .oss.inside import Inside
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
-from .slots import Homes
+from .slots import HomeSlots
 from .split import Halves
 from .times import Times
 from .unused import without
@@ -39,9 +39,9 @@ class Step:
     """
 
     def __init__(
-        self, captured: Captured, halves: Halves, tier: Tier | None, report: Report, homes: Homes | None = None
+        self, captured: Captured, halves: Halves, tier: Tier | None, report: Report, home_slots: HomeSlots | None = None
     ) -> None:
-        self.homes = homes
+        self.home_slots = home_slots
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
@@ -109,8 +109,8 @@ class Step:
         """A flight for which everything is where it belongs, or on its way; if that can't be, the other ranks are
         told."""
         try:
-            if self.homes is not None:
-                places = self.homes.settled(tensors)
+            if self.home_slots is not None:
+                places = self.home_slots.settled(tensors)
                 if self.tier is not None:
                     self.tier.bind(places)
             if self.inside is not None:

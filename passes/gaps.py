@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .homes import Homes
 from .lifetime import Life, last_reads
+from .streamable import Streamable
 from .trace import Op, Trace, type_nbytes
 from .wire import narrowed
 
@@ -103,13 +103,13 @@ class Gaps:
             return made.again + life.storage.removeprefix(made.name)
         if made.fn in COPIES:
             value = made.name.rpartition(COPIES[made.fn])[0]
-            return self.homes.views[value] if value in self.homes.views else self.held[value][0]
+            return self.streamable.views[value] if value in self.streamable.views else self.held[value][0]
         return life.storage
 
     @cached_property
-    def homes(self) -> Homes:
+    def streamable(self) -> Streamable:
         """What may live in the far tier."""
-        return Homes(self.trace)
+        return Streamable(self.trace)
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -83,7 +83,7 @@ class Move:
 
 def _way_down(gaps: Gaps, machine: Machine, state: State, until: float) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
-    known = {*gaps.maker, *gaps.homes.value}
+    known = {*gaps.maker, *gaps.streamable.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
     while time.monotonic() < until and (moves := _moves(gaps, machine, state)):
@@ -153,7 +153,7 @@ class Costs:
         self.machine = machine
         self.forecast = state.forecast
         self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
-        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in gaps.homes.value}
+        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in gaps.streamable.value}
         self.known = self.fates | self.homes
         self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
         self.room = machine.capacity - sum(self.sent.values())
@@ -185,7 +185,7 @@ class Costs:
     def homeward(self, life: Life) -> Iterator[Move]:
         """Where an input or a gradient that is there at the peak can live, or come to later."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
-        value = self.gaps.homes.value.get(storage)
+        value = self.gaps.streamable.value.get(storage)
         now = self.homes[storage] if value and self.machine.houses(self.gaps.trace.op[value].fn) else None
         there = self.machine.out > 0 < self.machine.back
         if now is Fate.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
@@ -196,7 +196,7 @@ class Costs:
     def _home_us(self, storage: str) -> float:
         """What a far home costs: the update's windows, and what of the step's own traffic does not hide."""
         trace, nbytes = self.gaps.trace, self.gaps.trace.nbytes[storage]
-        value = self.gaps.homes.value[storage]
+        value = self.gaps.streamable.value[storage]
         updated = any(value in op.reads for op in trace.ops if op.phase == "update")
         fn = trace.op[value].fn
         goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0

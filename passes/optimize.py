@@ -263,10 +263,10 @@ class _Search:
     def _carried_out(self, point: Solved) -> State:
         """A point's plan.  Where state lives far its copies are timed: with what stays from one visit to the next
         because a fetch would take longer than that lasts; or with what stays only because there is room."""
-        found, homes = fates(self.model, point), self.program.gaps.homes.inputs
+        found, inputs = fates(self.model, point), self.program.gaps.streamable.inputs
         if not self.program.residents:
             return state_of(self.program.gaps, self.machine, found)
-        visits = {storage: Fate.VISIT if storage in homes else fate for storage, fate in found.items()}
+        visits = {storage: Fate.VISIT if storage in inputs else fate for storage, fate in found.items()}
         each = (found, visits) if visits != found else (found,)
         states: list[State] = []
         for one in each:

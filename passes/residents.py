@@ -64,13 +64,13 @@ def residents(gaps: Gaps, machine: Machine) -> tuple[Resident, ...]:
     """What is large enough for a home in the far tier, if there can be any."""
     if not (machine.homes and machine.out > 0 < machine.back):
         return ()
-    places = _places(gaps)
+    places, streamable = _places(gaps), gaps.streamable
     found = []
-    for storage, value in gaps.homes.value.items():
+    for storage, value in streamable.value.items():
         op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
         if nbytes >= SMALLEST_HOME and machine.houses(op.fn):
             made = not op.is_input
-            visits = ((gaps.index[value], gaps.homes.ended[storage]),) if made else _visits(places.get(storage, []))
+            visits = ((gaps.index[value], streamable.ended[storage]),) if made else _visits(places.get(storage, []))
             found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
     return tuple(found)
 

@@ -44,9 +44,9 @@ class Streams:
     def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool], passing: Container[str] = ()) -> None:
         """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use; `passing`: those of
         them that do not stay from one use to the next."""
-        self.gaps, self.homes, self.machine = gaps, gaps.homes, machine
-        self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.homes.inputs}
-        self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.homes.gradients}
+        self.gaps, self.streamable, self.machine = gaps, gaps.streamable, machine
+        self.ahead = {storage: early for storage, early in ahead.items() if storage in gaps.streamable.inputs}
+        self.sent = {storage: early for storage, early in ahead.items() if storage in gaps.streamable.gradients}
         self.passing = passing
         self.last: dict[str, int] = {}
         self.there: dict[str, set[str]] = {}
@@ -57,23 +57,23 @@ class Streams:
     def begin(self) -> list[Decision]:
         """What says that the values are far, and which states are updated there."""
         there = hosted(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
-        values = [self.homes.inputs[storage] for storage in self.ahead]
+        values = [self.streamable.inputs[storage] for storage in self.ahead]
         return [Stream(value, HOST if value in there else "") for value in values]
 
     def knows(self, value: str) -> bool:
         """Whether a value shows what is far."""
-        return bool(self.ahead) and self.homes.views.get(value) in self.ahead
+        return bool(self.ahead) and self.streamable.views.get(value) in self.ahead
 
     def is_home(self, value: str) -> bool:
         """Whether a value that shows what is far is all of it itself, and not a view."""
-        return self.homes.inputs[self.homes.views[value]] == value
+        return self.streamable.inputs[self.streamable.views[value]] == value
 
     @cached_property
     def visits(self) -> dict[int, tuple[str, ...]]:
         """For each op (by index) before the update what it reads of what is far."""
         if not self.ahead:
             return {}
-        found = {i: tuple(filter(self.knows, values)) for i, values in self.homes.visits.items()}
+        found = {i: tuple(filter(self.knows, values)) for i, values in self.streamable.visits.items()}
         return {i: values for i, values in found.items() if values}
 
     def passed(self, index: int) -> None:
@@ -84,7 +84,7 @@ class Streams:
 
     def has(self, value: str, index: int) -> bool:
         """Whether a streamed value is there for the op at `index`, from an earlier use."""
-        storage = self.homes.views[value]
+        storage = self.streamable.views[value]
         if value not in self.there.get(storage, ()):
             return False
         begins, last = self.gaps.begins, self.last[storage]
@@ -104,7 +104,7 @@ class Streams:
 
     def fetch(self, value: str, index: int) -> Fetch:
         """Fetch a streamed value for the op at `index`."""
-        storage = self.homes.views[value]
+        storage = self.streamable.views[value]
         nbytes = self.gaps.trace.nbytes[storage]
         self._make_room(nbytes, index)
         after_last = self.last.get(storage, -1) + 1
@@ -114,7 +114,7 @@ class Streams:
 
     def made(self, value: str) -> None:
         """A view of what is there has been made."""
-        self.there.setdefault(self.homes.views[value], set()).add(value)
+        self.there.setdefault(self.streamable.views[value], set()).add(value)
 
     def _make_room(self, nbytes: int, index: int) -> None:
         """Let those be over before the next fetch begins with which too much would be under way."""
@@ -127,7 +127,7 @@ class Streams:
     @cached_property
     def room(self) -> int:
         """The bytes of fetches that may be under way."""
-        visited = {self.homes.views[value] for values in self.visits.values() for value in values}
+        visited = {self.streamable.views[value] for values in self.visits.values() for value in values}
         return AHEAD * max((self.gaps.trace.nbytes[storage] for storage in visited), default=0)
 
     def _phase(self, index: int) -> int:
@@ -142,14 +142,15 @@ class Streams:
     def leave(self) -> list[Decision]:
         """What sends the gradients to their homes."""
         ops, begins = self.gaps.trace.ops, self.gaps.begins
-        outs = sorted((self.homes.ended[storage], storage) for storage in self.sent)
+        outs = sorted((self.streamable.ended[storage], storage) for storage in self.sent)
         room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
         idle, decisions = 0.0, list[Decision]()
         for k, (out, storage) in enumerate(outs):
             idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
-            value = self.homes.gradients[storage]
-            free = min(ended, self._crowded(outs[k:], room), self.homes.leaves_by(value)) if self.sent[storage] else out
+            value, free = self.streamable.gradients[storage], out
+            if self.sent[storage]:
+                free = min(ended, self._crowded(outs[k:], room), self.streamable.leaves_by(value))
             decisions.append(Offload(value, ops[out].name, ops[max(out, free)].name))
         return decisions
 

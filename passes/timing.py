@@ -167,7 +167,7 @@ class _Walk:
         said = self.plan[place]
         assert isinstance(said, Offload)
         out, boundary = self.gaps.index[said.out], self.gaps.trace.boundary
-        last = boundary - 1 if out < boundary else self.gaps.homes.leaves_by(said.value)
+        last = boundary - 1 if out < boundary else self.gaps.streamable.leaves_by(said.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
         self.leaving.append(Leaving(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
 

@@ -95,7 +95,7 @@ def legal_fates(draw: st.DrawFn, gaps: Gaps, wire: str = "", homes: bool = True)
         found[storage] = may[number % len(may)]
     if not homes:
         return found
-    return found | draw(st.dictionaries(st.sampled_from(sorted(gaps.homes.value)), st.sampled_from(HOMEWARD)))
+    return found | draw(st.dictionaries(st.sampled_from(sorted(gaps.streamable.value)), st.sampled_from(HOMEWARD)))
 
 
 def ways(gaps: Gaps, storage: str, wire: str = "") -> tuple[Fate, ...]:

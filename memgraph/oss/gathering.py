@@ -24,7 +24,7 @@ from ..capture import Captured
 from ..nodes import derived
 from ..rewrite import fake_mode
 from .optimizer import OSS
-from .update import gathered_nbytes
+from .step_bytes import gathered_nbytes
 
 OPS = torch.ops.memgraph
 

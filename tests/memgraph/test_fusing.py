@@ -42,7 +42,7 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Fate
     trace = early(summarize(captured.graph.graph))
     gaps = Gaps(trace)
     again = {s: only for s in gaps.maker if s in gaps.root and not trace.op[gaps.maker[s]].once}
-    homes = {s: only for s in gaps.homes.value if only in (Fate.OFFLOAD, Fate.STALL)}
+    homes = {s: only for s in gaps.streamable.value if only in (Fate.OFFLOAD, Fate.STALL)}
     text = apply(trace, schedule(gaps, again | homes, MACHINE))
     check(text)
     assert str(summarize(rewrite(captured.graph.graph, text))) == str(text)

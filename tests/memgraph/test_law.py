@@ -30,7 +30,7 @@ from memgraph.peak import measured, resident_bytes
 from memgraph.report import Report
 from memgraph.residence import Residence
 from memgraph.rewrite import rewrite
-from memgraph.slots import Homes, slots, unread
+from memgraph.slots import HomeSlots, slots, unread
 from memgraph.split import split
 from memgraph.step import Step
 from memgraph.summarize import summarize
@@ -60,7 +60,7 @@ def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.Searc
     gaps = Gaps(traced(name, adds))
     return st.fixed_dictionaries(
         {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.maker}
-        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in gaps.homes.value if homes}
+        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in gaps.streamable.value if homes}
     )
 
 
@@ -92,8 +92,8 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     tier = far_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
     far = FarStates(FarUpdate(None))
-    homes = Homes(Residence(its.model), found, its.captured, far, unread(graph, its.captured))
-    yield Step(its.captured, split(graph, its.captured.graph), tier, report, homes)
+    home_slots = HomeSlots(Residence(its.model), found, its.captured, far, unread(graph, its.captured))
+    yield Step(its.captured, split(graph, its.captured.graph), tier, report, home_slots)
     if tier is not None:
         tier.close()
 
@@ -237,8 +237,8 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         its.again()
         if adds:
             run(its, step, 1)
-        assert step.homes is not None
-        step.homes.settled(its.tensors)
+        assert step.home_slots is not None
+        step.home_slots.settled(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measured(lambda: step(its.tensors, refuse)[0].backward())
         assert allocated is not None

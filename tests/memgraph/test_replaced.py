@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memgraph.homes import is_far
 from memgraph.residence import Residence, spread
-from memgraph.slots import Homes
+from memgraph.slots import HomeSlots
 from tests.streamed import Twins, batch, far
 
 
@@ -25,15 +25,15 @@ def trained() -> Twins:
     return twins
 
 
-def homes(twins: Twins) -> Homes:
-    found = twins.model.__dict__["_latest"].homes
-    assert isinstance(found, Homes)
+def home_slots(twins: Twins) -> HomeSlots:
+    found = twins.model.__dict__["_latest"].home_slots
+    assert isinstance(found, HomeSlots)
     return found
 
 
 def states(twins: Twins) -> list[Tensor]:
     """Those that the plan has far, wherever they are."""
-    parameters = homes(twins).states.owners
+    parameters = home_slots(twins).states.owners
     return [value for parameter in parameters for value in spread(twins.ours.state[parameter]).values()]
 
 
@@ -76,7 +76,7 @@ def test_what_has_moved_is_brought_to_its_home(move: Callable[[Twins], None]) ->
 
 def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
     twins = trained()
-    homes(twins).replaced(None)
+    home_slots(twins).replaced(None)
     assert far(twins.module, twins.ours) == {"gradient"}
     twins.assert_same()
     for optimizer in (twins.theirs, twins.ours):
@@ -89,7 +89,7 @@ def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
 
 def test_new_states_are_made_where_the_next_plan_has_them() -> None:
     twins = trained()
-    homes(twins).replaced(None)
+    home_slots(twins).replaced(None)
     for optimizer in (twins.theirs, twins.ours):
         optimizer.state.clear()
         optimizer.step()
@@ -99,7 +99,7 @@ def test_new_states_are_made_where_the_next_plan_has_them() -> None:
 
 def test_what_the_next_plan_has_far_stays_there() -> None:
     twins = trained()
-    found = homes(twins)
+    found = home_slots(twins)
     other = copy.copy(found)
     other.states = replace(found.states, owners=found.states.owners[:1])
     addresses = [parameter.data_ptr() for parameter in twins.module.parameters()]

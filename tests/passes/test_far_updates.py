@@ -9,11 +9,11 @@ from expecttest import assert_expected_inline as expected
 from passes import Machine, Reload, Stream, Trace, apply, parse, predict
 from passes.forecast import early_share
 from passes.gaps import Gaps
-from passes.homes import Homes
 from passes.model import Model
 from passes.program import Program
 from passes.relax import relax
 from passes.schedule import Fate, schedule
+from passes.streamable import Streamable
 from passes.streams import updates_of
 
 MACHINE = Machine(10_000, out=10.0, back=10.0, homes=True, window=300, turns=True)
@@ -127,7 +127,7 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     for name, nbytes in (("r", 100), ("s", 100), ("v", 200), ("w", 200)):
         text = text.replace(f"makes {name}:0 | far", f"makes {name}:{nbytes}")
     gaps = Gaps(parse(text))
-    far = {home: Fate.OFFLOAD for home in Homes(gaps.trace).inputs if home in ("r", "s", "v", "w")}
+    far = {home: Fate.OFFLOAD for home in Streamable(gaps.trace).inputs if home in ("r", "s", "v", "w")}
     assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
     backs = {
         machine.turns: [decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)]

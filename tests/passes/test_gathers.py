@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
 from passes.exchanges import placed, sequence
-from passes.homes import Homes
+from passes.streamable import Streamable
 from tests.passes.layered import placed_lines
 
 # n is read first, with v, and goes alone; l and m are packed, as are s and t; w is in two buckets; u is not read.
@@ -158,7 +158,7 @@ def test_nobody_reads_what_is_yet_to_be_gathered() -> None:
 
 def test_what_is_gathered_does_not_live_far() -> None:
     alone = Trace(tuple(op for op in STEP.ops if not op.name.startswith("u_")), STEP.outputs)
-    assert set(Homes(alone).inputs) == {"u"}
+    assert set(Streamable(alone).inputs) == {"u"}
 
 
 def test_a_budget_is_kept_with_gathers_in_the_step() -> None:

@@ -117,7 +117,7 @@ def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machin
 def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
     """The fates of every storage with which each value moves once."""
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    return single | {storage: [Fate.KEEP, *HOMEWARD] for storage in gaps.homes.value}
+    return single | {storage: [Fate.KEEP, *HOMEWARD] for storage in gaps.streamable.value}
 
 
 @given(trainings(), homes(), st.data())

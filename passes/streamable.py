@@ -20,7 +20,7 @@ from .trace import Trace, type_nbytes
 
 
 @dataclass(frozen=True, eq=False)
-class Homes:
+class Streamable:
     """What the planner knows of it; derived once."""
 
     trace: Trace
