@@ -2,13 +2,14 @@
 
 forward("v", "w")    v = parameter(), w = parameter(), ..., a = f(x, v), b = f(a, w)
 backward("v", "w")   dw = g(d, a), p = g(d, w), dv = g(p, x)
+step("v", "w")       both, and q = g(p, v), as a trace that hands out all gradients
 placed_lines(trace)  with exchanges between ranks in their places
 lines(trace)         its ops as they are called, without notes and inputs
 """
 
 from __future__ import annotations
 
-from passes import Trace, check
+from passes import Trace, check, parse
 from passes.exchanges import placed
 
 VALUES, TANGENTS = "abc", "pqr"
@@ -28,12 +29,16 @@ def forward(*parameters: str) -> str:
 
 def backward(*parameters: str) -> list[str]:
     """The gradient of each parameter, from the last to the first, and between them those of what its layer read."""
-    made = [*zip(f"x{VALUES}", parameters, strict=False)]
-    found, above = list[str](), "d"
-    for (value, parameter), below in zip(reversed(made), TANGENTS, strict=False):
-        found += [_op(f"d{parameter}", "g", above, value), _op(below, "g", above, parameter)]
-        above = below
-    return found[:-1]
+    return _gradients(*parameters)[:-1]
+
+
+def step(*parameters: str) -> Trace:
+    """A whole step, which hands out the gradients of the parameters and of what the first layer reads."""
+    made = _gradients(*parameters)
+    handed = [f"output {VALUES[len(parameters) - 1]}", *(f"gradient d{name}" for name in parameters)]
+    handed.append(f"input_gradient {TANGENTS[len(parameters) - 1]}")
+    text = ["forward:", forward(*parameters), "backward:", *made, f"return {', '.join(handed)}"]
+    return parse("\n".join(text))
 
 
 def placed_lines(trace: Trace, at_once: bool = False) -> str:
@@ -46,6 +51,16 @@ def placed_lines(trace: Trace, at_once: bool = False) -> str:
 
 def lines(trace: Trace) -> str:
     return "\n".join(str(op).partition("  #")[0] for op in trace.ops if not op.is_input) + "\n"
+
+
+def _gradients(*parameters: str) -> list[str]:
+    """Those of backward, and behind them that of what the first layer reads."""
+    made = [*zip(f"x{VALUES}", parameters, strict=False)]
+    found, above = list[str](), "d"
+    for (value, parameter), below in zip(reversed(made), TANGENTS, strict=False):
+        found += [_op(f"d{parameter}", "g", above, value), _op(below, "g", above, parameter)]
+        above = below
+    return found
 
 
 def _op(name: str, fn: str, *reads: str) -> str:

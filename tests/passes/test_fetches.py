@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from passes import Machine, apply, check, parse
+from passes import Machine, apply, check
 from passes.gaps import Gaps
 from passes.schedule import Fate, schedule
 from tests.passes.interpreter import run
-from tests.passes.layered import backward, forward, lines
+from tests.passes.layered import lines, step
 
-BACKWARD = "\n".join(backward("u", "v", "w"))
-STEP = parse(f"""
-    forward:
-    {forward("u", "v", "w")}
-    backward:
-    {BACKWARD}
-    r = g(q, u)  # u8[100] | makes r:100 | 10.0 us
-    return output c, gradient du, gradient dv, gradient dw, input_gradient r
-""")
+STEP = step("u", "v", "w")
 LINKED = Machine(0, out=10.0, back=10.0, homes=True)
 
 

@@ -9,24 +9,16 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Plan, Trace, apply, check, parse, predict, timing
+from passes import Machine, Plan, Trace, apply, check, predict, timing
 from passes.forecast import Forecast
 from passes.gaps import Gaps
 from passes.linear import INFINITY
 from passes.schedule import Fate, schedule
 from passes.timing import in_time
-from tests.passes.layered import backward, forward
+from tests.passes.layered import step
 from tests.strategies import LINKS, legal_fates, machines, traces
 
-BACKWARD = "\n".join(backward("u", "v", "w"))
-STEP = parse(f"""
-    forward:
-    {forward("u", "v", "w")}
-    backward:
-    {BACKWARD}
-    r = g(q, u)  # u8[100] | makes r:100 | 10.0 us
-    return output c, gradient du, gradient dv, gradient dw
-""")
+STEP = step("u", "v", "w")
 GAPS = Gaps(STEP)
 FATES: dict[str, Fate] = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Fate.VISIT)
 MACHINE = Machine(0, out=10.0, back=10.0, homes=True, turns=True)
