@@ -58,7 +58,7 @@ from .residence import Key, Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
-from .signature import has_gradients, is_watched
+from .signature import has_gradients, watched
 from .slots import HomeSlots, Slot, slots, unread
 from .split import split
 from .state_parts import StatePart, state_parts
@@ -109,9 +109,6 @@ class Planner:
             return Trained(parameters, shard_parts(self.sharded), captured=captured)
         parts = state_parts(optimizer, self.wishes.fuse) if optimizer is not None else []
         return Trained(parameters, parts, captured=captured)
-
-    def _watched(self) -> set[str]:
-        return {name for name, parameter in self.module.named_parameters() if is_watched(parameter)}
 
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
@@ -168,7 +165,7 @@ class Planner:
             machine, choice = self._plan(graph, trained)
         except passes.BudgetError as error:
             alone = graph is captured.graph.graph and trained.parameters and not trained.updates
-            later = accumulating(captured, self._watched()) if alone else None
+            later = accumulating(captured, watched(self.module)) if alone else None
             raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
         step = self._made(captured, graph, machine, choice, trained, begin)
         if step.lowering is not None:
@@ -197,7 +194,7 @@ class Planner:
         if (together := self._together(trained)) is not None:
             meet(together.exchange, self.device, NEW)()
         adds = has_gradients(self.module.parameters())
-        graph = accumulating(captured, self._watched()) if adds else captured.graph.graph
+        graph = accumulating(captured, watched(self.module)) if adds else captured.graph.graph
         return captured, graph, trained
 
     def _made(
@@ -272,7 +269,7 @@ class Planner:
             if not is_elsewhere(error):
                 raise
             raise elsewhere(error, args, kwargs, self.device) from error
-        mark_watched(captured, self._watched())
+        mark_watched(captured, watched(self.module))
         return captured
 
     def _fused(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
@@ -351,15 +348,7 @@ class Planner:
             prober = self._prober()
             correct(graph, fake_mode(graph), prober.made)
             trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
-            if self.sharded is not None:
-                shards = trained.parameters, trained.shards, trained.parts
-                trace = with_sharded_update(trace, self.sharded, *shards)
-            elif self.wishes.optimizer is not None:
-                named, window = dict(self.module.named_parameters()), self.update.window
-                owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
-                trace = with_update(
-                    trace, self.wishes.optimizer, trained.parameters, trained.parts, trained.updates, owned, window
-                )
+            trace = self._with_update(trace, graph, trained)
             trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
@@ -372,6 +361,15 @@ class Planner:
             if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
+
+    def _with_update(self, trace: Trace, graph: fx.Graph, trained: Trained) -> Trace:
+        if self.sharded is not None:
+            return with_sharded_update(trace, self.sharded, trained)
+        if self.wishes.optimizer is None:
+            return trace
+        named = dict(self.module.named_parameters())
+        owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
+        return with_update(trace, self.wishes.optimizer, trained, owned, self.update.window)
 
     def _prober(self) -> Prober:
         return Prober(unused_nbytes(self.device) // 2)

@@ -52,6 +52,11 @@ def is_watched(parameter: Tensor) -> bool:
     return has_hooks(parameter) or in_process_group()
 
 
+def watched(module: nn.Module) -> set[str]:
+    """The names of its parameters of which that is so."""
+    return {name for name, parameter in module.named_parameters() if is_watched(parameter)}
+
+
 def kernel_modes() -> Hashable:
     """The settings of torch by which it chooses kernels, whatever it computes."""
     backends, cuda = torch.backends, torch.backends.cuda

@@ -43,12 +43,12 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     """
     trial, rows = Trial(optimizer), rows_of(optimizer)
     sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
-    return trial.all_states([kind_of(i, p) for i, row in enumerate(rows) for p in row]), trial.workspace(rows, sure)
+    return trial.all_states(kinds_of(rows)), trial.workspace(rows, sure)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all states, once they are made; errors as in `update_nbytes`."""
-    return Trial(optimizer).all_states([kind_of(i, p) for i, row in enumerate(rows_of(optimizer)) for p in row])
+    return Trial(optimizer).all_states(kinds_of(rows_of(optimizer)))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -88,7 +88,7 @@ class Trial:
     def workspace(self, rows: Sequence[Sequence[Tensor]], sure: Container[int]) -> int:
         """What one update of these parameters of each group takes at most, of which those that are not `sure` to have
         a gradient, by their ids, may be left out."""
-        kinds = [[(kind_of(i, p), id(p) in sure) for p in row] for i, row in enumerate(rows)]
+        kinds = [[(_kind(i, p), id(p) in sure) for p in row] for i, row in enumerate(rows)]
         works = [[self.run(kind) for kind, _ in row] for row in kinds]
         groups = self.optimizer.param_groups
         together = {i for i, row in enumerate(kinds) if row and _foreach(groups[i], row[0][0].device)}
@@ -208,7 +208,12 @@ def may_be_stepped(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def kind_of(group: int, parameter: Tensor) -> Kind:
+def kinds_of(rows: Iterable[Iterable[Tensor]]) -> list[Kind]:
+    """Of each of these parameters of each group."""
+    return [_kind(i, parameter) for i, row in enumerate(rows) for parameter in row]
+
+
+def _kind(group: int, parameter: Tensor) -> Kind:
     return Kind(group, tuple(parameter.shape), parameter.dtype, parameter.device)
 
 

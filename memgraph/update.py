@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,28 +25,29 @@ from passes import Op, Storage, Trace
 from passes.updates import early
 
 from .state_parts import StatePart
-from .trial import Trial, kind_of, may_be_stepped, rows_of, update_nbytes
+from .trained import Trained
+from .trial import Trial, kinds_of, may_be_stepped, rows_of, update_nbytes
 
 STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
 
 
 def with_update(
-    trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], parts: Sequence[StatePart],
-    inside: Mapping[str, Tensor] | None = None, owned: Mapping[Tensor, Sequence[str]] | None = None,
+    trace: Trace, optimizer: torch.optim.Optimizer, trained: Trained, owned: Mapping[Tensor, Sequence[str]],
     window: int = 1 << 62,
 ) -> Trace:  # fmt: skip
     """The trace with the optimizer's states among its inputs and its update as its last op.
 
-    All of `trained` have a gradient then.  Each of `parts`, which may live in the far tier, is a value of its own.
-    `inside` are the parameters that ops in backward update, by the ops' names; then a part is of one parameter, and no
-    more than a window of one is stepped on to find the time of its update.
+    All that is trained has a gradient then.  Each part of the states, which may live in the far tier, is a value of its
+    own.  Where ops in backward update, a part is of one parameter, and no more than a window of one is stepped on to
+    find the time of its update.
     `owned` are the values of each parameter: its bytes, and its gradient.
     """
-    if inside:
-        return _with_updates(trace, optimizer, parts, inside, window)
-    nbytes, workspace = update_nbytes(optimizer, trained)
-    whose = [[value for p in part.parameters for value in (owned or {}).get(p, ())] for part in parts]
-    return with_step(trace, type(optimizer).__name__, nbytes, workspace, [part.nbytes for part in parts], whose)
+    if trained.updates:
+        return _with_updates(trace, optimizer, trained.parts, trained.updates, window)
+    nbytes, workspace = update_nbytes(optimizer, trained.parameters)
+    whose = [[value for p in part.parameters for value in owned.get(p, ())] for part in trained.parts]
+    sizes = [part.nbytes for part in trained.parts]
+    return with_step(trace, type(optimizer).__name__, nbytes, workspace, sizes, whose)
 
 
 def with_step(
@@ -67,8 +69,8 @@ def with_step(
 def with_price(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> Trace:
     """The trace with the time of the update that is its last op, as it is in windows of so many bytes."""
     trial, sure = Trial(optimizer), set(map(id, trained))
-    kinds = [kind_of(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"] if id(p) in sure]
-    us = round(sum(trial.us(kind, window) for kind in kinds), 1)
+    rows = [[p for p in group["params"] if id(p) in sure] for group in optimizer.param_groups]
+    us = round(sum(trial.us(kind, window) for kind in kinds_of(rows)), 1)
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=us)))
 
 
@@ -80,7 +82,7 @@ def _with_updates(
     `inside`, and may have a gradient from elsewhere, wait for the end."""
     trial, name = Trial(optimizer), type(optimizer).__name__
     rows = rows_of(optimizer)
-    kinds = {p: kind_of(i, p) for i, row in enumerate(rows) for p in row}
+    kinds = dict(zip(chain.from_iterable(rows), kinds_of(rows), strict=True))
     works = {p: trial.run(kind) for p, kind in kinds.items()}
     sizes = {p: part.nbytes for part in parts for p in part.parameters}
     states = {p: _state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, (p, size) in enumerate(sizes.items())}

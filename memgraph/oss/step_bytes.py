@@ -19,6 +19,7 @@ from passes.wire import WORKSPACE
 
 from ..state_parts import StatePart, is_large
 from ..strands import nobody
+from ..trained import Trained
 from ..trial import update_nbytes
 from ..update import with_step
 from ..window_bytes import Far, window_bytes
@@ -34,23 +35,21 @@ _known: dict[object, tuple[int, int]] = {}  # of pieces that are alike
 _windows: dict[object, int] = {}
 
 
-def with_sharded_update(
-    trace: Trace, oss: OSS, trained: Collection[Tensor], inside: Collection[int], parts: Sequence[StatePart] = ()
-) -> Trace:
+def with_sharded_update(trace: Trace, oss: OSS, trained: Trained) -> Trace:
     """The trace with this rank's states among its inputs and its part of the update as its last op.
 
-    All of `trained` have a gradient then; `inside` are the buckets that backward has averaged. Each of `parts`, which
-    may live in the far tier, is a value of its own, with the bytes of the rank that has most of it.
+    All that is trained has a gradient then. Each part of the states, which may live in the far tier, is a value of its
+    own, with the bytes of the rank that has most of it.
     """
-    laid = oss.pieces.laid
+    laid, inside, parts = oss.pieces.laid, trained.shards, trained.parts
     if oss.is_cut:
         steps = [_bucket_nbytes(oss, one) for one in laid]
         states = sum(nbytes for nbytes, _ in steps)
         taken = _step_nbytes(oss, [update for _, update in steps], inside)
     else:
-        states, update = _all_nbytes(oss, trained)
-        averaged = [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(laid)]
-        taken = sum(averaged) + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
+        states, update = _all_nbytes(oss, trained.parameters)
+        averaged = sum(_averaged_nbytes(oss, inside))
+        taken = averaged + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
     sizes = [part.nbytes for part in parts]
     rest = states - _apart_nbytes(oss, parts)
     return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken, sizes)
@@ -72,10 +71,9 @@ def far_nbytes(oss: OSS, inside: Collection[int]) -> int:
 def _step_nbytes(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
     """What a step takes, bucket by bucket, if the update of each takes so much."""
     laid = oss.pieces.laid
-    averaged = [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(laid)]
     gathered = [gathered_nbytes(oss, one) for one in laid]
     late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
-    turns = _turns(averaged, updates, [0] * len(laid) if late else gathered)
+    turns = _turns(_averaged_nbytes(oss, inside), updates, [0] * len(laid) if late else gathered)
     return max(*map(sum, turns), sum(gathered) * late, 0) + _told_nbytes(oss)
 
 
@@ -144,6 +142,11 @@ def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
 def _trained(view: Tensor) -> Tensor:
     """A view as a parameter that has gradients."""
     return view.detach().requires_grad_()
+
+
+def _averaged_nbytes(oss: OSS, inside: Collection[int]) -> list[int]:
+    """What each bucket takes while a step averages it; nothing, if backward has done so."""
+    return [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(oss.pieces.laid)]
 
 
 def _averaging_nbytes(oss: OSS, laid: Laid) -> int:

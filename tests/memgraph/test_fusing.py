@@ -15,6 +15,7 @@ from memgraph.rewrite import rewrite
 from memgraph.shared import WithLoss
 from memgraph.state_parts import state_parts
 from memgraph.summarize import summarize
+from memgraph.trained import Trained
 from memgraph.update import with_update
 from passes import Machine, apply, check, predict
 from passes.gaps import Gaps
@@ -59,9 +60,8 @@ def test_each_update_reads_the_states_of_its_own_parameter() -> None:
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
     inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
-    trace = with_update(
-        summarize(captured.graph.graph), optimizer, list(named.values()), state_parts(optimizer, each=True), inside
-    )
+    trained = Trained(list(named.values()), state_parts(optimizer, each=True), inside)
+    trace = with_update(summarize(captured.graph.graph), optimizer, trained, {})
     check(trace)
     states = [op for op in trace.ops if op.fn == "state"]
     large = [parameter for parameter in module.parameters() if parameter.dim() > 1]
@@ -77,8 +77,8 @@ def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
     inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
-    bare = summarize(captured.graph.graph)
-    trace = with_update(bare, optimizer, list(named.values()), state_parts(optimizer, each=True), inside)
+    bare, trained = summarize(captured.graph.graph), Trained(list(named.values()), state_parts(optimizer, True), inside)
+    trace = with_update(bare, optimizer, trained, {})
     updates = [trace.op[name].us for name in inside]
     assert all(us > 0 for us in updates)
     assert predict(trace, MACHINE).us == pytest.approx(predict(bare, MACHINE).us + sum(updates))
