@@ -1,4 +1,13 @@
-"""Train any module under a byte budget."""
+"""Train any module under a byte budget.
+
+    model = memgraph.compile(model, budget="8GB", optimizer=optimizer)    the training loop stays as it was
+    print(model.plan)                                                     what was decided, forecast and measured
+    print(memgraph.plan(model, *args, budget="8GB"))                      the same, before any step
+    print(memgraph.sweep(model, *args))                                   what each budget costs
+    except memgraph.BudgetError as error: ...                             error.smallest is a budget that works
+
+`help(memgraph.compile)` says what each argument means; the README and `docs/` have the rest.
+"""
 
 from .compiler import compile, plan
 from .curve import Point, Sweep
@@ -10,6 +19,7 @@ from .errors import (
     FusedError,
     LoweringError,
     MemgraphError,
+    NoPlanError,
     PlanError,
     RecordingError,
     ShardError,
@@ -36,6 +46,7 @@ __all__ = [
     "GradScaler",
     "LoweringError",
     "MemgraphError",
+    "NoPlanError",
     "PinnedError",
     "PlanError",
     "Point",

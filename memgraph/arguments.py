@@ -138,4 +138,5 @@ def _described(given: object) -> str:
     if isinstance(given, type):
         return f"the class {given.__name__}"
     shown = f", {given!r}" if isinstance(given, str | bytes | Number | np.generic | torch.dtype) else ""
-    return f"a {type(given).__name__}{shown}"
+    name = type(given).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}{shown}"

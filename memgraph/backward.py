@@ -8,7 +8,6 @@ The gradients of parameters are put into `.grad` here, where nobody watches, and
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from .call import Output
 from .company import join
 from .errors import MemgraphError
 from .flight import Flight
+from .notice import notice
 from .report import Report
 from .signature import has_hooks, in_process_group, is_watched
 
@@ -185,11 +185,10 @@ def _is_frozen(node: Any) -> bool:
 def _warn_of_retained(report: Report) -> None:
     """No plan counts a graph that is kept; one that has no room for it runs all the same, as two forwards do."""
     if report.forecast.retained > report.budget:
-        warnings.warn(
+        notice(
             f"backward(retain_graph=True) keeps all that forward saved: this step may take {report.forecast.retained} "
-            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward"
+        )
 
 
 def _nothing(node: Any, gradient: Tensor) -> Tensor | None:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from .arguments import read
-from .capture import losses
 from .errors import ShardError
 from .fused import refuse_fused
 from .microbatches import MicroBatches
@@ -26,6 +25,7 @@ from .planner import Planner
 from .report import Report
 from .saved import Saved
 from .shared import WithLoss
+from .wanted import losses
 from .wishes import Budget, Wishes, wishes
 
 
@@ -37,10 +37,19 @@ def compile(
     fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", strict: bool = False,
     pinned: Budget = None, cuda_graphs: bool | str = False,
 ) -> CompiledModule:  # fmt: skip
-    """A module that trains like `model`, with bit-equal gradients (without `wire_dtype`), and whose step stays under
-    `budget`.
+    """A module that trains like `model`, and whose step stays under `budget`.
 
-    Each new kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs.
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = memgraph.compile(model, budget="8GB", optimizer=optimizer)  # at once: nothing has been looked at yet
+        for x, y in batches:
+            loss_fn(model(x), y).backward()  # the first call captures, prices and plans; then it runs
+            optimizer.step()
+            optimizer.zero_grad()
+        print(model.plan)
+
+    Gradients are bit-equal to eager's but for what `wire_dtype`, `microbatches`, `host_update` and `lower` say.  Each
+    new kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
+    "memgraph" says so at level INFO.
 
     Args:
         model: any module on one device.  It is not changed; parameters, buffers and `state_dict()` are shared with it.
@@ -100,8 +109,13 @@ def compile(
             beside a plan that was made without; the report says why another is not.  While somebody has a gradient of
             the last step, or several steps are in flight, op by op is what runs.
 
+    Returns:
+        A module that shares everything with `model` but its forward.  `.plan` is the Report of the latest call,
+        `.optimizer` what was given, and `.clip_grad_norm_` clips wherever gradients live.
+
     Raises:
-        TypeError: `model` is no module, or a part of it is compiled or scripted; or an argument has a wrong type.
+        TypeError: `model` is no module, or a part of it is of `memgraph.compile` or torch.jit; or an argument has a
+            wrong type.
         ValueError: `budget` or `pinned` can't be read or is more than there is; the model lies on several devices; the
             optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` or
             `cuda_graphs` on a CPU.

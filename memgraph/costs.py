@@ -15,11 +15,12 @@ import hashlib
 import json
 import os
 import sqlite3
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from .notice import notice
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ class Costs:
         if not self.said:
             self.said = True
             advice = "name a folder of your own with MEMGRAPH_CACHE, or make that empty to keep nothing"
-            warnings.warn(f"the cache of costs {self.path} {what}; {advice}", RuntimeWarning, stacklevel=2)
+            notice(f"the cache of costs {self.path} {what}; {advice}")
 
 
 _open: dict[Path, Costs] = {}

@@ -49,6 +49,7 @@ class Point:
 
     @property
     def fits(self) -> bool:
+        """Whether a plan was found."""
         return self.us < math.inf
 
 

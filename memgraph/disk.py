@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
@@ -25,6 +24,7 @@ import torch
 
 from .copies import Copy, Move, Moved, Part, settle
 from .homes import FileMapping, Place
+from .notice import notice
 from .spill import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 from .workers import STAGING, Worker, read, start, write
 
@@ -43,7 +43,7 @@ class DiskTier:
         self.folder = spill_folder(folder)
         if is_ram(self.folder):
             message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
-            warnings.warn(f"{message}: name a folder on a disk with spill_dir=", RuntimeWarning, stacklevel=2)
+            notice(f"{message}: name a folder on a disk with spill_dir=")
         start()  # here, because a step should pay neither their time nor their memory
         self.rooms.append(self._make_room())
 

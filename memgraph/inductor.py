@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from .errors import LoweringError
+from .notice import notice
 
 Function = Callable[..., Any]
 
@@ -105,7 +105,7 @@ def _announce(count: int) -> None:
 
 def _leave(digest: str, error: LoweringError) -> None:
     if not _refused:
-        warnings.warn(f"what can't be compiled runs op by op: {error}", RuntimeWarning, stacklevel=2)
+        notice(f"what can't be compiled runs op by op: {error}")
     _refused.add(digest)
 
 

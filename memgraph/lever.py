@@ -16,13 +16,14 @@ from passes.gaps import Gaps
 from passes.obstacle import PARTS, SMALLER
 from passes.program import Program
 
-from .capture import Wanted, capture
+from .capture import capture
 from .device import unused_nbytes
 from .errors import CaptureError
 from .microbatches import MicroBatches
 from .rows import refuse_mixing
 from .shared import WithLoss
 from .summarize import summarize
+from .wanted import Wanted
 
 
 def advised(

@@ -7,7 +7,7 @@ Plans are kept by signature, and the one that was used longest ago goes first.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
@@ -20,20 +20,23 @@ from torch import Tensor, nn
 from .alone import ALONE, undisturbed
 from .attributes import Attributes
 from .backward import Unforeseen
-from .capture import Captured, Wanted, everything, losses, scalars
+from .capture import Captured
 from .eager import eager_gradients
 from .errors import FusedError, NoPlanError
+from .notice import notice
 from .planner import Planner
 from .report import Report
 from .shared import Shared
 from .signature import has_gradients, signature
 from .step import Step
+from .tables import mb
 from .transforms import refuse_duals, refuse_transforms
 from .trees import Spec, flatten, tensors_of
+from .wanted import Wanted, everything, losses, scalars
 from .wishes import Wishes
 
 PLANS = 8  # kept; the one that was used longest ago goes first
-
+LOG = logging.getLogger(__name__)
 
 Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
 ONCE = "this one step runs the plain module again, outside of the budget, and later steps are planned for"
@@ -156,11 +159,21 @@ class CompiledModule(Shared):
         steps: OrderedDict[Key, Step] = self._steps
         with ALONE:
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._planner.step(args, kwargs, self._wanted)
+                steps[key] = self._made(args, kwargs)
+            if steps[key].is_due and steps[key].report.plan:
+                LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             steps[key] = steps[key].better()
             while len(steps) > PLANS:
                 steps.popitem(last=False)
             return self._used(key, steps[key])
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
+        LOG.info("a call unlike the %d before: it is captured, priced and planned", len(self._steps))
+        step = self._planner.step(args, kwargs, self._wanted)
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
+        LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
+        return step
 
     def _used(self, key: Key, step: Step) -> Step:
         with suppress(KeyError):  # another thread may have let it go by now
@@ -181,7 +194,7 @@ class CompiledModule(Shared):
                 what, self.__dict__["_wanted"] = MORE, everything
             else:
                 what, self.__dict__["_wanted"] = LESS, scalars
-            warnings.warn(f"{what} outputs", RuntimeWarning, stacklevel=2)
+            notice(f"{what} outputs")
             return again(tangents)
 
         return run

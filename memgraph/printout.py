@@ -90,7 +90,7 @@ def _exchanged(report: Report) -> list[str]:
     hidden = us * (1 - min(report.machine.strain, 1.0)) - sum(_spent(report.forecast, "reduced", "gathered").values())
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
-    said = f"network: {len(net)} exchanges of {mb(nbytes)} take {ms(us)}"
+    said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
     return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
 
 
@@ -200,11 +200,12 @@ class Row:
 
 
 def _folded(rows: Iterable[Row]) -> list[Row]:
-    """Rows that differ only in the numbers of their module paths, as one."""
-    found: dict[tuple[str, str, str], Row] = {}
+    """Rows that differ only in the numbers of their module paths, as one.  Of equal layers some may wait for what hides
+    in others: these are two rows."""
+    found: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
         where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", row.where)
-        key = (row.verb, row.fn, where)
+        key = (row.verb, row.fn, where, row.why)
         same = found.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
         path = where if same.count else row.where
         found[key] = Row(row.verb, row.fn, path, same.nbytes + row.nbytes, same.us + row.us, row.why, same.count + 1)

@@ -9,7 +9,6 @@ memory than the step itself needs; an op that would not fit does not run, and is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors
+from .notice import notice
 from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
@@ -173,8 +173,7 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:
-            message = "a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            notice("a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low")
             return None
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)

@@ -49,6 +49,7 @@ class SavedPlan:
     any_us: float = 0.0
 
     def to_json(self) -> str:
+        """All of it, with a digest: a text that was changed is refused."""
         facts = {
             "memgraph": FORMAT,
             "torch": self.torch,

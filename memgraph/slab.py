@@ -16,7 +16,6 @@ import contextlib
 import mmap
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from torch import Tensor
 from .budget import Asked, asked_nbytes
 from .device import CPU, memory_nbytes
 from .errors import MemgraphError
+from .notice import notice
 from .spill import pages
 
 VARIABLE = "MEMGRAPH_PINNED"
@@ -68,11 +68,10 @@ class Slab:
         why = self.pins.register(self.bytes, self.device)
         self.pinned = not why
         if why:
-            warnings.warn(
+            notice(
                 f"{self.nbytes} bytes of host memory can't be pinned ({why}), so that copies are slow and wait for "
-                f"each other; allow the process more locked memory (ulimit -l), or raise the budget",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                f"each other; allow the process more locked memory (ulimit -l), or raise the budget"
+            )
 
     def close(self) -> None:
         """Let running copies end, and give the pages back."""

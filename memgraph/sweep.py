@@ -24,9 +24,9 @@ from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
 
 from .arguments import read
 from .budget import budget_nbytes
-from .capture import losses
 from .compiler import in_parts, planner_of
 from .curve import Point, Sweep, fitting, missing
+from .wanted import losses
 from .wishes import wishes
 
 POINTS = 12  # between the two ends

@@ -1,0 +1,19 @@
+"""What is worth a warning and no error, said at the user's own line, where Python says it once.
+
+notice("...")   ->   /home/me/train.py:31: RuntimeWarning: ...
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+from .frames import is_users_code
+
+
+def notice(message: str) -> None:
+    """Warn of something; the line is the innermost one that is neither torch's nor memgraph's."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None and not is_users_code(frame.f_code):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

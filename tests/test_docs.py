@@ -1,0 +1,96 @@
+"""What users are told is true: the script of docs/start.md runs, and options, defaults, errors and links exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import memgraph
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CALLS: dict[str, Callable[..., Any]] = {"compile": memgraph.compile, "plan": memgraph.plan, "sweep": memgraph.sweep}
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def blocks(path: str) -> list[str]:
+    return [text for language, text in FENCED.findall(read(path)) if language == "python"]
+
+
+def defaults(call: str) -> dict[str, object]:
+    parameters = inspect.signature(CALLS[call]).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_the_script_of_a_first_hour_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: dict[str, object] = {}
+    for block in blocks("docs/start.md"):
+        exec(compile(block, "start.md", "exec"), seen)
+    report, compiled, error = seen["report"], seen["compiled"], capsys.readouterr().out
+    assert isinstance(report, memgraph.Report) and not report.plan
+    assert isinstance(compiled, memgraph.CompiledModule) and isinstance(compiled, nn.Module)
+    assert compiled.plan.plan and compiled.plan.measured is not None
+    assert compiled.plan.measured <= compiled.plan.peak <= compiled.plan.budget
+    assert "2000000 bytes are allowed" in error
+    assert (tmp_path / "run.pt").is_file()
+
+
+def test_every_option_is_told_with_its_default() -> None:
+    said = eval(f"dict({blocks('docs/options.md')[0].partition('*, ')[2].partition(')')[0]})")
+    assert {"budget": None, **said} == defaults("compile")
+    told = re.findall(r"`(\w+)`", " ".join(re.findall(r"^## (.+)$", read("docs/options.md"), re.MULTILINE)))
+    assert told == list(defaults("compile"))
+    table = read("README.md").partition("| argument | meaning |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(defaults("compile"))
+
+
+def test_plan_and_sweep_take_what_is_said() -> None:
+    assert defaults("plan") == {name: value for name, value in defaults("compile").items() if name != "strict"}
+    others = {name: value for name, value in defaults("plan").items() if name not in ("plan", "budget")}
+    assert defaults("sweep") == {"budgets": None, **others}
+
+
+def test_every_error_has_a_row_and_every_row_an_error() -> None:
+    public = {name for name in memgraph.__all__ if name.endswith("Error")}
+    rows = re.findall(r"^\| `(\w+)`", read("docs/errors.md"), re.MULTILINE)
+    assert len(rows) == len(set(rows)) and set(rows) == public
+    assert all(issubclass(getattr(memgraph, name), memgraph.MemgraphError) for name in public)
+
+
+def test_every_public_name_and_every_argument_is_documented() -> None:
+    own = {name: getattr(memgraph, name) for name in memgraph.__all__}
+    assert [name for name, value in own.items() if not (value.__doc__ or "").strip()] == []
+    documented = set(re.findall(r"^ {8}(\w+): ", memgraph.compile.__doc__ or "", re.MULTILINE))
+    assert documented >= {"model", *defaults("compile")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert [link for link in links(page) if not leads(page, link)] == []
+
+
+def links(page: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
+        if "://" not in link:
+            yield link
+
+
+def leads(page: Path, link: str) -> bool:
+    name, _, place = link.partition("#")
+    target = page.parent / name if name else page
+    headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if target.is_file() else []
+    anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return target.exists() and (not place or place in anchors)
