@@ -85,7 +85,7 @@ def said(name: str, value: Any) -> set[tuple[type[Exception], str]]:
 def test_what_is_of_a_wrong_type_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
     ((kind, text),) = said(name, value)
     assert kind is TypeError
-    assert re.match(rf"{name} is (None|a \w+(, .+)?|the class \w+); ", text)
+    assert re.match(rf"{name} is (None|an? \w+(, .+)?|the class \w+); ", text)
     assert text.endswith(ARGUMENTS[name].advice)
 
 
