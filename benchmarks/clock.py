@@ -60,6 +60,9 @@ def in_turn(
 
 
 def middle(values: Iterable[float]) -> tuple[float, float, float]:
-    """The median between the ends of the middle half."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    """The median between the ends of the middle half; a single value is all three."""
+    several = list(values)
+    if len(several) == 1:
+        return several[0], several[0], several[0]
+    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
     return low, median, high
