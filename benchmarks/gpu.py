@@ -37,7 +37,7 @@ STEPS = 3  # of which are timed
 
 def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     """Measure, write the file, print the table."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
     begin = time.perf_counter()

@@ -11,6 +11,8 @@ for them.
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from .homes import Ground, Mapping, Place, Room, Source, taken
 from .pinned import copied, streams
-from .slab import SLABS, PinnedError, Slabs
+from .slab import OWN, SLABS, PinnedError, Slabs
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,8 @@ class Host(Ground):
         laid, nbytes = taken(slots)
         self.slabs.claim(nbytes, self.cap)
         try:
-            mapping = PinnedMapping(-1, nbytes)
+            mapping = PinnedMapping(-1, nbytes, flags=OWN)
+            mapping.madvise(mmap.MADV_DONTFORK)  # for the reason in `slab.py`
             why = self.slabs.pins.register(mapping.seen(0, nbytes), self.device)
             if why:
                 raise PinnedError(
@@ -78,7 +81,7 @@ class PinnedMapping(Mapping, Source):
         return StreamCopy(self.host, streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
 
     def __del__(self) -> None:
-        if hasattr(self, "host"):
+        if hasattr(self, "host") and not sys.is_finalizing():  # then the pages go with the process
             self.host.slabs.pins.unregister(super().seen(0, len(self)))
             self.host.slabs.claim(-len(self))
 

@@ -33,6 +33,7 @@ VARIABLE = "MEMGRAPH_PINNED"
 PINNED = Asked("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
 NAMED = Asked(VARIABLE, "the host", "half of that")
 SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
+OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of the process's own, which are pinned faster than shared ones
 
 
 class PinnedError(MemgraphError):
@@ -46,7 +47,9 @@ class Pins(Protocol):
         """Pin the pages of a tensor; why not, if that is refused."""
         ...
 
-    def unregister(self, flat: Tensor) -> None: ...
+    def unregister(self, flat: Tensor) -> None:
+        """Let the pages go, once no device is at them any more."""
+        ...
 
 
 @dataclass(eq=False)
@@ -61,7 +64,7 @@ class Slab:
     after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
 
     def __post_init__(self) -> None:
-        mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, self.nbytes, flags=OWN)
         # After a fork, the first write to a page would leave the device with the old one.
         mapping.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -199,19 +202,29 @@ def pinned_nbytes(pinned: str | int | float | None) -> int | None:
 class CudaPins:
     """CUDA's way to pin."""
 
+    def __init__(self) -> None:
+        self.devices: dict[int, torch.device] = {}  # by the address of what is pinned
+
     def register(self, flat: Tensor, device: torch.device) -> str:
         try:
-            cudart: Any = torch.cuda.cudart()
-            code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
+            with torch.cuda.device(device):  # of which such memory is said to be
+                cudart: Any = torch.cuda.cudart()
+                code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
             why = f"cudaHostRegister says {code}" if code else ""
         except RuntimeError as error:
             why = str(error)
         if why:
             with contextlib.suppress(RuntimeError):  # the next launch would report the error once more, as its own
                 torch.zeros(1, device=device)
+        else:
+            self.devices[flat.data_ptr()] = device
         return why
 
     def unregister(self, flat: Tensor) -> None:
+        if torch.cuda._is_in_bad_fork():  # a child, which has no part in it
+            return
+        # A kernel or a copy may still be at it that nobody waits for, and CUDA does not promise to.
+        torch.cuda.synchronize(self.devices.pop(flat.data_ptr()))
         cudart: Any = torch.cuda.cudart()
         cudart.cudaHostUnregister(flat.data_ptr())
 

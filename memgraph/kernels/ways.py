@@ -77,7 +77,9 @@ def measured(kernel: str, device: torch.device, trial: Trial) -> Found:
 
 
 def _key(kernel: str, device: torch.device) -> str:
-    return f"way {kernel} {SIZES} {WAYS} {device} {setting(device)}"
+    # "cuda" is the current one, by whose number its tensors know it.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return f"way {kernel} {SIZES} {WAYS} {device.type}:{number} {setting(device)}"
 
 
 def _measure(device: torch.device, trial: Trial) -> Found:

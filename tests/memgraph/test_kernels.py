@@ -215,5 +215,17 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
     assert way_of("cast", GPU, 17 << 20) == WAYS[-1]
 
 
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured for "cuda" is looked up for tensors, which know the number."""
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(ways, "setting", lambda device: "a GPU")
+    monkeypatch.setattr(ways, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ways, "shortest", lambda run, device: 1.0 if run() else 2.0)
+    measured("cast", torch.device("cuda"), lambda nbytes, way: lambda: way == WAYS[2])
+    assert way_of("cast", GPU, 1 << 20) == WAYS[2]
+    assert way_of("cast", torch.device("cuda", 1), 1 << 20) is None
+
+
 def test_a_way_says_how_many_programs_there_are() -> None:
     assert (Way(1024).grid(7), Way(1024, programs=32).grid(7), Way(1024, programs=32).grid(700)) == (7, 7, 32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import inductor
+from memgraph import inductor, probe
 from memgraph.errors import LoweringError
 from memgraph.inductor import Segment
 from memgraph.lower import Lowering
@@ -121,3 +121,25 @@ def test_what_is_in_no_segment_is_stated_at_its_own_price(monkeypatch: pytest.Mo
     assert stated.forecast.us == pytest.approx(predict(lowering.trace, machine).us)
     assert stated.captured.us > choice.captured.us and stated.forecast.peak == choice.forecast.peak
     assert stated.lower_bound <= stated.forecast.us and stated.gap <= stated.overhead
+
+
+def test_what_tuning_takes_is_none_of_a_segments_workspace_and_no_step_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a kernel of Inductor's is tuned in its first run of a process, with memory that it takes once."""
+    runs: list[int] = []
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        runs.append(0)
+        if len(runs) == 1:
+            torch.empty(1 << 20, dtype=torch.uint8).fill_(0)
+        return (x.neg(),)
+
+    graph = fx.Graph()
+    node = graph.create_node("call_function", Segment("tuned", run), (graph.placeholder("x"),))
+    for each in graph.nodes:
+        each.meta["val"] = torch.empty(1000)
+    node.meta["val"] = (torch.empty(1000),)
+    cost = Prober(1 << 30)(node)
+    assert cost.workspace == 0 and len(runs) > 2
+    monkeypatch.setattr(probe, "_known", {})  # as in a process that begins anew
+    runs.clear()
+    assert Prober(1 << 30)(node).workspace == 0 and len(runs) > 2
