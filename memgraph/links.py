@@ -97,7 +97,7 @@ def _read(kept: Any) -> Links:
 
 
 def _measure_host(device: torch.device) -> Links:
-    rates = {nbytes: pinned_speed(device, nbytes) for nbytes in SIZES}
+    rates = {nbytes: pinned_speed(device, nbytes, line) for nbytes, line in SIZES.items()}
     out, back = (Link(tuple((nbytes, nbytes / rate[i]) for nbytes, rate in rates.items())) for i in (0, 1))
     return out, back
 

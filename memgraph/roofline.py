@@ -22,8 +22,8 @@ from .setting import setting
 from .signature import kernel_modes
 from .stopwatch import shortest
 
-SIDE = 768  # of the matrices that are multiplied
-COPIED = 32 << 20  # bytes: more than caches hold
+SIDE, SIDE_GPU = 768, 4096  # of the matrices that are multiplied: enough for all of the device
+COPIED, COPIED_GPU = 32 << 20, 256 << 20  # bytes: more than caches hold
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -44,7 +44,7 @@ def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
     values = [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
     dtype = next((value.dtype for value in values if value.dtype in DTYPES), torch.float32)
     device = values[0].device if values else torch.device("cpu")
-    rates = _rates(device, dtype) if limit >= 2 * COPIED else Rates()
+    rates = _rates(device, dtype) if limit >= 2 * _sizes(device)[1] else Rates()
     return round(max(flops(node) / rates.flops, nbytes / rates.nbytes), 1)
 
 
@@ -65,14 +65,20 @@ def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
     return once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
 
 
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """The side of the matrices, and the bytes that are copied."""
+    return (SIDE_GPU, COPIED_GPU) if device.type == "cuda" else (SIDE, COPIED)
+
+
 def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
     with torch.no_grad(), torch._C._DisableAutocast():
-        matrix = torch.full((SIDE, SIDE), 0.5, dtype=dtype, device=device)
-        of, into = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+        side, copied = _sizes(device)
+        matrix = torch.full((side, side), 0.5, dtype=dtype, device=device)
+        of, into = (torch.zeros(copied, dtype=torch.uint8, device=device) for _ in range(2))
         multiply, copy = partial(_multiply, matrix), partial(into.copy_, of)
         multiply()
         copy()
-        return Rates(2 * SIDE**3 / shortest(multiply, device), 2 * COPIED / shortest(copy, device))
+        return Rates(2 * side**3 / shortest(multiply, device), 2 * copied / shortest(copy, device))
 
 
 def _multiply(matrix: Tensor) -> Tensor:

@@ -59,5 +59,3 @@ def test_a_home_is_pages_of_the_process_alone() -> None:
     first = next(line for line in lines if line.startswith(begin))
     flags = next(line for line in lines if line.startswith("VmFlags:")).split()
     assert first.split()[1] == "rw-p" and "dc" in flags
-
-
