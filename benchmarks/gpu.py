@@ -5,7 +5,7 @@
 Kernels, copies and an update of states in pinned memory come first, then blocks of GPT2-XL and Llama-8B, in bfloat16:
 eager, compiled, compiled under `activation_memory_budget`, checkpointed, with saved tensors on the CPU, and memgraph at
 the peak of each, once as CUDA graphs; then a model of 7B parameters, trained whole under 16 and 8 GB and by a plain
-rule.  What there is no time for is said.  benchmarks/results/<device>/<date>.json is written after each row, and one
+rule.  What there is no time for is said.  benchmarks/results/<device>/<date>.json is written after each line, and one
 table comes last.  With --toy it is small enough for a CPU, to see that it works.  Not yet run on a GPU.
 """
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from benchmarks import bandwidth, beside, updates, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, rows
-from benchmarks.laps import Laps
+from benchmarks.laps import Laps, Overtime, within
 from benchmarks.records import Run
 
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
 STEPS = 3  # of which are timed
+PART = 40.0  # seconds for the figures of kernels, of copies, and of updates
 
 
 def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
@@ -40,15 +42,15 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not toy:
         raise typer.BadParameter("there is no CUDA device here; --toy shows that the program works")
-    begin = time.perf_counter()
+    end = time.perf_counter() + seconds
     run = Run(device, "gpu")
-    figures = list(_figures(device, toy))
+    figures: list[Figure] = []
     found: list[Row] = []
-    run.write({"figures": [asdict(f) for f in figures], "rows": []})
     try:
-        for row in _rows(Laps(device), laps, toy, begin, seconds):
-            found.append(row)
-            print(_line(row), file=sys.stderr, flush=True)
+        for one in chain(_figures(device, toy, partial(_left, end)), _rows(Laps(device), laps, toy, end)):
+            figures += [one] if isinstance(one, Figure) else []
+            found += [one] if isinstance(one, Row) else []
+            print(_line(one), file=sys.stderr, flush=True)
             run.write({"figures": [asdict(f) for f in figures], "rows": [asdict(row) for row in found]})
     finally:  # also where somebody's patience has ended
         console = Console(width=190)
@@ -56,13 +58,14 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
         console.print(str(run.path))
 
 
-def _rows(laps: Laps, count: int, toy: bool, begin: float, seconds: float) -> Iterator[Row]:
+def _rows(laps: Laps, count: int, toy: bool, end: float) -> Iterator[Row]:
     """What one model leaves of its time is the next one's."""
+    begin = time.perf_counter()
     for i, (name, shape) in enumerate(SHAPES.items()):
-        end = begin + seconds * BLOCKS * (i + 1) / len(SHAPES)
-        yield from rows(name, shape.toy() if toy else shape, laps, count, partial(_left, end))
+        until = begin + (end - begin) * BLOCKS * (i + 1) / len(SHAPES)
+        yield from rows(name, shape.toy() if toy else shape, laps, count, partial(_left, until))
     size = whole.SEVEN.toy() if toy else whole.SEVEN
-    yield from _guarded(size.name, whole.rows(size, laps, min(count, STEPS), partial(_left, begin + seconds)))
+    yield from _guarded(size.name, whole.rows(size, laps, min(count, STEPS), partial(_left, end)))
 
 
 def _guarded(name: str, found: Iterator[Row]) -> Iterator[Row]:
@@ -77,7 +80,7 @@ def _left(end: float) -> float:
     return end - time.perf_counter()
 
 
-def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
+def _figures(device: torch.device, toy: bool, left: Callable[[], float]) -> Iterator[Figure]:
     parts: dict[str, Callable[[], list[Figure]]] = {
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 10, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
@@ -85,19 +88,24 @@ def _figures(device: torch.device, toy: bool) -> Iterator[Figure]:
     }
     for name, part in parts.items():
         try:
-            yield from part()
-        except Exception as error:  # the rest is worth its time without it
-            yield Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")
+            with within(min(PART, left())):
+                found = part()
+        except (Exception, Overtime) as error:  # the rest is worth its time without it
+            found = [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
+        yield from found
 
 
 def table(figures: list[Figure], found: list[Row]) -> Table:
     shown = Table(*COLUMNS, title=f"torch {torch.__version__}", title_justify="left", box=None)
     for figure in figures:
-        share = "" if figure.share is None else f"{figure.share:.1%}"
-        shown.add_row("", figure.name, "", f"{figure.value:.1f} {figure.unit}", share)
+        shown.add_row("", figure.name, "", *_said(figure))
     for row in found:
         shown.add_row(row.model, row.name, row.beside, *_cells(row), row.why)
     return shown
+
+
+def _said(figure: Figure) -> list[str]:
+    return [f"{figure.value:.1f} {figure.unit}", "" if figure.share is None else f"{figure.share:.1%}"]
 
 
 def _cells(row: Row) -> list[str]:
@@ -110,7 +118,9 @@ def _cells(row: Row) -> list[str]:
     return [f"{median:.2f}", f"{low:.2f}-{high:.2f}", *sizes, budget, tokens]
 
 
-def _line(row: Row) -> str:
+def _line(row: Row | Figure) -> str:
+    if isinstance(row, Figure):
+        return "  ".join([row.name, *_said(row)])
     cells: list[Any] = [row.model, row.name, row.beside, *_cells(row), row.why]
     return "  ".join(cell for cell in cells if cell)
 

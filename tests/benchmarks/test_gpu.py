@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import subprocess
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import bandwidth, contenders, gpu, records, whole
+from benchmarks import bandwidth, beside, contenders, gpu, records, whole
 from benchmarks.beside import Figure
 from benchmarks.blocks import SHAPES
 from benchmarks.contenders import Row, budgets, rows, stack_nbytes, tried, ways
@@ -20,6 +23,7 @@ from benchmarks.laps import Laps, Taken
 from benchmarks.whole import RULE
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it takes minutes")
@@ -99,7 +103,46 @@ def test_a_part_that_fails_is_a_figure_that_says_why(monkeypatch: pytest.MonkeyP
         raise ValueError("no")
 
     monkeypatch.setattr(bandwidth, "rows", fails)
-    assert [(figure.name, figure.unit) for figure in gpu._figures(CPU, True)] == [("kernels: ValueError: no", "failed")]
+    found = gpu._figures(CPU, True, lambda: 60.0)
+    assert [(figure.name, figure.unit) for figure in found] == [("kernels: ValueError: no", "failed")]
+
+
+def test_a_part_that_hangs_is_a_figure_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PART", 0.05)
+    monkeypatch.setattr(bandwidth, "rows", lambda *_: time.sleep(60))
+    found = gpu._figures(CPU, True, lambda: 60.0)
+    assert [figure.name for figure in found] == ["kernels: Overtime: not done in 0 s"]
+
+
+def test_what_was_found_is_written_before_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> list[Figure]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(bandwidth, "rows", lambda *_: [Figure("copy", 4200.0, "GB/s")])
+    monkeypatch.setattr(beside, "rows", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(seconds=300.0, laps=2, toy=True)
+    assert [f["name"] for f in json.loads(next(tmp_path.glob("cpu/*.json")).read_text())["figures"]] == ["copy"]
+    assert "4200.0 GB/s" in capsys.readouterr().out
+
+
+def test_make_gpu_runs_each_part_whatever_became_of_the_others_and_ends_in_time(tmp_path: Path) -> None:
+    """By a Python that notes down how it is called, and fails."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n(tr "\\0" " " </proc/$PPID/cmdline; echo) >>{tmp_path}/calls\nexit 1\n'
+    )
+    python.chmod(0o755)
+    made = subprocess.run(["make", "gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode != 0, made.stdout
+    calls = (tmp_path / "calls").read_text()
+    limits = re.findall(r"timeout -k 5 -s INT (\d+) \S+ -m (\S+) (.*)", calls)
+    assert [module for _, module, _ in limits] == ["pytest", "pytest", "benchmarks.gpu"]
+    assert all(int(seconds) <= most for (seconds, _, _), most in zip(limits, (100, 200, 575), strict=True))
+    assert 0 < int(limits[2][2].removeprefix("--seconds ")) <= int(limits[2][0]) - 30  # in which it prints its table
 
 
 def test_memgraph_gets_the_peak_of_each_way_that_saves_and_shares_of_the_compiled_one() -> None:
