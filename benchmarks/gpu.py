@@ -46,8 +46,11 @@ def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
     run = Run(device, "gpu")
     figures: list[Figure] = []
     found: list[Row] = []
+    lines: Iterator[Figure | Row] = chain(
+        _figures(device, toy, partial(_left, end)), _rows(Laps(device), laps, toy, end)
+    )
     try:
-        for one in chain(_figures(device, toy, partial(_left, end)), _rows(Laps(device), laps, toy, end)):
+        for one in lines:
             figures += [one] if isinstance(one, Figure) else []
             found += [one] if isinstance(one, Row) else []
             print(_line(one), file=sys.stderr, flush=True)

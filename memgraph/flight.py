@@ -7,7 +7,7 @@ this flight is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -61,6 +61,7 @@ class Flight:
     coming: Coming | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
+    explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
     def __init__(self, halves: Halves, tier: Tier | None, recording: Recorded | None = None) -> None:
         self.halves, self.recording = halves, recording
@@ -190,6 +191,7 @@ class Flight:
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
             window,
+            self.explained(),
         ):
             yield
 

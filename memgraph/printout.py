@@ -74,9 +74,10 @@ def _bytes(report: Report) -> str:
 
 
 def _held(report: Report) -> list[str]:
-    """What torch's allocator makes of the bytes that were measured."""
+    """What torch's allocator makes of the bytes that were measured, and before what room it has for that."""
     if not report.held:
-        return []
+        room = f"{mb(report.budget - report.peak)} of the budget are left for what torch's allocator holds beyond that"
+        return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
 

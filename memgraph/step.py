@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .oss.inside import Inside
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
+from .shortage import explained
 from .slots import HomeSlots
 from .split import Halves
 from .times import Times
@@ -116,6 +118,8 @@ class Step:
             if self.inside is not None:
                 self.inside.sweep()  # parts whose gradients are gone take no room
             flight = Flight(self.halves, self.tier, self._recording(tensors))
+            if self.device.type != "cpu":
+                flight.explained = partial(explained, self.report, self.device)
         except MemgraphError:
             if self.excuse is not None:
                 self.excuse()

@@ -61,7 +61,8 @@ class Stepper:
     def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
         """The state of a parameter of two elements."""
         try:
-            (state,) = self._step([(group, _made_up(2, dtype, self.device), {})])
+            piece = _made_up(2, dtype, self.device)
+            (state,) = self._step([(group, piece, begun(self.optimizer, self.options[group], piece))])
         except Exception as error:
             raise untried(self.optimizer, error) from error
         return state or {}
@@ -75,7 +76,7 @@ class Stepper:
     def _allocates(self, group: int, counts: Sequence[int], dtype: torch.dtype) -> int:
         """The most that updates of made-up parameters take, one after the other."""
         pieces, most = [_made_up(count, dtype, self.device) for count in counts], 0
-        states: list[dict[str, Any]] = [{} for _ in pieces]
+        states = [begun(self.optimizer, self.options[group], piece) for piece in pieces]
         for _ in range(STEPS):
             given = [(group, piece, state) for piece, state in zip(pieces, states, strict=True)]
             before = _held(states)
@@ -119,6 +120,14 @@ class Temporaries:
         return max(
             (2 * self.fixed + math.ceil(self.each * large + self.before * small) for small, large in pairs), default=0
         )
+
+
+def begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The state of a parameter before its first step."""
+    if type(optimizer) is not optim.Adagrad:
+        return {}
+    # It has one from where the optimizer was made; torch 2.11 makes none in a step.
+    return dict(optim.Adagrad([{**options, "params": [parameter]}]).state[parameter])
 
 
 def untried(optimizer: optim.Optimizer, error: Exception) -> UpdateError:

@@ -26,7 +26,7 @@ from .device import keeping_freed_memory
 from .peak import measured, resident_bytes
 from .setting import setting
 from .signature import kernel_modes
-from .stepper import STEPS, untried
+from .stepper import STEPS, begun, untried
 from .stopwatch import cool, shortest
 
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
@@ -150,12 +150,13 @@ class Trial:
         return tuple(one for kind in others.values() for one in (kind, between))
 
     def _alone(self, kinds: Sequence[Kind]) -> torch.optim.Optimizer:
-        """The optimizer, as one of made-up parameters that have a gradient and no states yet."""
-        alone = copy.copy(self.optimizer)
-        alone.state = defaultdict(dict)
+        """The optimizer, as one of made-up parameters that have a gradient and have not been stepped on."""
+        alone, groups = copy.copy(self.optimizer), self.optimizer.param_groups
         made = [(kind.group, kind.made_up()) for kind in kinds]
+        first = {p: begun(alone, groups[group], p) for group, p in made}
+        alone.state = defaultdict(dict, {p: state for p, state in first.items() if state})
         alone.param_groups = [
-            {**self.optimizer.param_groups[i], "params": [p for group, p in made if group == i]}
+            {**groups[i], "params": [p for group, p in made if group == i]}
             for i in sorted({kind.group for kind in kinds})
         ]
         return alone

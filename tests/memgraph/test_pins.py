@@ -23,13 +23,21 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What CUDA was asked for, in order."""
     asked: list[Any] = []
 
+    def note(*what: object) -> int:
+        asked.append(what)
+        return 0
+
     def call(name: str) -> Any:
-        return lambda *args: asked.append((name, *args[1:])) or 0
+        return lambda address, *args: note(name, *args)
+
+    def on(device: torch.device) -> Any:
+        note("on", device)
+        return nullcontext()
 
     cudart = SimpleNamespace(cudaHostRegister=call("register"), cudaHostUnregister=call("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(("on", device)) or nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append(("all is done on", device)))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: note("all is done on", device))
     return asked
 
 
