@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -34,7 +34,7 @@ from benchmarks.records import Run
 COLUMNS = ("model", "way", "beside", "step ms", "middle half", "peak MB", "reserved MB", "budget MB", "tokens/s", "")
 BLOCKS = 0.5  # of the time is for blocks, the rest for the whole model
 STEPS = 3  # of which are timed
-PART = 40.0  # seconds for the figures of kernels, of copies, and of updates
+PART = 60.0  # seconds for the figures of kernels, of copies, and of updates
 
 
 def main(seconds: float = 420.0, laps: int = 10, toy: bool = False) -> None:
@@ -84,17 +84,18 @@ def _left(end: float) -> float:
 
 
 def _figures(device: torch.device, toy: bool, left: Callable[[], float]) -> Iterator[Figure]:
-    parts: dict[str, Callable[[], list[Figure]]] = {
+    parts: dict[str, Callable[[], Iterable[Figure]]] = {
         "kernels": lambda: bandwidth.rows(device, 1 << 16, 10, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
         "updates": lambda: updates.rows(device),
     }
     for name, part in parts.items():
+        found: list[Figure] = []
         try:
             with within(min(PART, left())):
-                found = part()
+                found.extend(part())
         except (Exception, Overtime) as error:  # the rest is worth its time without it
-            found = [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
+            found += [Figure(f"{name}: {type(error).__name__}: {error}".partition("\n")[0][:200], 0.0, "failed")]
         yield from found
 
 

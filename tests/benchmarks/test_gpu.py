@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -107,11 +108,15 @@ def test_a_part_that_fails_is_a_figure_that_says_why(monkeypatch: pytest.MonkeyP
     assert [(figure.name, figure.unit) for figure in found] == [("kernels: ValueError: no", "failed")]
 
 
-def test_a_part_that_hangs_is_a_figure_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_is_a_figure_that_says_so_behind_those_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: object) -> Iterator[Figure]:
+        yield Figure("copy", 4200.0, "GB/s")
+        time.sleep(60)
+
     monkeypatch.setattr(gpu, "PART", 0.05)
-    monkeypatch.setattr(bandwidth, "rows", lambda *_: time.sleep(60))
+    monkeypatch.setattr(bandwidth, "rows", hangs)
     found = gpu._figures(CPU, True, lambda: 60.0)
-    assert [figure.name for figure in found] == ["kernels: Overtime: not done in 0 s"]
+    assert [figure.name for figure in found] == ["copy", "kernels: Overtime: not done in 0 s"]
 
 
 def test_what_was_found_is_written_before_it_is_stopped(

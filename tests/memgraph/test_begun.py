@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.update import state_tensors
 
-PLAIN = optim.Adagrad._init_group
+PLAIN: Any = optim.Adagrad._init_group
 
 
 def as_in_2_11(optimizer: optim.Adagrad, group: dict[str, Any], *lists: Any) -> Any:
