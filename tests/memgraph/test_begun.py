@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.update import state_tensors
+from memgraph.trial import state_tensors
 
 PLAIN: Any = optim.Adagrad._init_group
 
