@@ -20,7 +20,7 @@ from .company import join
 from .errors import MemgraphError
 from .flight import Flight
 from .notice import notice
-from .report import Report
+from .peak import resident_bytes
 from .signature import has_hooks, in_process_group, is_watched
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class _Backward:
             apart, places = step.home_slots.before(self.takers, self.roles.adds)
             flight.bind(places)
         added = self._there() if self.roles.adds else []
-        if self.keep:
-            _warn_of_retained(step.report)
+        self._warn()
         try:
             self._begin()
             gradients = self._parted(self._made(added))
@@ -115,6 +114,34 @@ class _Backward:
             if not self.keep or self.roles.updates:
                 step.land(flight)
         return self._given(gradients)
+
+    def _warn(self) -> None:
+        """No plan counts a graph that is kept, nor gradients beside others; a step that has no room for these runs all
+        the same, as two forwards do."""
+        forecast, beside = self.step.report.forecast, self._beside()
+        if self.keep:
+            said = "backward(retain_graph=True) keeps all that forward saved"
+            self._over(forecast.retained, said, "each forward has one backward")
+        if beside:
+            self.flight.beyond = "gradients that were asked for lie beside those that were there"
+            said = "torch.autograd.grad and backward(inputs=...) make gradients beside those that are there"
+            self._over(forecast.peak + beside, said, "there are none yet when forward begins")
+
+    def _over(self, nbytes: int, said: str, unless: str) -> None:
+        """Warn if that may be more than the budget."""
+        budget = self.step.report.budget
+        if nbytes > budget:
+            over = f"this step may take {nbytes} bytes, over its budget of {budget}; it is within it if {unless}"
+            notice(f"{said}: {over}")
+
+    def _beside(self) -> int:
+        """Bytes on the device of gradients to which this step would add, and which this backward leaves alone."""
+        if not self.roles.adds or self.flight.shared:
+            return 0
+        rows = zip(self.roles.gradients, self.takers, strict=True)
+        places = [self.roles.target(role) for role, taker in rows if role.kind == "gradient" and taker is None]
+        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not is_watched(parameter)]
+        return resident_bytes(parameter.grad for parameter in left if parameter.grad is not None)
 
     def _there(self) -> list[Tensor | None]:
         """The gradients that are there to be added to, of each parameter that the step makes one of."""
@@ -180,15 +207,6 @@ def _is_frozen(node: Any) -> bool:
     """Whether it is of a parameter that was frozen since forward, for which autograd drops what comes."""
     parameter: Tensor | None = getattr(node, "variable", None)
     return parameter is not None and not parameter.requires_grad
-
-
-def _warn_of_retained(report: Report) -> None:
-    """No plan counts a graph that is kept; one that has no room for it runs all the same, as two forwards do."""
-    if report.forecast.retained > report.budget:
-        notice(
-            f"backward(retain_graph=True) keeps all that forward saved: this step may take {report.forecast.retained} "
-            f"bytes, over its budget of {report.budget}; it is within it if each forward has one backward"
-        )
 
 
 def _nothing(node: Any, gradient: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +38,13 @@ class FirstUpdate:
         steps, self.waiting = self.waiting, []
         states = resident_bytes(state_tensors(getattr(self.optimizer, "inner", self.optimizer)))
         gradients = [resident_bytes(step.gradients_there()) for step in steps]
+        missing = [any(parameter.grad is None for parameter in step.trained) for step in steps]
         result, allocated = measured(update, self.device)
         if allocated is not None:
-            for step, nbytes in zip(steps, gradients, strict=True):
-                step.report = step.report.with_update(states + nbytes + allocated.peak)
+            for step, nbytes, less in zip(steps, gradients, missing, strict=True):
+                beyond = "the update found fewer gradients than were planned for" if less else ""
+                report = step.report.with_update(states + nbytes + allocated.peak)
+                step.report = replace(report, beyond=report.beyond or beyond)
         return result
 
 

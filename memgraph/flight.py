@@ -69,7 +69,7 @@ class Flight:
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
         self.saved: list[Tensor] | None = None
         self.seen: list[tuple[Tensor, int]] = []
-        self.retained = False  # whether a backward has kept what was saved
+        self.beyond = ""  # why it takes more than was forecast, if it does
         self.absent = 0  # bytes that were forecast to be there before it, and are not
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
@@ -142,7 +142,7 @@ class Flight:
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
         if keep:
-            self.retained = True
+            self.beyond = "retain_graph=True kept what backward lets go"
             self.clock = None  # which knows of one backward
         else:
             self.saved, self.seen = None, []

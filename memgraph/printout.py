@@ -69,8 +69,7 @@ def _bytes(report: Report) -> str:
     if report.measured is None or report.measured <= min(report.peak, report.budget):
         return f"fits: {said}"
     verdict = "over the budget" if report.measured > report.budget else "over the forecast"
-    why = "retain_graph=True kept what backward lets go" if report.retained else "which should not be: please report it"
-    return f"{verdict}: {said}; {why}"
+    return f"{verdict}: {said}; {report.beyond or 'which should not be: please report it'}"
 
 
 def _held(report: Report) -> list[str]:

@@ -33,7 +33,8 @@ class Report:
             system has yet to give, in microseconds.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
-        retained: whether the step that was measured went through a backward that kept its graph.
+        beyond: why the step that was measured takes more than its forecast, if it does: what its caller did that no
+            plan counts.
         lowered: the forecast of the step with parts of it compiled, which is what runs then.
         apart_us: microseconds of the same plan with nothing compiled.
         recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
@@ -50,7 +51,7 @@ class Report:
     pages_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
-    retained: bool = False
+    beyond: str = ""
     lowered: Forecast | None = None
     apart_us: float = 0.0
     uncompiled: int = 0
