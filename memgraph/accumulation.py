@@ -13,7 +13,7 @@ from collections.abc import Container
 from torch import fx
 
 from .capture import Captured
-from .nodes import returned
+from .nodes import is_lazy, returned
 from .ops import accumulate
 
 
@@ -39,11 +39,12 @@ def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
 
 
 def mark_watched(captured: Captured, watched: Container[str]) -> None:
-    """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere."""
-    meta = captured.graph.graph.output_node().meta
-    meta["kinds"] = tuple(
-        "watched" if role.kind == "gradient" and role.name in watched else kind
-        for role, kind in zip(captured.outputs, meta["kinds"], strict=True)
+    """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere; nor can
+    those that are yet to be conjugated or negated, of which a copy would have to be made for it."""
+    output = captured.graph.graph.output_node()
+    output.meta["kinds"] = tuple(
+        "watched" if role.kind == "gradient" and (role.name in watched or is_lazy(node)) else kind
+        for role, kind, node in zip(captured.outputs, output.meta["kinds"], returned(captured.graph.graph), strict=True)
     )
 
 

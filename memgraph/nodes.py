@@ -119,6 +119,12 @@ def _lies(node: fx.Node) -> object:
     return value.dtype, value.shape, value.stride(), value.storage_offset(), lazy
 
 
+def is_lazy(node: fx.Node) -> bool:
+    """Whether a node's tensor is yet to be conjugated or negated, by whoever reads it."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
+
+
 def gather_constants(graph: fx.Graph) -> None:
     """Let each constant be fetched once, before all ops."""
     placeholders = graph.find_nodes(op="placeholder")

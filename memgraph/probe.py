@@ -130,7 +130,8 @@ def _key(node: fx.Node) -> str:
 def _describe_tensor(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
-    return (str(value.dtype), tuple(value.shape), value.stride(), str(value.device))
+    form = (str(value.dtype), tuple(value.shape), value.stride(), str(value.device))
+    return (*form, value.is_conj(), value.is_neg()) if value.is_conj() or value.is_neg() else form
 
 
 def _describe_storage(value: object) -> object:
@@ -202,7 +203,13 @@ def _made_up(node: fx.Node, device: torch.device) -> Any:
 def _fill(fake: Tensor) -> Tensor:
     """A real tensor like `fake`, of numbers that are valid as indices where they may be indices."""
     value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return value.fill_(0.5 if fake.is_floating_point() else 0)
+    return _lazy(value.fill_(0.5 if fake.is_floating_point() else 0), fake)
+
+
+def _lazy(value: Tensor, fake: Tensor) -> Tensor:
+    """The value, as yet to be conjugated or negated where `fake` is: most ops make a copy first, for which they do."""
+    value = value.conj() if fake.is_conj() else value
+    return torch._neg_view(value) if fake.is_neg() else value
 
 
 def _fill_storage(fake: Tensor) -> Tensor:
@@ -210,4 +217,4 @@ def _fill_storage(fake: Tensor) -> Tensor:
     value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
     numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
     numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
-    return numbers.fill_(0.5 if fake.is_floating_point() else 0)
+    return _lazy(numbers.fill_(0.5 if fake.is_floating_point() else 0), fake)

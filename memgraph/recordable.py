@@ -51,7 +51,7 @@ def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
     if any(role.kind == "input_gradient" for role in captured.outputs):
         return "a gradient goes to what comes before the module"
     if "watched" in graph.output_node().meta["kinds"]:
-        return "a hook, or a process group, is told of a gradient"
+        return "a hook, or a process group, is told of a gradient, or one is yet to be conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
     return _shared(captured, graph) or obstacle(trace)
