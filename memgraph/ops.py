@@ -110,7 +110,20 @@ def running(
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
     """`gradient` with `new` added in place, as autograd accumulates; `new` itself, if there is none yet."""
-    return new if gradient is None else gradient.add_(new)
+    if gradient is None:
+        return new
+    _add(gradient.conj(), new.conj()) if gradient.is_conj() else _add(gradient, new)
+    return gradient
+
+
+def _add(total: Tensor, new: Tensor) -> None:
+    """Add in place without the copy that torch makes of what is yet to be conjugated; the bits are the same."""
+    if new.is_conj() and not total.is_neg() and not new.is_neg():
+        (real, imaginary), (more, less) = torch.view_as_real(total).unbind(-1), torch.view_as_real(new.conj()).unbind(-1)
+        real.add_(more)
+        imaginary.sub_(less)
+    else:
+        total.add_(new)
 
 
 def update(parameter: Tensor, gradient: Tensor, name: str) -> None:

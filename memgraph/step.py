@@ -139,7 +139,8 @@ class Step:
         allocated = flight.land()
         if allocated is not None:
             blocks, held = allocated.blocks, allocated.held
-            report = replace(self.report, beyond=flight.beyond, blocks=blocks, held=held)
+            company = "another step was open with it" if flight.shared else ""
+            report = replace(self.report, beyond=flight.beyond or company, blocks=blocks, held=held)
             self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)

@@ -59,3 +59,14 @@ def test_the_copy_of_what_is_conjugated_is_workspace() -> None:
     compiled = memgraph.compile(model, 10**8, time_limit=0)
     compiled(x.requires_grad_()).abs().sum().backward()
     assert_kept(compiled, 10**8)
+
+
+def test_gradients_accumulate_without_a_copy() -> None:
+    plain, model = Layers(), Layers()
+    compiled, x = memgraph.compile(model, 10**8, time_limit=0), torch.ones(1, WIDTH, dtype=torch.complex64)
+    for _ in range(3):
+        for run in (plain, compiled):
+            run(x).abs().sum().backward()
+        assert_kept(compiled, 10**8)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
