@@ -119,9 +119,9 @@ def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
 def _add(total: Tensor, new: Tensor) -> None:
     """Add in place without the copy that torch makes of what is yet to be conjugated; the bits are the same."""
     if new.is_conj() and not total.is_neg() and not new.is_neg():
-        (real, imaginary), (more, less) = torch.view_as_real(total).unbind(-1), torch.view_as_real(new.conj()).unbind(-1)
-        real.add_(more)
-        imaginary.sub_(less)
+        total, new = torch.view_as_real(total), torch.view_as_real(new.conj())
+        total[..., 0].add_(new[..., 0])
+        total[..., 1].sub_(new[..., 1])
     else:
         total.add_(new)
 
