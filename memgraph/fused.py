@@ -9,7 +9,6 @@ the same one twice, is refused before anything has changed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from .pointwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, u
 from .relay import Relay
 from .torn import Torn
 from .trial import state_tensors
+from .twin import twin
 
 INSTEAD = "compile without fuse_update for this"
 
@@ -172,15 +172,13 @@ class FusedUpdate:
 
     def _alone(self, *parameters: Tensor) -> optim.Optimizer:
         """The optimizer, with its options and states, as one of these parameters alone."""
-        one = copy.copy(self.optimizer)
-        one.state = self.optimizer.state
         mine = set(parameters)
-        one.param_groups = [
+        groups = [
             {**group, "params": kept}
             for group in self.optimizer.param_groups
             if (kept := [parameter for parameter in group["params"] if parameter in mine])
         ]
-        return one
+        return twin(self.optimizer, groups, self.optimizer.state)
 
     def _is_far(self, parameter: Tensor) -> bool:
         held = (parameter, *self.optimizer.state.get(parameter, {}).values())

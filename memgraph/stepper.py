@@ -8,7 +8,6 @@ on made-up parameters.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -23,6 +22,7 @@ from torch import Tensor, optim
 from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .pointwise import unhooked
+from .twin import SCALING, attributes, counts, twin
 
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
@@ -36,12 +36,10 @@ class Stepper:
         self.options = [
             {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self.optimizer = copy.copy(optimizer)
+        self.optimizer = twin(optimizer, [], defaultdict(dict))
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-        # A copy takes no attributes along, and these are how a GradScaler tells a fused update what to do.
-        scaling = ("grad_scale", "found_inf")
-        self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in scaling if name in vars(optimizer)}
+        self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in SCALING if name in vars(optimizer)}
 
     def step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
         """Update tensors, each with its group and its state; returns the state of each, None if it has none."""
@@ -59,12 +57,21 @@ class Stepper:
         return {key: value.device for key, value in made.items() if isinstance(value, Tensor) and not value.dim()}
 
     def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The state of a parameter of two elements."""
+        """The state of a parameter of two elements.
+
+        Raises:
+            UpdateError: its step failed, or counts in what is not of the parameter alone.
+        """
+        before = attributes(self.optimizer)
         try:
             piece = _made_up(2, dtype, self.device)
             (state,) = self._step([(group, piece, begun(self.optimizer, self.options[group], piece))])
         except Exception as error:
             raise untried(self.optimizer, error) from error
+        if counted := sorted(counts(attributes(self.optimizer)).items() - counts(before).items()):
+            name = f"{type(self.optimizer).__name__}.{counted[0][0]}"
+            message = f"{name} is another after a step, and an update in windows is made of many"
+            raise UpdateError(f"{message}; keep it in the state of each parameter")
         return state or {}
 
     def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:

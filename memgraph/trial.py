@@ -9,7 +9,6 @@ so that no rule about any optimizer is written here.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from .setting import setting
 from .signature import kernel_modes
 from .stepper import STEPS, begun, untried
 from .stopwatch import cool, shortest
+from .twin import twin
 
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
@@ -151,15 +151,15 @@ class Trial:
 
     def _alone(self, kinds: Sequence[Kind]) -> torch.optim.Optimizer:
         """The optimizer, as one of made-up parameters that have a gradient and have not been stepped on."""
-        alone, groups = copy.copy(self.optimizer), self.optimizer.param_groups
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
         made = [(kind.group, kind.made_up()) for kind in kinds]
-        first = {p: begun(alone, groups[group], p) for group, p in made}
-        alone.state = defaultdict(dict, {p: state for p, state in first.items() if state})
-        alone.param_groups = [
+        first = {p: begun(optimizer, groups[group], p) for group, p in made}
+        state = defaultdict(dict, {p: state for p, state in first.items() if state})
+        given = [
             {**groups[i], "params": [p for group, p in made if group == i]}
             for i in sorted({kind.group for kind in kinds})
         ]
-        return alone
+        return twin(optimizer, given, state)
 
     def _run(self, kinds: Sequence[Kind]) -> int:
         alone = self._alone(kinds)

@@ -82,7 +82,7 @@ def _of_groups(own: Sequence[Group], given: Sequence[Group], oss: Saving) -> Ite
     if len(set(numbers)) != len(numbers):
         yield "it has a parameter twice"
     for place, complete in enumerate(_completed(oss, given)):
-        if missing := sorted(set(oss.inner.defaults) - set(complete)):
+        if missing := sorted(set(oss.defaults) - set(complete)):  # loading writes into those of `inner`
             yield f"its group {place} has no {missing[0]!r}, so it is of another optimizer than {oss.optim.__name__}"
 
 

@@ -19,8 +19,9 @@ from ..far_update import FarUpdate
 from ..pointwise import is_pointwise, is_unsteady
 from ..state_parts import PARTS, Owner, StatePart, in_parts, is_large
 from ..stepper import Stepper
+from ..twin import twin
 from ..windows import Update
-from .groups import Group, of_groups, options
+from .groups import Group, options
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -62,8 +63,9 @@ class FarShards(FarUpdate):
             SpillError: the disk failed. The next call for this bucket goes on.
         """
         with torch.inference_mode(False), torch.no_grad():
+            inner = self.oss.inner
             if self.half is None or self.half[0] != number:
-                self.half = number, Update(of_groups(self.oss.inner, [group]), self.current, is_large, self.where)
+                self.half = number, Update(twin(inner, [group], inner.state), self.current, is_large, self.where)
             self.half[1].run()
             self.half = None
 
@@ -82,11 +84,11 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
     each = _each(oss)
     found = []
     for laid in oss.pieces.laid:
-        first = laid.bucket.items[0]
-        parameter, of_ranks = oss.pieces.parameters[first], [0] * oss.exchange.ranks
-        for piece in laid.bucket.pieces if parameter.requires_grad else ():
-            if piece.count * parameter.element_size() >= SMALLEST_HOME:
-                of_ranks[piece.rank] += piece.count * each[oss.group_of[first], parameter.dtype]
+        group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.exchange.ranks
+        for piece in laid.bucket.pieces:
+            parameter = oss.pieces.parameters[piece.item]
+            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_HOME:
+                of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
         found.append(of_ranks)
     return found
 
@@ -94,6 +96,6 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
 def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     """Bytes of states for an element of a parameter of each group and type."""
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    stepper = Stepper(of_groups(oss.inner, given))
+    stepper = Stepper(twin(oss.inner, given, oss.inner.state))
     kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
     return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,13 +35,6 @@ def copied(group: Group) -> Group:
 def options(group: Group) -> Group:
     """What of a group is not its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def of_groups(optimizer: optim.Optimizer, groups: list[Group]) -> optim.Optimizer:
-    """The same optimizer, with its states, of other groups."""
-    one = copy.copy(optimizer)
-    one.state, one.param_groups = optimizer.state, groups
-    return one
 
 
 def template(kind: type[optim.Optimizer], groups: Sequence[Group], defaults: Group) -> optim.Optimizer:

@@ -21,10 +21,11 @@ from ..state_parts import StatePart, is_large
 from ..strands import nobody
 from ..trained import Trained
 from ..trial import update_nbytes
+from ..twin import twin
 from ..update import with_step
 from ..window_bytes import Far, window_bytes
 from .far_shards import large_nbytes
-from .groups import Group, of_groups, options
+from .groups import Group, options
 from .optimizer import OSS
 from .pieces import Laid
 from .updates import AHEAD
@@ -38,7 +39,8 @@ _windows: dict[object, int] = {}
 def with_sharded_update(trace: Trace, oss: OSS, trained: Trained) -> Trace:
     """The trace with this rank's states among its inputs and its part of the update as its last op.
 
-    All that is trained has a gradient then. Each part of the states, which may live in the far tier, is a value of its
+    All that is trained has a gradient then. Behind a call that makes no gradient comes no update: all would be averaged
+    in it, which takes more than any step. Each part of the states, which may live in the far tier, is a value of its
     own, with the bytes of the rank that has most of it.
     """
     laid, inside, parts = oss.pieces.laid, trained.shards, trained.parts
@@ -52,7 +54,7 @@ def with_sharded_update(trace: Trace, oss: OSS, trained: Trained) -> Trace:
         taken = averaged + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
     sizes = [part.nbytes for part in parts]
     rest = states - _apart_nbytes(oss, parts)
-    return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken, sizes)
+    return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken if trained.parameters else 0, sizes)
 
 
 def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
@@ -98,7 +100,7 @@ def _bucket_nbytes(oss: OSS, laid: Laid) -> tuple[int, int]:
     """Bytes of the states of a bucket's own pieces, and what their update takes."""
     group, key = _own_group(oss, laid)
     if key not in _known:
-        _known[key] = update_nbytes(of_groups(oss.inner, [group]))
+        _known[key] = update_nbytes(twin(oss.inner, [group], oss.inner.state))
     return _known[key]
 
 
@@ -110,7 +112,7 @@ def _windows_nbytes(oss: OSS, laid: Laid) -> int:
     key = key, oss.far.window
     if key not in _windows:
         far = Far(nobody, nobody, is_large)
-        taken = window_bytes(of_groups(oss.inner, [group]), oss.far.window, far, group["params"])
+        taken = window_bytes(twin(oss.inner, [group], oss.inner.state), oss.far.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
 
@@ -136,7 +138,7 @@ def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
             groups[oss.group_of[piece.item]].append(stepped)
             sure += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(of_groups(oss.inner, given), sure)
+    return update_nbytes(twin(oss.inner, given, oss.inner.state), sure)
 
 
 def _trained(view: Tensor) -> Tensor:

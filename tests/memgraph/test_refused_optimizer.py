@@ -22,15 +22,16 @@ class Own(optim.AdamW):
     pass
 
 
-class Counting(optim.SGD):
-    """Has an attribute that copies don't."""
+class Owning(optim.SGD):
+    """Has its parameters in an attribute, where no trial is to find them."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
-        self.count = 0
+        self.owned = self.param_groups[0]["params"]
 
     def step(self, closure: Any = None) -> Any:
-        self.count += 1
+        with torch.no_grad():
+            torch._foreach_mul_(self.owned, 0.9)
         return super().step(closure)
 
 
@@ -51,7 +52,7 @@ def train(model: nn.Module, optimizer: optim.LBFGS) -> None:
         (optim.SparseAdam, {}, "does not support dense gradients"),
         (optim.Adam, {"differentiable": True}, "leaf Variable"),
         (optim.Adam, {"capturable": True}, "capturable=True"),
-        (Counting, {}, "'count'"),
+        (Owning, {}, "'owned'"),
     ],
 )
 @pytest.mark.parametrize("offload", ["auto", None])
