@@ -3,6 +3,7 @@
     life/2: no new sign of life for 10 s         ->   rank 2 is gone or stopped
     life/2: one just now, came/2: nothing        ->   rank 2 is alive and did not come to it in time
     left/2: "KeyError: 'no batch'"               ->   rank 2 could not go on: KeyError: 'no batch'
+    came/0: "gathering", came/2: "averaging"     ->   every rank has come, but rank 0 was in the gathering, ...
 
 Each rank writes a sign of life now and then. Whoever finds out first tells the rest, so that all say the same.
 """
@@ -51,7 +52,7 @@ def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verd
             rank, why = next(iter(words.items()))
             return Verdict((rank,), f"rank {rank} could not go on: {why.decode()}")
         if not absent:
-            return Verdict((), "every rank has come")
+            return _met([(rank, (what or b"").decode()) for rank, what in zip(members, came, strict=True)])
         if silent and time.monotonic() > begun + calm:
             return _silent([members[place] for place in silent], calm)
         if time.monotonic() > until:
@@ -61,6 +62,14 @@ def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verd
 
 def _read(store: Any, key: Callable[[int], str], members: Sequence[int]) -> list[bytes | None]:
     return [store.get(key(place)) if store.check([key(place)]) else None for place in range(len(members))]
+
+
+def _met(came: Sequence[tuple[int, str]]) -> Verdict:
+    """All ranks are here, each with what it was in."""
+    if len({what for _, what in came}) == 1:
+        return Verdict((), "every rank has come")
+    words = ", ".join(f"rank {rank} was in the {what}" for rank, what in came)
+    return Verdict((), f"every rank has come, but {words}: make the same calls on all ranks")
 
 
 def _silent(ranks: Sequence[int], calm: float) -> Verdict:

@@ -80,6 +80,24 @@ def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
         assert "rank 0 is gone or stopped, and with it the store that it keeps" in text
 
 
+def _apart(rank: int) -> tuple[tuple[int, ...], str]:
+    module = net()
+    optimizer = memgraph.OSS(groups(module), optim.Adam)
+    with pytest.raises(CollectiveError) as caught:
+        optimizer.consolidate_state_dict() if rank == 1 else train(module, optimizer, 1)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_ranks_that_make_different_calls_are_told_which() -> None:
+    wanted = (
+        "has failed: every rank has come, but rank 0 was in the exchange of which gradients there are, rank 1 was in the "
+        "comparison of what the ranks were given: make the same calls on all ranks; look into the first error of each"
+    )
+    for ranks, text in on_ranks(2, _apart, seconds=3.0, meet=False):
+        assert ranks == ()
+        assert wanted in text
+
+
 def _without_one(rank: int) -> str:
     if rank == 1:
         time.sleep(10 * SECONDS)
