@@ -56,8 +56,8 @@ class Averages:
         if (parts := optimizer.inside.averaged(laid)) is not None:
             return parts
         if optimizer.are_same:
-            own = optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
-            return lambda: laid.gradients(own)
+            own = optimizer.pieces.own_gradients(laid, self.flats, optimizer.inside.kinds)
+            return lambda: own
         if self.near is not None:
             near, mine = self.near, optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
             return lambda: laid.gradients(near.average(laid, mine))

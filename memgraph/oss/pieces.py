@@ -114,6 +114,13 @@ class Pieces:
         """The gradients of one rank's stretches of a bucket; those that are flat by now are in `flats`."""
         return [self._source(piece, flats) for piece in laid.stretches[rank]]
 
+    def own_gradients(self, laid: Laid, flats: dict[int, Tensor], kinds: Sequence[int]) -> list[Tensor]:
+        """The gradients of the own pieces of a bucket, as they are here; nothing stands for one that no rank has."""
+        return [
+            _in_shape_of(self._source(piece, flats), view) if kinds[piece.item] else view.new_empty(0)
+            for piece, view in laid.own
+        ]
+
     def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:
         parameter, known = self.parameters[piece.item], flats.get(piece.item)
         if parameter.grad is None or is_ghost(parameter.grad):

@@ -155,19 +155,12 @@ def _averaging_nbytes(oss: OSS, laid: Laid) -> int:
     """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
     others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if oss.are_same:
-        return _zeros_nbytes(oss, laid)
+        return 0
     if oss.neighbours is not None:
         return (2 + _several(laid)) * part
     if not _on_cpu(oss):
         return (others + 2) * part + _copied(oss) * (others + 1) * part
     return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
-
-
-def _zeros_nbytes(oss: OSS, laid: Laid) -> int:
-    """What stands for the gradients of own pieces that are frozen, in a bucket with others that are not."""
-    items = laid.bucket.items
-    frozen = [item for item in items if not oss.pieces.parameters[item].requires_grad]
-    return sum(view.nbytes for piece, view in laid.own if piece.item in frozen) if len(frozen) < len(items) else 0
 
 
 def gathered_nbytes(oss: OSS, laid: Laid) -> int:

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import memgraph
 from memgraph.oss.far_shards import shard_parts
+from memgraph.peak import measured
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_far_states import BYTES, Chain, batches, is_kept, train
 from tests.smallest import smallest_of
@@ -83,11 +84,22 @@ def _frozen_first() -> bool:
     return first == {0} and before == [part.nbytes for part in shard_parts(ours)] and sum(before) > BYTES
 
 
+def _frozen_same() -> bool:
+    """Nothing stands for the gradient of what is frozen, where those that there are need not be averaged."""
+    parameters = [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(200_000))]
+    ours = memgraph.OSS(parameters, optim.SGD, gradients="same", lr=0.1)
+    parameters[1].requires_grad_(False)
+    parameters[0].grad = torch.ones(7)
+    _, seen = measured(ours.step, torch.device("cpu"))
+    return seen is not None and seen.peak < BYTES and parameters[0].eq(0.9).all().item() is True
+
+
 def _between(rank: int) -> list[str]:
     wrong = [] if _loads_twice() else ["loads twice"]
     wrong += [] if _keeps_its_own() else ["keeps its own"]
     wrong += [f"evaluates, gather={gather}" for gather in ("step", "forward") if not _evaluates(gather)]
-    return wrong + ([] if _frozen_first() else ["frozen first"])
+    wrong += [] if _frozen_first() else ["frozen first"]
+    return wrong + ([] if _frozen_same() else ["frozen, with gradients that are the same"])
 
 
 def test_what_is_done_between_steps_costs_the_training_nothing() -> None:
