@@ -62,14 +62,14 @@ class Copy:
     def begin(self, guard: Guard, after: Sequence[Part] = ()) -> None:
         """Have the workers copy once `after` have ended; if one of those failed, nothing is copied.
 
-        Until then the workers hold `guard`, which has to hold the tensor and the file.
+        Until then, and no longer, the workers hold `guard`, which has to hold the tensor and the file.
         """
         file, offset, nbytes = self.where
         # Half for each worker, so that one copies memory while the other waits for the disk.
         share = max(CHUNK, pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
             self.parts.append(part := Part(min(share, nbytes - at)))
-            submit(partial(_run, part, guard, after, self.move, file, offset + at, self.address + at, part.nbytes))
+            submit(partial(_run, part, [guard], after, self.move, file, offset + at, self.address + at, part.nbytes))
 
     def end(self) -> None:
         """Wait for every part, then let the tensor go."""
@@ -120,9 +120,9 @@ def address_of(tensor: Tensor, nbytes: int) -> int:
     return tensor.data_ptr()
 
 
-def _run(part: Part, guard: Guard, after: Sequence[Part], move: Move, *where: int) -> None:
+def _run(part: Part, held: list[Guard], after: Sequence[Part], move: Move, *where: int) -> None:
     try:
-        guard(part)
+        held[0](part)
         # Parts begin in the order in which they were submitted, so two workers never wait for each other.
         for earlier in after:
             earlier.end()
@@ -132,4 +132,5 @@ def _run(part: Part, guard: Guard, after: Sequence[Part], move: Move, *where: in
     except Exception as error:
         part.error = error.with_traceback(None)  # whose frames hold what the guard holds
     finally:
+        held.clear()  # before anybody goes on, who may count what is left: the worker has yet to drop its job
         part.open()

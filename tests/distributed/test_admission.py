@@ -106,7 +106,7 @@ def _hook(*_: object) -> None:
 
 
 def test_a_state_that_the_plain_optimizer_fails_with_is_refused_with_what_it_is_and_has_to_be() -> None:
-    first, own = on_ranks(2, _refused, seconds=60)
+    first, own = on_ranks(2, _refused)
     assert own.pop("a hook") == "no" and {**first, "a hook": ""} == {**own, "a hook": ""}
     told = {
         name: text.removeprefix("the state dict is not this optimizer's: ").removesuffix("; nothing was changed")
@@ -172,7 +172,7 @@ def _changed(original: Callable[..., State], change: Callable[[State], Any], opt
 
 
 def test_a_state_in_rows_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    first, own = on_ranks(2, _refused_in_rows, tmp_path, seconds=60)
+    first, own = on_ranks(2, _refused_in_rows, tmp_path)
     assert first == own
     start = "the state dict on rank {} is not this optimizer's: {}; nothing was changed"
     missing = "parameter 0 has no 'exp_avg', and Adam's has float32[7, 11]"

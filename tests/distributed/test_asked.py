@@ -40,7 +40,7 @@ def _asked(rank: int) -> list[str]:
 
 
 def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
-    first, own = on_ranks(2, _asked, seconds=60)
+    first, own = on_ranks(2, _asked)
     assert first[:3] == own[:3] and first[4:] == own[4:]
     clip = "the ranks disagree on what is asked for: clip_grad_norm_({}, error_if_nonfinite={}) on rank 0; "
     assert first[0].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(2.0, 2.0, error_if_nonfinite=False)")

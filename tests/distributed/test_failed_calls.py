@@ -69,7 +69,7 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: str) -> None:
-    (told, first), (own, second) = on_ranks(2, _failing, gather, seconds=60.0)
+    (told, first), (own, second) = on_ranks(2, _failing, gather)
     assert own[0].startswith("UpdateError: Fussy can't be planned")
     assert told[0].startswith("AgreementError: the ranks disagree on the planning of the step: without trouble on rank")
     assert "UpdateError: Fussy can't be planned" in told[0] and "on rank 1" in told[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -14,18 +13,21 @@ from torch._C._distributed_c10d import TCPStore
 
 import memgraph
 from memgraph import CollectiveError
+from memgraph.oss import faults
 from memgraph.oss.updates import Updates
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_steps import groups, net, train
 
-SECONDS = 8.0
+SECONDS, CALM = 8.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
     """What a survivor sees of a rank that goes in the middle of a step."""
+    faults.CALM = CALM
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
+    optimizer.watch.limit = SECONDS
     if rank == victim:
         _go_when_updating(how)
     with pytest.raises(CollectiveError) as caught:
@@ -48,7 +50,7 @@ SLOW = [(0, "killed"), (2, "stopped"), (0, "late"), (2, "late")]
 
 @pytest.mark.parametrize("victim, how", [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_a_rank_that_goes_in_mid_step_is_named_on_the_others(victim: int, how: str) -> None:
-    found = on_ranks(3, _left, victim, how, seconds=SECONDS, lost=[victim])
+    found = on_ranks(3, _left, victim, how, lost=[victim])
     del found[victim]
     for collective, ranks, text in found:
         assert collective.startswith(("averaging of the gradients of param", "gathering of parameters 0 to 5"))
@@ -66,14 +68,14 @@ def _store_in_rank_0(rank: int, how: str) -> tuple[str, tuple[int, ...], str]:
     dist.broadcast_object_list(ports)
     store = store or TCPStore("127.0.0.1", ports[0] or 0, 3, False)
     dist.destroy_process_group()
-    dist.init_process_group(store=store, rank=rank, world_size=3, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(store=store, rank=rank, world_size=3)
     return _left(rank, 0, how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
-    none, *found = on_ranks(3, _store_in_rank_0, how, seconds=SECONDS, lost=[0])
+    none, *found = on_ranks(3, _store_in_rank_0, how, lost=[0])
     assert none is None
     for _, ranks, text in found:
         assert ranks == (0,)

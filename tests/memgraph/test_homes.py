@@ -11,6 +11,7 @@ import pickle
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memgraph import workers
+from memgraph.copies import Part
 from memgraph.homes import Form, Home, form_of, place_of
 from memgraph.movement import bring_home, fetch, part_of, store
 from memgraph.spill import PAGE, SpillError
@@ -247,6 +249,7 @@ def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
 
 
 def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
     before, reached, opened = fds(), threading.Event(), threading.Event()
     transfer = workers.transfer
 
@@ -266,12 +269,31 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
     copying.end()
     assert not memory.any()
     del copying
-    for _ in range(2):  # the thread has to let go of its job, too
-        bring_home([torch.ones(2)], tmp_path)
     assert not maps(tmp_path) and fds() == before
 
 
+def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, plain = threading.Event(), Part.open
+
+    def late(part: Part) -> None:
+        plain(part)
+        assert opened.wait(60)
+
+    monkeypatch.setattr(Part, "open", late)
+    home, memory = Home([form(5000)], tmp_path), torch.ones(5000)
+    seen = weakref.ref(memory)
+    try:
+        store(home.place(0), memory).end()
+        del home, memory
+        assert seen() is None and not maps(tmp_path)
+    finally:
+        opened.set()
+
+
 def test_many_homes_come_and_go(tmp_path: Path) -> None:
+    gc.collect()
     before = fds()
     for _ in range(300):
         assert bring_home([torch.ones(10)], tmp_path)[0].sum() == 10
@@ -282,6 +304,7 @@ def test_many_homes_come_and_go(tmp_path: Path) -> None:
 
 
 def test_a_home_that_the_disk_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    gc.collect()
     before = fds()
     with pytest.raises(SpillError, match=r"bytes are wanted for the state in .*, .* are available"):
         Home([form(1 << 50)], tmp_path)
@@ -289,6 +312,7 @@ def test_a_home_that_the_disk_has_no_room_for_is_refused(tmp_path: Path) -> None
 
 
 def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
     before, tensor = fds(), torch.ones(5000)
 
     def full(*_: Any) -> None:
@@ -301,7 +325,6 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
                 bring_home([tensor], tmp_path)
     assert place_of(tensor) is None and tensor.sum() == 5000
     gc.collect()
-    bring_home([torch.ones(2)], tmp_path)
     assert fds() == before and not maps(tmp_path)
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from memgraph import workers
-from memgraph.movement import bring_home
 from memgraph.spill import SpillError
 from tests.training import (
     ALL,
@@ -204,8 +203,6 @@ def test_nothing_of_an_update_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(SpillError):
             one.optimizer.step()
     one.optimizer.step()
-    bring_home([torch.ones(2)], tmp_path)  # so that the threads let go of their last job
-    bring_home([torch.ones(2)], tmp_path)
     gc.collect()
     assert len(updates) >= 4 and not any(ref() is not None for ref in updates)
     assert len(os.listdir("/proc/self/fd")) == before
