@@ -36,7 +36,7 @@ def test_it_measures_prints_and_writes(
     monkeypatch.setattr(contenders, "OURS", (0.6,))
     monkeypatch.setattr(whole, "SEARCH", 0.0)
     monkeypatch.setattr(gpu, "SHAPES", {"llama-8b": SHAPES["llama-8b"]})
-    gpu.main(seconds=300.0, laps=2, toy=True)
+    gpu.main(seconds=1200.0, laps=2, toy=True)  # a busy machine may take long
     shown = capsys.readouterr().out
     written = json.loads(next(tmp_path.glob("cpu/*.json")).read_text())
     names = [(row["name"], row["beside"]) for row in written["rows"]]
@@ -77,7 +77,7 @@ def test_what_is_compiled_on_a_gpu_runs_too(monkeypatch: pytest.MonkeyPatch) -> 
         way for way in ways(torch.device("cuda")) if way.compiled and way.name not in ("autoac 0.8", "autoac 0.5")
     ]
     monkeypatch.setattr(contenders, "ways", lambda device: chosen)
-    found = {row.name: row for row in rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: 100.0)}
+    found = {row.name: row for row in rows("gpt2-xl", SHAPES["gpt2-xl"].toy(), Laps(CPU), 1, lambda: 600.0)}
     assert [row.why for row in found.values()] == ["", "", ""]
     peaks = {name: row.taken.peak for name, row in found.items() if row.taken}
     assert peaks["autoac 0.2"] < peaks["compile"], peaks

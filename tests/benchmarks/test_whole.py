@@ -71,7 +71,7 @@ def test_what_fails_is_a_row_and_the_others_are_there(monkeypatch: pytest.Monkey
         raise RuntimeError("CUDA out of memory\nand more")
 
     monkeypatch.setattr(whole, "_ours", fails)
-    found = list(rows(TOY, Laps(CPU), 2, lambda: 60.0))
+    found = list(rows(TOY, Laps(CPU), 2, lambda: 600.0))
     assert [(row.name, row.why) for row in found] == [
         ("memgraph", "RuntimeError: CUDA out of memory"), ("host-offload rule", ""),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner, replan
+from memgraph import planner
 from memgraph.pinned import PinnedTier
 from memgraph.slab import Slabs
 from passes.schedule import Fate
@@ -45,7 +45,7 @@ class Layers(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replan, "replanned", lambda *_: None)
+    monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
 
 def tier(cuda: Any, slabs: Slabs, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:

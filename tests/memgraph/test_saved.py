@@ -301,11 +301,13 @@ def test_the_report_says_what_is_proven_and_of_which_plans() -> None:
     choice = report.choice
     assert (report.overhead, report.gap) == (choice.overhead, choice.gap)
     assert (report.lower_bound, report.bound_us) == (choice.lower_bound, choice.bound_us)
-    single = memgraph.Report(report.machine, replace(choice, plan=choice.plan[:1], bound_us=1.0))
+    # Others run again for the sake of a third, and are early without it; which those are, prices say.
+    one = next((said,) for said in choice.plan if replace(choice, plan=(said,)).is_single)
+    single = memgraph.Report(report.machine, replace(choice, plan=one, bound_us=1.0))
     assert single.lower_bound == choice.captured.us + 1.0
     assert "proven: no plan in which each value runs again and comes back at most once takes less than" in str(single)
     several = memgraph.Report(report.machine, replace(choice, plan=choice.plan * 2, any_us=2.0))
     assert "proven: no plan that runs values again in backward only, however often, takes less than" in str(several)
-    nothing = memgraph.Report(report.machine, replace(choice, plan=choice.plan[:1], bound_us=0.0, any_us=0.0))
+    nothing = memgraph.Report(report.machine, replace(choice, plan=one, bound_us=0.0, any_us=0.0))
     assert "proven: only that no plan is faster than the step as it is; this one is" in str(nothing)
     assert "proven" not in str(memgraph.plan(net(), batch(), budget="1GB"))

@@ -146,7 +146,7 @@ def test_a_forked_child_plans_though_another_thread_was_planning() -> None:
     inside.wait()
     child = os.fork()
     if not child:
-        os._exit(0 if ALONE.acquire(timeout=5) else 1)
+        os._exit(0 if ALONE.acquire(timeout=60) else 1)
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

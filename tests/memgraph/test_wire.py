@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import links, planner, probe, replan
+from memgraph import links, planner, probe
 from memgraph.links import Link
 from memgraph.peak import measured
 from memgraph.toll import Toll
@@ -182,7 +182,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (slow, slow))
     monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
     monkeypatch.setattr("memgraph.tiers.casts", lambda device: (fast, fast))
-    monkeypatch.setattr(replan, "replanned", lambda *_: None)
+    monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
 
 @pytest.mark.usefixtures("slow_link")
