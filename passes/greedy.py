@@ -39,9 +39,10 @@ def descend(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
     return descend_from(gaps, machine, state_of(gaps, machine, {}), until).plan
 
 
-def descend_from(gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf) -> State:
-    """The first state that fits on the way down from one that does not; the lowest, if none does, or none in time."""
-    for before, after in _way_down(gaps, machine, lowest, until):
+def descend_from(gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf, ops: float = math.inf) -> State:
+    """The first state that fits on the way down from one that does not; the lowest, if none does, or none in time or
+    before so many `ops` were simulated."""
+    for before, after in _way_down(gaps, machine, lowest, until, ops):
         if after.peak <= machine.budget:
             return _first_between(gaps, machine, before, after, until)
         lowest = after
@@ -81,15 +82,16 @@ class Move:
         return self.us / self.nbytes
 
 
-def _way_down(gaps: Gaps, machine: Machine, state: State, until: float) -> Iterator[tuple[State, State]]:
+def _way_down(gaps: Gaps, machine: Machine, state: State, until: float, ops: float) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
     known = {*gaps.maker, *gaps.streamable.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
     lowest = state
-    while time.monotonic() < until and (moves := _moves(gaps, machine, state)):
+    while ops > 0 and time.monotonic() < until and (moves := _moves(gaps, machine, state)):
         away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
         room = machine.capacity - sum(away.values())
         state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
+        ops -= len(state.forecast.trace.ops)
         if state.peak < lowest.peak:
             yield lowest, state
             lowest = state

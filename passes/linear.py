@@ -36,6 +36,7 @@ OPTIONS = {
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
 STEPS_PER_LOOK = 256, 16  # of the simplex method, between two looks of a search at its limits: at the root, below
+MOST_STEPS = (1 << 31) - 1  # that HiGHS can be told of
 COLUMNS_PER_STEP = 16  # so many are prepared for a search in the time of a step of the simplex method
 Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each column
 
@@ -81,8 +82,9 @@ class Linear:
         self.rows = 0
         self.waiting: list[Row] = []
         self.given = 0  # columns that HiGHS knows
-        self.ran_out = False  # whether the last search has ended for want of work
+        self.ran_out = False  # whether what was solved last has ended for want of work
         self.work = 0  # of searches: steps of the simplex method times rows, which are the same on every machine
+        self.relaxing = 0  # the same of what was solved as it is
 
     def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
         self.bounds.append((least, most))
@@ -104,10 +106,14 @@ class Linear:
         self._hand_over()
         self.highs.changeRowBounds(row, -INFINITY, most)
 
-    def solve(self) -> Solved | None:
-        """The least objective; None if there is no point, or no time."""
+    def solve(self, work: float = INFINITY) -> Solved | None:
+        """The least objective; None if there is no point, or no time, or if it takes more work than that."""
         self._hand_over()
+        self.highs.setOptionValue("simplex_iteration_limit", int(min(MOST_STEPS, work / max(1, self.rows))))
         self._run()
+        self.highs.setOptionValue("simplex_iteration_limit", MOST_STEPS)
+        self.relaxing += max(0, self.highs.getInfo().simplex_iteration_count) * self.rows
+        self.ran_out = self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:
             self._run_as_written()
         if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:

@@ -23,11 +23,12 @@ from .machine import Machine
 from .model import Model
 from .polish import Change, polish
 from .program import Program
-from .relax import apart, relax, write
+from .relax import Relaxed, apart, relax, write
 from .schedule import Fate
 from .timing import in_time
 from .trace import Trace
 from .whole import fates, leaning, whole
+from .work import AIMING, NARROW, PROVING, work_for, work_of_ops
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
 FAR = 0.02  # of the step: a gap at which a plan is sought from the one without the far tier as well
@@ -43,12 +44,10 @@ SEARCHES_OF_LARGE = (-INFINITY, 1e-4, 5e-4, 1e-3)
 REPAIRS = 8
 GRAIN = 0.001  # of the step: what a search with columns fixed leaves
 MENDED = 1_500  # ops of plans that are mended beside the best
+MENDING = 400_000  # ops that are simulated to mend a plan, where it is a plan alone that is sought
 POLISHED = 200_000  # ops that are simulated to make a plan better
 STREAMED = 4  # times fewer, where state lives far, for the times of copies are most of what can be won there
-WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
-FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
-WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
-NARROW = 1 / 6  # of what the ops give, for one search, if a wider one follows: it mostly spares that
+ROUNDS = 2  # in which rows of backward are solved then: the point of more is rounded no better
 
 
 def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -80,16 +79,6 @@ def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> 
     return Proposal(optimize(trace, replace(machine, wire=""), until).plan)
 
 
-def work_for(size: int, step_us: float) -> float:
-    """What all searches of a pass together may take: by the ops of the step, and if they are few by its time."""
-    return max(WORK_PER_OP * size, min(work_of_ops(size), WORK_PER_US * step_us))
-
-
-def work_of_ops(size: int) -> float:
-    """The same by the ops of the step alone, as if its time paid whatever it takes."""
-    return WORK_PER_OP * max(FEW, size)
-
-
 class _Search:
     """The best plan so far, and what is proven."""
 
@@ -112,20 +101,17 @@ class _Search:
         self.rows = 0  # that the relaxed point keeps
         self.events: list[int] = []  # rows that are no part of a proof
         self.fetches: list[int] = []  # those of them that say what re-runs fetch
-        self.second = False  # whether it is that which ran out of work, with these from the beginning
+        self.second = False  # whether it is another search, with these from the beginning
         self.charged = not program.residents  # whether they hold, as far as there are any
 
     def run(self) -> Proposal:
-        relaxed = relax(self.model)
-        if relaxed is None:
-            return Proposal(())
-        self.any_us = relaxed.any_us
-        if relaxed.solved is None:
+        relaxed = relax(self.model, PROVING * self.work if self._is_visited else INFINITY)
+        if relaxed is None or not self._begin(relaxed):
             return Proposal((), any_us=self.any_us)
-        self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
-        self.bound_us = max(0.0, relaxed.solved.us - self.model.tie)
         shares = SEARCHES if len(self.model.linear.costs) <= LARGE else SEARCHES_OF_LARGE
         for share in shares:
+            if relaxed.ran_out or (self._is_cut_short and share > shares[0]):
+                break  # what pays for its fetches is rounded better
             if share == shares[-1]:
                 self._polish()
                 if self.polished and shares is SEARCHES_OF_LARGE:
@@ -136,27 +122,62 @@ class _Search:
                 self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
                 break
-        if (
-            self.program.residents
-            and not self.second
-            and (self.model.linear.ran_out or self._is_out_of_work)
-            and not self._is_as_proven
-            and time.monotonic() < self.until
-        ):
+        ran_out = relaxed.ran_out or self.model.linear.ran_out
+        if self._is_cut_short or (self._is_visited and ran_out and not self._is_as_proven):
             self._again()
+            if self._is_cut_short and shares is SEARCHES and not relaxed.ran_out:
+                self._round(INFINITY, last=True)  # which proves more
         self._polish(ended=True)
         return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us, self.home_us)
 
+    def _begin(self, relaxed: Relaxed) -> bool:
+        """Take what is proven, and the point to round; whether there is one."""
+        self.any_us = relaxed.any_us
+        if relaxed.solved is None:
+            return False
+        self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
+        self.bound_us = max(0.0, relaxed.solved.us - self.model.tie)
+        return True
+
+    @cached_property
+    def _is_visited(self) -> bool:
+        """Whether there is state that may live far and that ops before the update read."""
+        return any(resident.visits and not resident.made for resident in self.program.residents)
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether to leave the search, as far as it is for a plan, to others; see `_again`."""
+        return self._is_visited and len(self.model.linear.costs) > SMALL and not self._is_as_proven
+
     def _again(self) -> None:
-        """Another search, in which re-runs pay from the beginning: where the tier is slow, so much runs again if they
-        do not that the program is too large to be searched.  Its bound is only what it aims at."""
-        search = _Search(self.program, self.machine, self.until)
-        search.second = True
-        if not search._charge():
-            return
-        search.run()
-        if search._found:
-            self.polished.append(search._found)
+        """Other searches, in which re-runs pay from the beginning, and of few rows, for a plan is all they are for:
+        one with all that may leave, and one with the state alone, which spares a slow tier.  A wider one goes on from
+        the better of these."""
+        searches: list[_Search] = []
+        for trips in (True, False):
+            search = _Search(replace(self.program, trips=trips), self.machine, self.until)
+            if time.monotonic() < self.until and not (searches and searches[0]._is_near()):
+                searches += [search] if search._aim() else []
+        found = sorted((each for each in searches if each.best), key=lambda each: each.state.forecast.us)
+        for search in found[:1] or searches:
+            if not search._is_near() and not (found and search.model.linear.ran_out):
+                search._round(SEARCHES[1] * self.step_us, last=not found)
+            if search.best:
+                self._take(search.state)
+                break
+
+    @property
+    def _aiming(self) -> float:
+        return AIMING[self.program.trips] * self.work if self.second else INFINITY
+
+    def _aim(self) -> bool:
+        """Search for a plan alone: what is proven is only what it aims at.  Whether there is a point to round."""
+        self.second = True
+        relaxed = relax(self.model, self._aiming, ROUNDS) if self._charge() else None
+        if relaxed is None or relaxed.ran_out or not self._begin(relaxed):
+            return False
+        self._round(-INFINITY, last=False)
+        return True
 
     def _prove(self, us: float) -> None:
         if not self.events:
@@ -167,10 +188,6 @@ class _Search:
             return False
         best = self._choice(self._found)
         return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
-
-    @property
-    def _is_out_of_work(self) -> bool:
-        return self.model.linear.work >= self.work
 
     @property
     def _is_as_proven(self) -> bool:
@@ -206,7 +223,7 @@ class _Search:
 
     def _effort(self, threshold: float, last: bool) -> Effort | None:
         """How hard to search: with columns fixed, only as long as a plan may be near, if a wider search follows."""
-        left = self.work - self.model.linear.work
+        left = min(self.work - self.model.linear.work, self.narrow if self._is_cut_short else INFINITY)
         if left <= 0:
             return None
         target = self.bound_us + AIM * (self._most_us - self.bound_us)
@@ -222,7 +239,7 @@ class _Search:
 
         A point that misses the aim is mended only if no wider search follows, which is better.
         """
-        if self.fetches and threshold < INFINITY:
+        if self.fetches and threshold < INFINITY and not self.charged:
             self._charge()
         for _ in range(REPAIRS):
             effort = self._effort(threshold, last)
@@ -239,11 +256,12 @@ class _Search:
             near = last or points[0].us <= effort.target
             timed = states[0] if self.program.residents else self._in_time(states[0])
             self._take(timed)
-            if not self.charged and self._waits(states[0], points[0]) and self._charge():
+            tried = threshold == INFINITY and self._is_cut_short  # with what re-runs fetch
+            if not (self.charged or tried) and self._waits(states[0], points[0]) and self._charge():
                 continue
             if self._is_near() or states[0].peak <= self.machine.budget or not near:
                 break
-            if time.monotonic() >= self.until or self._mend(states, timed):
+            if time.monotonic() >= self.until or self._mend(states, timed, last):
                 break
         self._forget_events()
 
@@ -296,7 +314,7 @@ class _Search:
     def _relax_again(self) -> bool:
         """Bring the relaxed point up to date with rows written since; whether there is one."""
         if self.rows != self.model.linear.rows:
-            solved = self.model.linear.solve()
+            solved = self.model.linear.solve(max(0.0, self._aiming - self.model.linear.relaxing))
             if solved is None:
                 return False
             self.relaxed, self.rows = solved, self.model.linear.rows
@@ -308,11 +326,14 @@ class _Search:
         plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast, self.until)
         return replace(state, plan=plan, forecast=forecast)
 
-    def _mend(self, states: list[State], timed: State) -> bool:
+    def _mend(self, states: list[State], timed: State, last: bool) -> bool:
         """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
         gets rows."""
-        for each in states[: 1 + MENDED // max(1, self.program.size)]:
-            mended = descend_from(self.program.gaps, self.machine, each, self.until)
+        most, ops = 1 + MENDED // max(1, self.program.size), INFINITY
+        if self.second:  # the greedy pass takes longer than all else
+            most, ops = int(last and self.best is None), MENDING
+        for each in states[:most]:
+            mended = descend_from(self.program.gaps, self.machine, each, self.until, ops)
             if not self._take(mended):
                 self._take(self._in_time(mended))
         # Other times for its copies may do, and cost too much.
@@ -369,9 +390,10 @@ class _Search:
         return [search.state] if search.best else []
 
     def _forget_events(self) -> None:
-        for row in self.events:
+        kept = {*self.fetches} if self.second else set[int]()
+        for row in (gone := {*self.events} - kept):
             self.model.linear.bound_row(row, INFINITY)
-        if self.events:
+        if gone:
             self.rows = 0  # the point may be another without them
-        self.events.clear()
-        self.charged = not self.program.residents
+        self.events = [*kept]
+        self.charged = self.second or not self.program.residents

@@ -10,7 +10,7 @@ Positions are indices of the trace's ops; makers and items have indices of their
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -63,10 +63,14 @@ class Maker:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A trace as makers and items.  It does not depend on the budget."""
+    """A trace as makers and items.  It does not depend on the budget.
+
+    Without `trips` no item leaves: of what lives far there is the state alone.
+    """
 
     gaps: Gaps
     machine: Machine
+    trips: bool = field(default=True, kw_only=True)
 
     @cached_property
     def makers(self) -> tuple[Maker, ...]:
@@ -239,4 +243,5 @@ class Program:
 
     def _leaves(self, storage: str, readers: list[int]) -> bool:
         wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
-        return wanted and self.machine.out > 0 < self.machine.back and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP
+        there = self.trips and self.machine.out > 0 < self.machine.back
+        return wanted and there and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import memory
-from .linear import Solved
+from .linear import INFINITY, Solved
 from .model import Model
 from .occupancy import Occupancy
 from .program import Floats
@@ -31,15 +31,17 @@ Write = Callable[[Model, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """A point below all plans of the class, None if there is none; and the objective below all plans, however often
-    they recompute."""
+    """A point below all plans of the class, None if there is none; the objective below all plans, however often they
+    recompute; and whether more rows were written than there was work to solve."""
 
     solved: Solved | None
     any_us: float
+    ran_out: bool = False
 
 
-def relax(model: Model) -> Relaxed | None:
-    """The least point; None if no plan at all fits the budget."""
+def relax(model: Model, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
+    """The least point, or that after so many rounds of rows of backward or so much work; None if no plan at all fits
+    the budget."""
     program = model.program
     if program.floor.max(initial=0.0) > model.budget:
         return None
@@ -51,8 +53,9 @@ def relax(model: Model) -> Relaxed | None:
         return None
     for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
         write(model, position)
-    solved = converge(model, over, write)
-    return Relaxed(solved, max(0.0, anyhow.us - model.tie))
+    solved, any_us = converge(model, over, write, work, rounds), max(0.0, anyhow.us - model.tie)
+    ran_out = model.linear.ran_out
+    return Relaxed(solved or (anyhow if ran_out else None), any_us, ran_out)
 
 
 def write(model: Model, position: int) -> None:
@@ -76,14 +79,16 @@ def _backward(model: Model) -> range:
     return range(model.program.boundary, model.program.size)
 
 
-def converge(model: Model, over: Over, write: Write) -> Solved | None:
-    """Solve and write rows until no position that is looked at is over the budget."""
+def converge(model: Model, over: Over, write: Write, work: float = INFINITY, rounds: int = ROUNDS) -> Solved | None:
+    """Solve and write rows until no position that is looked at is over the budget; or so many times, or for so much
+    work."""
     solved: Solved | None = None
-    for _ in range(ROUNDS):
-        solved = model.linear.solve()
-        if solved is None:
-            return None
-        new = over(model, Occupancy(model, solved.values))
+    for left in reversed(range(rounds)):
+        found = model.linear.solve(max(0.0, work - model.linear.relaxing))
+        if found is None:
+            return solved if model.linear.ran_out else None
+        solved = found
+        new = over(model, Occupancy(model, solved.values)) if left else []
         if not new:
             break
         for position in new:

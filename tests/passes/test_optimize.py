@@ -27,8 +27,9 @@ from passes import (
     program,
 )
 from passes.gaps import Gaps
-from passes.optimize import WORK_PER_US, optimize, work_for
+from passes.optimize import optimize
 from passes.schedule import Fate, schedule
+from passes.work import WORK_PER_US, work_for
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import all_fates, best_of, cheapest, cheapest_of_all
 from tests.oracle.network import layers

@@ -12,8 +12,9 @@ from passes.gaps import Gaps
 from passes.greedy import descend_at_home
 from passes.linear import INFINITY, Effort, Solved
 from passes.model import Model
-from passes.optimize import FEW, NARROW, SEARCHES, WORK_PER_OP, optimize_at_home
+from passes.optimize import SEARCHES, optimize_at_home
 from passes.program import Program
+from passes.work import FEW, NARROW, WORK_PER_OP
 from tests.oracle.network import layers
 from tests.passes.test_optimize import between
 from tests.passes.test_pipeline import FLOOR, STEP

@@ -1,0 +1,100 @@
+"""Where ops read state that may live far, what proves a bound and what finds a plan each have their own work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from passes import Machine, apply, optimize, parse, predict, program, residents
+from passes.gaps import Gaps
+from passes.greedy import descend_from, state_of
+from passes.linear import INFINITY, Linear
+from passes.model import Model
+from passes.program import Program
+from passes.relax import relax
+from passes.trace import Trace
+
+LAYERS = 8
+SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+
+
+def chain() -> Trace:
+    """Layers of a parameter each: what one makes is read by the next one, and in backward by two ops."""
+    layers = range(LAYERS)
+    ahead = [f"a{k} = f(a{k - 1}, w{k})  # u8[1000] | makes a{k}:1000 | 10.0 us" for k in layers]
+    behind = [
+        f"dw{k} = g(p{k + 1}, a{k - 1})  # u8[800] | makes dw{k}:800 | 10.0 us\n"
+        f"p{k} = h(p{k + 1}, a{k}, w{k})  # u8[100] | makes p{k}:100 | 10.0 us"
+        for k in reversed(layers)
+    ]
+    inputs = [f"w{k} = parameter()  # u8[800] | makes w{k}:800" for k in layers]
+    lines = [
+        *inputs,
+        "a-1 = input()  # u8[100] | makes a-1:100",
+        f"p{LAYERS} = tangent()  # u8[100] | makes p{LAYERS}:100",
+    ]
+    text = "\n".join(["forward:", *lines, *ahead, "backward:", *behind]).replace("a-1", "x")
+    return parse(f"{text}\nreturn output a{LAYERS - 1}, " + ", ".join(f"gradient dw{k}" for k in layers))
+
+
+def tight(trace: Trace, share: float = 0.5) -> Machine:
+    floor = Program(Gaps(trace), SLOW).floor.max()
+    return replace(SLOW, budget=int(floor + share * (predict(trace, SLOW).peak - floor)))
+
+
+def test_a_program_without_trips_lets_the_state_alone_leave() -> None:
+    trace = chain()
+    home = Program(Gaps(trace), SLOW, trips=False)
+    assert home.residents == Program(Gaps(trace), SLOW).residents != ()
+    assert any(item.leaves for item in Program(Gaps(trace), SLOW).items)
+    assert not any(item.leaves for item in home.items)
+
+
+def test_what_takes_more_work_than_there_is_has_no_answer_and_says_so() -> None:
+    linear = Linear()
+    columns = [linear.column(cost=1.0 + k, most=INFINITY) for k in range(30)]
+    for k in range(29):
+        linear.row(1.0, INFINITY, {columns[k]: 1.0, columns[k + 1]: 0.5})
+    linear.highs.setOptionValue("presolve", "off")
+    assert linear.solve(work=0.0) is None
+    assert linear.ran_out
+    assert linear.solve() is not None
+    assert not linear.ran_out
+    assert linear.relaxing > 0
+
+
+@pytest.mark.parametrize("work", [0.0, 1e3, 1e4, 1e5])
+def test_what_is_proven_with_less_work_is_no_more(work: float) -> None:
+    trace = chain()
+    machine = tight(trace, 0.2)
+    whole = relax(Model(Program(Gaps(trace), machine), machine.budget))
+    part = relax(Model(Program(Gaps(trace), machine), machine.budget), work)
+    assert whole and whole.solved and not whole.ran_out
+    assert part and part.solved
+    assert part.any_us == whole.any_us
+    assert part.any_us <= part.solved.us <= whole.solved.us + 1e-6
+
+
+def test_a_plan_is_found_without_the_work_that_a_proof_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = chain()
+    machine = tight(trace, 0.8)
+    monkeypatch.setattr(optimize, "PROVING", 0.0)
+    found = optimize.optimize(trace, machine)
+    assert predict(apply(trace, found.plan), machine).peak <= machine.budget
+    assert found.bound_us == found.any_us
+
+
+def test_what_mends_a_plan_ends_after_so_many_ops() -> None:
+    trace = chain()
+    gaps, machine = Gaps(trace), replace(SLOW, budget=0)
+    plain = state_of(gaps, machine, {})
+    peaks = [descend_from(gaps, machine, plain, ops=ops).peak for ops in (0, 1, 200, INFINITY)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] == plain.peak > peaks[1] > peaks[-1]
