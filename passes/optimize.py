@@ -150,18 +150,19 @@ class _Search:
         return self._is_visited and len(self.model.linear.costs) > SMALL and not self._is_as_proven
 
     def _again(self) -> None:
-        """Other searches, in which re-runs pay from the beginning, and of few rows, for a plan is all they are for:
-        one with all that may leave, and one with the state alone, which spares a slow tier.  A wider one goes on from
-        the better of these."""
+        """Other searches, in which re-runs pay from the beginning, of few rows, for a plan is all they are for: with all
+        that may leave, and with the state alone, which spares a slow tier.  The better goes on; if none fits, repairs do."""
         searches: list[_Search] = []
         for trips in (True, False):
             search = _Search(replace(self.program, trips=trips), self.machine, self.until)
             if time.monotonic() < self.until and not (searches and searches[0]._is_near()):
                 searches += [search] if search._aim() else []
         found = sorted((each for each in searches if each.best), key=lambda each: each.state.forecast.us)
-        for search in found[:1] or searches:
-            if not search._is_near() and not (found and search.model.linear.ran_out):
-                search._round(SEARCHES[1] * self.step_us, last=not found)
+        for search in found[:1] or reversed(searches):
+            if not found:
+                search._round(-INFINITY, last=True)  # and mend
+            elif not search._is_near() and not search.model.linear.ran_out:
+                search._round(SEARCHES[1] * self.step_us, last=False)
             if search.best:
                 self._take(search.state)
                 break
