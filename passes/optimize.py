@@ -151,7 +151,8 @@ class _Search:
 
     def _again(self) -> None:
         """Other searches, in which re-runs pay from the beginning, of few rows, for a plan is all they are for: with
-        all that may leave, and with the state alone, which spares a slow tier.  The better goes on, or all are mended."""
+        all that may leave, and with the state alone, which spares a slow tier.  The better goes on, or all are
+        mended."""
         searches: list[_Search] = []
         for trips in (True, False):
             search = _Search(replace(self.program, trips=trips), self.machine, self.until)
