@@ -150,9 +150,8 @@ class _Search:
         return self._is_visited and len(self.model.linear.costs) > SMALL and not self._is_as_proven
 
     def _again(self) -> None:
-        """Other searches, in which re-runs pay from the beginning, of few rows, for a plan is all they are for: with
-        all that may leave, and with the state alone, which spares a slow tier.  The better goes on, or all are
-        mended."""
+        """Other searches, of few rows and for a plan alone, in which re-runs pay from the beginning: with all that may
+        leave, and with the state alone, which spares a slow tier.  The better goes on; if none fits, all are mended."""
         searches: list[_Search] = []
         for trips in (True, False):
             search = _Search(replace(self.program, trips=trips), self.machine, self.until)
