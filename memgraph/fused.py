@@ -20,6 +20,7 @@ from .homes import place_of
 from .peak import resident_bytes
 from .pointwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, unhooked
 from .relay import Relay
+from .stepper import Stepper
 from .torn import Torn
 from .trial import state_tensors
 from .twin import twin
@@ -196,6 +197,7 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
 
     Raises:
         FusedError: it is none of those that are known to change each parameter by itself, or an option is against it.
+        UpdateError: it is the caller's own, and its step fails, or changes what is not of one parameter alone.
     """
     if not is_pointwise(optimizer):
         known = ", ".join(one.__name__ for one in POINTWISE)
@@ -203,3 +205,7 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__name__} as it is can't update one parameter after the other in backward; use one of "
             f"{known} itself, without differentiable=True and capturable=True, or {INSTEAD}"
         )
+    if type(optimizer) not in POINTWISE:
+        stepper = Stepper(optimizer)
+        for kind in {(i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"]}:
+            stepper.entries(*kind)

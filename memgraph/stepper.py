@@ -22,7 +22,7 @@ from torch import Tensor, optim
 from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .pointwise import unhooked
-from .twin import SCALING, attributes, counts, twin
+from .twin import SCALING, attributes, changed, twin
 
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
@@ -60,7 +60,7 @@ class Stepper:
         """The state of a parameter of two elements.
 
         Raises:
-            UpdateError: its step failed, or counts in what is not of the parameter alone.
+            UpdateError: its step failed, or changes what is not of the parameter alone.
         """
         before = attributes(self.optimizer)
         try:
@@ -68,9 +68,9 @@ class Stepper:
             (state,) = self._step([(group, piece, begun(self.optimizer, self.options[group], piece))])
         except Exception as error:
             raise untried(self.optimizer, error) from error
-        if counted := sorted(counts(attributes(self.optimizer)).items() - counts(before).items()):
-            name = f"{type(self.optimizer).__name__}.{counted[0][0]}"
-            message = f"{name} is another after a step, and an update in windows is made of many"
+        if others := changed(before, attributes(self.optimizer)):
+            name = f"{type(self.optimizer).__name__}.{others[0]}"
+            message = f"{name} is another after a step, and an update in windows or in backward is made of many"
             raise UpdateError(f"{message}; keep it in the state of each parameter")
         return state or {}
 

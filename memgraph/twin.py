@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 
 SCALING = ("grad_scale", "found_inf")  # how a GradScaler tells a step what to do
 PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device
+NOTES = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")  # of torch's own steps
 
 
 def twin(optimizer: optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> optim.Optimizer:
@@ -35,9 +36,22 @@ def attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
     return {name: _copied(value) for name, value in own.items() if _is_plain(value)}
 
 
-def counts(given: Mapping[str, Any]) -> dict[str, int | float]:
-    """The numbers among some attributes; a truth value is a note of what was done already."""
-    return {name: value for name, value in given.items() if type(value) in (int, float)}
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of the attributes that a step has changed or made."""
+    kept = [name for name, value in after.items() if name in before and _is_same(before[name], value)]
+    return sorted({*before, *after} - {*kept, *NOTES})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _is_of_torch(name: str) -> bool:

@@ -10,9 +10,12 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import UpdateError
+from memgraph.pointwise import POINTWISE
 from memgraph.stepper import Stepper
 from memgraph.twin import twin
 from tests.streamed import Twins, batch, chain, far, loss, streams
+
+FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
 class Momentum(optim.Optimizer):
@@ -21,7 +24,8 @@ class Momentum(optim.Optimizer):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
         self.rates: dict[str, Any] = {"kept": 0.9, "added": torch.tensor(0.5)}
-        self.calls, self.owned = 0, self.parameters()
+        self.calls: Any = 0
+        self.owned = self.parameters()
 
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -38,8 +42,25 @@ class Counting(Momentum):
     pointwise = True
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
+        self.calls = another(self.calls)
         super().step()
+
+
+def another(value: Any) -> Any:
+    """Changed in place, if that can be."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            value[key] = another(value[key])
+        return value
+    if isinstance(value, Tensor):
+        return value.add_(1)
+    return value + "1" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+
+
+def counting(first: Any) -> Counting:
+    optimizer = Counting([nn.Parameter(torch.ones(2))])
+    optimizer.calls = first
+    return optimizer
 
 
 def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
@@ -76,8 +97,24 @@ def test_a_twin_has_numbers_of_its_own_and_reaches_nothing_of_the_first() -> Non
     assert "differentiable" not in first.defaults
 
 
-def test_what_counts_in_an_attribute_is_not_run_in_windows() -> None:
-    first = Counting([nn.Parameter(torch.ones(2))])
+@pytest.mark.parametrize("first", [0, torch.tensor(0), [0], {"each": {"calls": 0}}, True, "0"], ids=str)
+def test_what_a_step_changes_beside_its_states_is_not_run_in_windows(first: Any) -> None:
+    optimizer, before = counting(first), str(first)
     with pytest.raises(UpdateError, match=r"Counting.calls is another after a step, .*; keep it in the state of each"):
-        Stepper(first).entries(0, torch.float32)
-    assert first.calls == 0
+        Stepper(optimizer).entries(0, torch.float32)
+    assert str(optimizer.calls) == before
+
+
+def test_nor_is_it_updated_in_backward_one_parameter_after_the_other() -> None:
+    """Each would be stepped on by a twin, and what that has counted be gone with it."""
+    model = nn.Linear(4, 4)
+    with pytest.raises(UpdateError, match=r"Counting.calls is another after a step"):
+        memgraph.compile(model, 10**8, optimizer=Counting(model.parameters()), fuse_update=True, time_limit=0)
+    memgraph.compile(model, 10**8, optimizer=Momentum(model.parameters()), fuse_update=True, time_limit=0)
+
+
+@pytest.mark.parametrize("kind", POINTWISE)
+def test_what_a_step_of_torchs_own_notes_of_itself_does_not_count(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    for optimizer in [kind([parameter]), *([kind([parameter], fused=True)] if kind in FUSED else [])]:
+        Stepper(optimizer).entries(0, torch.float32)
