@@ -20,7 +20,7 @@ from .host_step import stepper_on_host
 from .setting import setting
 from .signature import kernel_modes
 from .state_parts import StatePart
-from .stepper import Stepper
+from .stepper import Stepper, begun
 from .stopwatch import cool, shortest
 from .trial import sorted_options
 
@@ -49,6 +49,6 @@ def _measure(stepper: Stepper, group: int, dtype: torch.dtype, nbytes: int) -> f
     count = max(1, nbytes // (2 * dtype.itemsize + states))
     piece = torch.zeros(count, dtype=dtype)
     piece.grad = torch.zeros_like(piece)
-    (state,) = stepper.step([(group, piece, {})])
+    (state,) = stepper.step([(group, piece, begun(stepper.optimizer, stepper.options[group], piece))])
     us = shortest(partial(stepper.step, [(group, piece, state or {})]), CPU, cool(CPU))
     return us / count

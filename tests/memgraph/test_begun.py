@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
+from memgraph.state_parts import state_parts
+from memgraph.stepping import stepping
 from memgraph.trial import state_tensors
 
 PLAIN: Any = optim.Adagrad._init_group
@@ -46,3 +48,11 @@ def test_a_step_that_makes_no_states_is_planned_and_trains(
     assert step.plan.measured is not None and step.plan.measured <= step.plan.peak
     states = sum(op.nbytes for op in step.plan.forecast.trace.ops if op.fn == "state")
     assert states == sum(state.nbytes for state in state_tensors(ours))
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_the_host_steps_it_to_find_how_long_that_takes(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim.Adagrad, "_init_group", as_in_2_11)
+    parameter = nn.Parameter(torch.ones(256, 256))
+    optimizer = optim.Adagrad([("w", parameter)], lr=0.01, fused=fused)
+    assert stepping(optimizer, state_parts(optimizer), 1 << 12) > 0
