@@ -20,7 +20,7 @@ from .homes import place_of
 from .peak import resident_bytes
 from .pointwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, unhooked
 from .relay import Relay
-from .stepper import Stepper
+from .stepper import APART, Stepper
 from .torn import Torn
 from .trial import state_tensors
 from .twin import twin
@@ -196,8 +196,9 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
     """Raise what is in the way of this optimizer's updates in backward, as far as it is known beforehand.
 
     Raises:
-        FusedError: it is none of those that are known to change each parameter by itself, or an option is against it.
-        UpdateError: it is the caller's own, and its step fails, or changes what is not of one parameter alone.
+        FusedError: it is none of those that are known to change each parameter by itself, or an option is against it;
+            or it is the caller's own, and changes something else as well.
+        UpdateError: it is the caller's own, and its step fails.
     """
     if not is_pointwise(optimizer):
         known = ", ".join(one.__name__ for one in POINTWISE)
@@ -208,4 +209,5 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
     if type(optimizer) not in POINTWISE:
         stepper = Stepper(optimizer)
         for kind in {(i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"]}:
-            stepper.entries(*kind)
+            if why := stepper.obstacle(*kind):
+                raise FusedError(f"{why}, and an update in backward is made of many; {APART}, or {INSTEAD}")

@@ -27,6 +27,7 @@ from .twin import SCALING, attributes, changed, twin
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
 STEPS = 7  # RAdam's update takes more from the sixth on
+APART = "keep it in the state of each parameter"
 
 
 class Stepper:
@@ -56,23 +57,35 @@ class Stepper:
         made = self._made(group, dtype)
         return {key: value.device for key, value in made.items() if isinstance(value, Tensor) and not value.dim()}
 
+    def obstacle(self, group: int, dtype: torch.dtype) -> str:
+        """What a step changes that is not of the parameter alone, so that many can't take its place; empty if nothing.
+
+        Raises:
+            UpdateError: its step failed.
+        """
+        return self._tried(group, dtype)[1]
+
     def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
         """The state of a parameter of two elements.
 
         Raises:
             UpdateError: its step failed, or changes what is not of the parameter alone.
         """
+        made, why = self._tried(group, dtype)
+        if why:
+            raise UpdateError(f"{why}, and an update in windows is made of many; {APART}")
+        return made
+
+    def _tried(self, group: int, dtype: torch.dtype) -> tuple[dict[str, Any], str]:
         before = attributes(self.optimizer)
         try:
             piece = _made_up(2, dtype, self.device)
             (state,) = self._step([(group, piece, begun(self.optimizer, self.options[group], piece))])
         except Exception as error:
             raise untried(self.optimizer, error) from error
-        if others := changed(before, attributes(self.optimizer)):
-            name = f"{type(self.optimizer).__name__}.{others[0]}"
-            message = f"{name} is another after a step, and an update in windows or in backward is made of many"
-            raise UpdateError(f"{message}; keep it in the state of each parameter")
-        return state or {}
+        others = changed(before, attributes(self.optimizer))
+        why = f"{type(self.optimizer).__name__}.{others[0]} is another after a step" if others else ""
+        return state or {}, why
 
     def temporaries(self, group: int, dtype: torch.dtype) -> Temporaries:
         """What its updates allocate and free, states that stay left out."""
