@@ -69,7 +69,7 @@ def _met(came: Sequence[tuple[int, str]]) -> Verdict:
     if len({what for _, what in came}) == 1:
         return Verdict((), "every rank has come")
     words = ", ".join(f"rank {rank} was in the {what}" for rank, what in came)
-    return Verdict((), f"every rank has come, but {words}: make the same calls on all ranks")
+    return Verdict((), f"every rank has come, but {words}: see that all ranks make the same calls")
 
 
 def _silent(ranks: Sequence[int], calm: float) -> Verdict:

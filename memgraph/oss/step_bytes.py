@@ -21,7 +21,7 @@ from ..state_parts import StatePart, is_large
 from ..strands import nobody
 from ..trained import Trained
 from ..trial import update_nbytes
-from ..twin import twin
+from ..twin import attributes, twin
 from ..update import with_step
 from ..window_bytes import Far, window_bytes
 from .far_shards import large_nbytes
@@ -123,7 +123,8 @@ def _own_group(oss: OSS, laid: Laid) -> tuple[Group, object]:
     first, parameters = laid.bucket.items[0], oss.pieces.parameters
     views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
-    key = oss.optim, repr(group), tuple((view.shape, view.dtype, view.device) for view in views)
+    forms = tuple((view.shape, view.dtype, view.device) for view in views)
+    key = oss.optim, repr(group), repr(attributes(oss.inner)), forms
     return group | {"params": list(map(_trained, views))}, key
 
 

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import memgraph
 from memgraph.oss.far_shards import shard_parts
+from memgraph.oss.step_bytes import _bucket_nbytes
 from memgraph.peak import measured
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_far_states import BYTES, Chain, batches, is_kept, train
@@ -32,6 +33,31 @@ class Signs(optim.Optimizer):
             for parameter in (one for one in group["params"] if one.grad is not None):
                 mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
                 parameter.add_(mean.mul_(self.kept).add_(parameter.grad).sign(), alpha=-group["lr"])
+
+
+class Means(Signs):
+    """Has as many means as it was asked for, which none of its groups says."""
+
+    pointwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1, count: int = 1) -> None:
+        super().__init__(params, lr)
+        self.count = count
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            for i in range(self.count):
+                self.state[parameter].setdefault(f"mean{i}", torch.zeros_like(parameter))
+
+
+def _counts_its_states() -> bool:
+    """What is known of one optimizer's pieces is not taken for another's of the class, which keeps more."""
+    sizes = []
+    for count in (1, 2):
+        ours = memgraph.OSS([nn.Parameter(torch.ones(5, 7))], Means, count=count)
+        sizes.append(sum(_bucket_nbytes(ours, laid)[0] for laid in ours.pieces.laid))
+    return sizes[1] == 2 * sizes[0]
 
 
 def _loads_twice() -> bool:
@@ -96,6 +122,7 @@ def _frozen_same() -> bool:
 
 def _between(rank: int) -> list[str]:
     wrong = [] if _loads_twice() else ["loads twice"]
+    wrong += [] if _counts_its_states() else ["counts its states"]
     wrong += [] if _keeps_its_own() else ["keeps its own"]
     wrong += [f"evaluates, gather={gather}" for gather in ("step", "forward") if not _evaluates(gather)]
     wrong += [] if _frozen_first() else ["frozen first"]

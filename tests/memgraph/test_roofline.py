@@ -1,0 +1,18 @@
+"""The rates of a device are measured within the bytes that were looked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from memgraph import roofline
+from memgraph.peak import measured
+
+CPU = torch.device("cpu")
+
+
+def test_rates_are_measured_in_two_copies_worth_of_bytes() -> None:
+    rates, seen = measured(partial(roofline._measure, CPU, torch.float64), CPU)
+    assert rates.flops > 0 and rates.nbytes > 0
+    assert seen is not None and seen.peak <= 2 * roofline.COPIED
