@@ -22,7 +22,7 @@ from torch import Tensor, optim
 from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .pointwise import unhooked
-from .twin import SCALING, attributes, changed, twin
+from .twin import SCALING, attributes, changed, twin, twin_nbytes
 
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
@@ -103,7 +103,7 @@ class Stepper:
             found, seen = measured(functools.partial(self._step, given), self.device)
             states = [state or {} for state in found]
             most = max(most, seen.peak - (_held(states) - before) if seen else 0)
-        return most
+        return most + twin_nbytes(self.optimizer)
 
     def _step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
         one = self.optimizer

@@ -27,7 +27,7 @@ from .setting import setting
 from .signature import kernel_modes
 from .stepper import STEPS, begun, untried
 from .stopwatch import cool, shortest
-from .twin import twin
+from .twin import twin, twin_nbytes
 
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
@@ -171,7 +171,7 @@ class Trial:
         if len(kinds) == 1:
             self.states[kinds[0]] = kept
         first, *later = [seen.peak if seen else 0 for seen in allocated]
-        return max(0, first - kept, *later)
+        return max(0, first - kept, *later) + twin_nbytes(alone)  # which an update in backward takes as well
 
 
 def sorted_options(group: Mapping[str, object]) -> dict[str, object]:

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_leaves
+
+from .peak import resident_bytes
 
 SCALING = ("grad_scale", "found_inf")  # how a GradScaler tells a step what to do
 PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device
@@ -34,6 +37,11 @@ def attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
     apart = (*SCALING, "defaults", "state", "param_groups")
     own = {name: value for name, value in vars(optimizer).items() if name not in apart and not _is_of_torch(name)}
     return {name: _copied(value) for name, value in own.items() if _is_plain(value)}
+
+
+def twin_nbytes(optimizer: optim.Optimizer) -> int:
+    """Bytes that a twin takes for itself: its copies of numbers that are tensors."""
+    return resident_bytes(leaf for leaf in tree_leaves(attributes(optimizer)) if isinstance(leaf, Tensor))
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from memgraph.errors import FusedError, UpdateError
 from memgraph.pointwise import POINTWISE
 from memgraph.stepper import Stepper
 from memgraph.twin import twin
-from tests.streamed import Twins, batch, chain, far, loss, streams
+from tests.streamed import Twins, assert_kept, batch, chain, far, loss, streams
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
@@ -118,3 +118,14 @@ def test_what_a_step_of_torchs_own_notes_of_itself_does_not_count(kind: Any) -> 
     parameter = nn.Parameter(torch.ones(2))
     for optimizer in [kind([parameter]), *([kind([parameter], fused=True)] if kind in FUSED else [])]:
         Stepper(optimizer).entries(0, torch.float32)
+
+
+def test_what_a_twin_copies_is_in_the_forecast_of_an_update_in_backward() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    optimizer = Momentum(model.parameters())
+    optimizer.rates |= {f"more {i}": torch.tensor(0.5) for i in range(1000)}
+    compiled = memgraph.compile(model, 10**8, optimizer=optimizer, loss=torch.sum, time_limit=0, fuse_update=True)
+    for _ in range(2):
+        compiled(torch.ones(1, 256)).backward()
+        optimizer.step()
+    assert_kept(compiled, 10**8)
