@@ -144,7 +144,7 @@ class Temporaries:
 
 def begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """The state of a parameter before its first step."""
-    if type(optimizer) is not optim.Adagrad:
+    if not isinstance(optimizer, optim.Adagrad):
         return {}
     # It has one from where the optimizer was made; torch 2.11 makes none in a step.
     return dict(optim.Adagrad([{**options, "params": [parameter]}]).state[parameter])

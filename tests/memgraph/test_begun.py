@@ -11,9 +11,13 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.state_parts import state_parts
 from memgraph.stepping import stepping
-from memgraph.trial import state_tensors
+from memgraph.trial import state_tensors, update_nbytes
 
 PLAIN: Any = optim.Adagrad._init_group
+
+
+class Own(optim.Adagrad):
+    pass
 
 
 def as_in_2_11(optimizer: optim.Adagrad, group: dict[str, Any], *lists: Any) -> Any:
@@ -56,3 +60,9 @@ def test_the_host_steps_it_to_find_how_long_that_takes(fused: bool | None, monke
     parameter = nn.Parameter(torch.ones(256, 256))
     optimizer = optim.Adagrad([("w", parameter)], lr=0.01, fused=fused)
     assert stepping(optimizer, state_parts(optimizer), 1 << 12) > 0
+
+
+def test_one_that_is_derived_from_it_begins_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim.Adagrad, "_init_group", as_in_2_11)
+    parameters = list(nn.Linear(32, 64).parameters())
+    assert update_nbytes(Own(parameters)) == update_nbytes(optim.Adagrad(parameters))
