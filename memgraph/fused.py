@@ -20,7 +20,7 @@ from .homes import place_of
 from .peak import resident_bytes
 from .pointwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, unhooked
 from .relay import Relay
-from .stepper import APART, Stepper
+from .stepper import APART, obstacle
 from .torn import Torn
 from .trial import state_tensors
 from .twin import twin
@@ -206,8 +206,5 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__name__} as it is can't update one parameter after the other in backward; use one of "
             f"{known} itself, without differentiable=True and capturable=True, or {INSTEAD}"
         )
-    if type(optimizer) not in POINTWISE:
-        stepper = Stepper(optimizer)
-        for kind in {(i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"]}:
-            if why := stepper.obstacle(*kind):
-                raise FusedError(f"{why}, and an update in backward is made of many; {APART}, or {INSTEAD}")
+    if why := obstacle(optimizer):
+        raise FusedError(f"{why}, and an update in backward is made of many; {APART}, or {INSTEAD}")

@@ -21,7 +21,7 @@ from torch import Tensor, optim
 
 from .errors import UpdateError
 from .peak import measured, resident_bytes
-from .pointwise import unhooked
+from .pointwise import POINTWISE, unhooked
 from .twin import SCALING, attributes, changed, twin, twin_nbytes
 
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
@@ -57,12 +57,8 @@ class Stepper:
         made = self._made(group, dtype)
         return {key: value.device for key, value in made.items() if isinstance(value, Tensor) and not value.dim()}
 
-    def obstacle(self, group: int, dtype: torch.dtype) -> str:
-        """What a step changes that is not of the parameter alone, so that many can't take its place; empty if nothing.
-
-        Raises:
-            UpdateError: its step failed.
-        """
+    def apart(self, group: int, dtype: torch.dtype) -> str:
+        """What a step changes that is not of the parameter alone; empty if nothing."""
         return self._tried(group, dtype)[1]
 
     def _made(self, group: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -140,6 +136,19 @@ class Temporaries:
         return max(
             (2 * self.fixed + math.ceil(self.each * large + self.before * small) for small, large in pairs), default=0
         )
+
+
+def obstacle(optimizer: optim.Optimizer) -> str:
+    """What a step changes that is not of each parameter alone, so that many can't take its place; empty if nothing.
+
+    Raises:
+        UpdateError: it is the caller's own, and its step failed.
+    """
+    if type(optimizer) in POINTWISE:
+        return ""
+    stepper = Stepper(optimizer)
+    kinds = dict.fromkeys((i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
+    return next(filter(None, (stepper.apart(*kind) for kind in kinds)), "")
 
 
 def begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

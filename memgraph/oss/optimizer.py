@@ -26,6 +26,7 @@ from passes.shards import Item, Sizes, loads_of, shards
 from ..dense import is_dense
 from ..errors import ShardError
 from ..pointwise import EXACT, is_pointwise
+from ..stepper import obstacle
 from .agreement import OPTIMIZER, agree, parameter_lines, telling
 from .arguments import arguments, ready
 from .averages import Averages
@@ -99,7 +100,9 @@ class OSS(Saving):
             self.optim, self.given, self.gathers = optim, defaults, gather
             self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
             plain = template(optim, groups, defaults)
-            self.is_cut, self.is_driven = is_pointwise(plain), issubclass(optim, torch.optim.LBFGS)
+            # A step that changes more than its parameters' states is run once for all of them.
+            self.is_cut = is_pointwise(plain) and not obstacle(plain)
+            self.is_driven = issubclass(optim, torch.optim.LBFGS)
             self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
             self.items: list[Item] = []
             self.group_of: list[int] = []  # of each parameter

@@ -10,6 +10,25 @@ from torch import Tensor, nn, optim
 import memgraph
 from tests.distributed.ranks import on_ranks
 
+
+class Counting(optim.Optimizer):
+    """One of the caller's that counts its steps beside its states."""
+
+    pointwise = True
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / self.calls)
+
+
 KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adam": (optim.Adam, {}),
     "AdamW": (optim.AdamW, {"weight_decay": 0.1}),
@@ -24,6 +43,7 @@ KINDS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Rprop": (optim.Rprop, {}),
     "Adafactor": (optim.Adafactor, {}),
 }
+OWN: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {"Counting": (Counting, {})}
 FUSED: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     name: (KINDS[name][0], {"fused": True, "lr": 0.01}) for name in ("Adam", "AdamW", "Adagrad")
 }
@@ -52,7 +72,7 @@ def train(module: nn.Module, optimizer: optim.Optimizer, steps: int = 4) -> list
 
 def _steps(rank: int, gradients: str) -> list[str]:
     wrong = []
-    for name, (kind, options) in KINDS.items():
+    for name, (kind, options) in (KINDS | OWN).items():
         plain, ours = net(), net()
         wanted = train(plain, kind(groups(plain), **options), steps=7)
         found = train(ours, memgraph.OSS(groups(ours), kind, gradients=gradients, **options), steps=7)
