@@ -179,7 +179,7 @@ class FusedUpdate:
             for group in self.optimizer.param_groups
             if (kept := [parameter for parameter in group["params"] if parameter in mine])
         ]
-        return twin(self.optimizer, groups, self.optimizer.state)
+        return twin(self.optimizer, groups)
 
     def _is_far(self, parameter: Tensor) -> bool:
         held = (parameter, *self.optimizer.state.get(parameter, {}).values())

@@ -24,8 +24,10 @@ PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 NOTES = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")  # of torch's own steps
 
 
-def twin(optimizer: optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> optim.Optimizer:
-    """One that steps as the optimizer does, with these groups and states, and without hooks."""
+def twin(optimizer: optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> optim.Optimizer:
+    """One that steps as the optimizer does, with these groups and states, the optimizer's own if None, and without
+    hooks."""
+    state = optimizer.state if state is None else state
     one = type(optimizer).__new__(type(optimizer))
     vars(one).update(attributes(optimizer))
     one.__setstate__({"defaults": dict(optimizer.defaults), "state": state, "param_groups": groups})

@@ -63,9 +63,8 @@ class FarShards(FarUpdate):
             SpillError: the disk failed. The next call for this bucket goes on.
         """
         with torch.inference_mode(False), torch.no_grad():
-            inner = self.oss.inner
             if self.half is None or self.half[0] != number:
-                self.half = number, Update(twin(inner, [group], inner.state), self.current, is_large, self.where)
+                self.half = number, Update(twin(self.oss.inner, [group]), self.current, is_large, self.where)
             self.half[1].run()
             self.half = None
 
@@ -96,6 +95,6 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
 def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     """Bytes of states for an element of a parameter of each group and type."""
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    stepper = Stepper(twin(oss.inner, given, oss.inner.state))
+    stepper = Stepper(twin(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
     return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

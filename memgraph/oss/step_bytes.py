@@ -100,7 +100,7 @@ def _bucket_nbytes(oss: OSS, laid: Laid) -> tuple[int, int]:
     """Bytes of the states of a bucket's own pieces, and what their update takes."""
     group, key = _own_group(oss, laid)
     if key not in _known:
-        _known[key] = update_nbytes(twin(oss.inner, [group], oss.inner.state))
+        _known[key] = update_nbytes(twin(oss.inner, [group]))
     return _known[key]
 
 
@@ -112,7 +112,7 @@ def _windows_nbytes(oss: OSS, laid: Laid) -> int:
     key = key, oss.far.window
     if key not in _windows:
         far = Far(nobody, nobody, is_large)
-        taken = window_bytes(twin(oss.inner, [group], oss.inner.state), oss.far.window, far, group["params"])
+        taken = window_bytes(twin(oss.inner, [group]), oss.far.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
 
@@ -139,7 +139,7 @@ def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
             groups[oss.group_of[piece.item]].append(stepped)
             sure += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(twin(oss.inner, given, oss.inner.state), sure)
+    return update_nbytes(twin(oss.inner, given), sure)
 
 
 def _trained(view: Tensor) -> Tensor:

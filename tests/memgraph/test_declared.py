@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memgraph
 from benchmarks.wide import WideAdamW
 from memgraph.errors import UpdateError
 from memgraph.pointwise import by_elements, refuse
-from tests.streamed import Twins, batch, chain, far, loss, streams
+from tests.streamed import Twins, batch, chain, far, loss, streams, train
 
 
 class Derived(WideAdamW):
@@ -27,14 +28,6 @@ def wide(model: nn.Module) -> WideAdamW:
     return WideAdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
-    optimizer.zero_grad()
-    made: Tensor = run(model, batch().to(torch.bfloat16))
-    made.backward()
-    optimizer.step()
-    return made.detach()
-
-
 @pytest.mark.usefixtures("small_windows")
 def test_wide_states_of_thin_weights_stream_and_are_eagers() -> None:
     model = thin()
@@ -43,7 +36,7 @@ def test_wide_states_of_thin_weights_stream_and_are_eagers() -> None:
         memgraph.plan(model, batch().to(torch.bfloat16), budget=1, **wishes)
     twins = Twins(thin, None, budget=int(error.value.smallest * 1.05), optimizer=wide, fuse_update=True)
     for _ in range(2):
-        theirs, ours = twins.each(step)
+        theirs, ours = twins.each(partial(train, x=batch().to(torch.bfloat16)))
         assert torch.equal(theirs, ours)
         assert all(map(torch.equal, twins.module.parameters(), twins.plain.parameters()))
     assert streams(twins.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from memgraph.errors import FusedError, UpdateError
 from memgraph.pointwise import POINTWISE
 from memgraph.stepper import Stepper
 from memgraph.twin import twin
-from tests.streamed import Twins, assert_kept, batch, chain, far, loss, streams
+from tests.streamed import Twins, assert_kept, batch, chain, far, loss, train
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
@@ -63,14 +64,6 @@ def counting(first: Any) -> Counting:
     return optimizer
 
 
-def step(model: nn.Module, optimizer: Any, run: Any) -> Tensor:
-    optimizer.zero_grad()
-    made: Tensor = run(model, batch())
-    made.backward()
-    optimizer.step()
-    return made.detach()
-
-
 @pytest.mark.usefixtures("small_windows")
 def test_it_streams_and_is_eagers() -> None:
     model = chain(2)
@@ -78,11 +71,7 @@ def test_it_streams_and_is_eagers() -> None:
         memgraph.plan(model, batch(), budget=1, optimizer=Momentum(model.parameters()), loss=loss, time_limit=0)
     budget = int(error.value.smallest * 1.05)
     twins = Twins(lambda: chain(2), None, budget=budget, optimizer=lambda model: Momentum(model.parameters()))
-    for _ in range(2):
-        theirs, ours = twins.each(step)
-        assert torch.equal(theirs, ours)
-        assert all(map(torch.equal, twins.module.parameters(), twins.plain.parameters()))
-    assert streams(twins.model)
+    twins.turns(partial(train, x=batch()), 2)
     assert "state" in far(twins.module, twins.ours)
 
 
