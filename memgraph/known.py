@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .nodes import all_storages, aten, changes_inputs, is_random, storages, written_by
-from .surrogates import as_made
+from .surrogates import COPY_STORAGES, as_made
 
 ELEMENTS = 1 << 24  # what may be computed to answer one question
 ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
@@ -61,6 +60,10 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
+_noted: set[Any] = set()  # ops that this process has seen a result of which torch did not remember
+_roomy: set[Any] = set(COPY_STORAGES)  # those of them whose results lie in larger storages than they cover
+
+
 class KnowingMode(FakeTensorMode):
     """Fake tensors that have a value where it is known; without a ShapeEnv, for all else is an error at once."""
 
@@ -82,28 +85,27 @@ class KnowingMode(FakeTensorMode):
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
         try:
-            made = super().dispatch(func, types, args, kwargs)
+            with self._remembering(func):
+                made = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = Failed(error, func, args, kwargs or {})
             raise
+        _note(func, made)
         return as_made(func, args, made, self)
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        """A result that torch remembers, in a storage of the bytes that it had: torch gives it no more than it covers.
+    @contextmanager
+    def _remembering(self, func: Any) -> Iterator[None]:
+        """Let torch give a result that it remembers, but not of an op that makes storages larger than results cover.
 
-        So the bytes of a step would depend on what the process has traced before.
+        It gives no more than they cover, so the bytes of a step would depend on what the process has traced before.
         """
-        result = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        first = entry.metadata
-        if result is None or first is None or func.is_view:
-            return result
-        storage = result.untyped_storage()
-        if first.storage_offset or storage.nbytes() != first.storage_bytes:
-            storage.resize_(first.storage_bytes)
-            with in_kernel_invocation_manager(self):
-                result.set_(storage, first.storage_offset, result.shape, result.stride())
-        return result
+        before = self.cache_enabled
+        self.cache_enabled = before and func in _noted and func not in _roomy
+        try:
+            yield
+        finally:
+            self.cache_enabled = before
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The real value of a traced tensor, if no input goes into it."""
@@ -113,6 +115,23 @@ class KnowingMode(FakeTensorMode):
             return None
         with _disable_current_modes(), torch.no_grad():
             return _run(needed, self.tracer.root)
+
+
+def _note(func: Any, made: Any) -> None:
+    """Remember of an op whether what it makes lies in more bytes than it covers, as a window of `hann_window` does."""
+    _noted.add(func)
+    if func in _roomy or not isinstance(func, OpOverload) or func.is_view or func._schema.is_mutable:
+        return
+    if any(_is_roomy(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)):
+        _roomy.add(func)
+
+
+def _is_roomy(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    covered = (last + 1) * tensor.itemsize if tensor.numel() else 0
+    return bool(tensor.storage_offset()) or tensor.untyped_storage().nbytes() != covered
 
 
 def seen_by_transformers(mode: KnowingMode) -> AbstractContextManager[Any]:

@@ -7,14 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import memgraph
+from memgraph import known
 from memgraph.capture import capture
 from memgraph.known import KnowingMode
 from memgraph.nodes import tensors
 from memgraph.peak import measured, resident_bytes
 from memgraph.probe import Made, made_of
+from memgraph.surrogates import COPY_STORAGES
 from tests.nets import Function
 
 X = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
@@ -103,3 +106,16 @@ def test_a_write_into_a_view_is_foretold_as_the_kernel_does_it(
     for _ in range(2):  # torch remembers the second one
         with KnowingMode():
             assert made_of(write(view(torch.zeros(10, 20)))) == real
+
+
+@pytest.mark.parametrize("make", [torch.hann_window, torch.bartlett_window, torch.blackman_window])
+def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_before(
+    make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "_noted", set())
+    monkeypatch.setattr(known, "_roomy", set(COPY_STORAGES))
+    real = made_of(make(8))
+    for mode in (FakeTensorMode, FakeTensorMode, KnowingMode, KnowingMode):  # torch remembers what the second one makes
+        with mode():
+            found = made_of(make(8))
+    assert found == real
