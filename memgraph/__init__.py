@@ -9,6 +9,7 @@
 `help(memgraph.compile)` says what each argument means; the README and `docs/` have the rest.
 """
 
+from . import private_names  # noqa: F401  # isort: split  # looked up before others use them
 from .compiler import compile, plan
 from .curve import Point, Sweep
 from .errors import (
@@ -24,6 +25,7 @@ from .errors import (
     RecordingError,
     ShardError,
     StateError,
+    TorchVersionError,
     UpdateError,
 )
 from .module import CompiledModule
@@ -57,6 +59,7 @@ __all__ = [
     "SpillError",
     "StateError",
     "Sweep",
+    "TorchVersionError",
     "UpdateError",
     "compile",
     "load_sharded",

@@ -16,6 +16,10 @@ class MemgraphError(RuntimeError):
     """What all of memgraph's own errors are."""
 
 
+class TorchVersionError(MemgraphError, ImportError):
+    """A torch that lacks a private name which memgraph uses; says which, and with which versions it works."""
+
+
 class CaptureError(MemgraphError):
     """A module whose step can't be written down as one graph; says where, and what to change."""
 
