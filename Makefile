@@ -5,7 +5,9 @@ WORKERS ?= 0
 BENCHMARKS = demo models limit overhead planning oss oss_far
 READY = .venv/ready
 
-.PHONY: demo test slow check bench gpu clean
+WITHIN ?= 720
+
+.PHONY: demo test slow check bench gpu versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -17,6 +19,13 @@ test: $(READY)
 slow: $(READY)
 	.venv/bin/python -m pytest -m slow
 	.venv/bin/python -m pytest --hypothesis-profile=thorough tests/passes
+
+# The core tests on every torch that memgraph is said to work with, each in an environment of its own.
+versions:
+	$(PYTHON) -m benchmarks.versions
+
+newest:
+	$(PYTHON) -m benchmarks.versions newest --smoke --within $(WITHIN)
 
 check: $(READY)
 	.venv/bin/ruff check
@@ -49,5 +58,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-versions build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
