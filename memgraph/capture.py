@@ -89,9 +89,7 @@ def capture(
     return _captured(module, args, kwargs, grad, everything)
 
 
-def _captured(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted
-) -> Captured:
+def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted) -> Captured:
     call = Call.of(module, args, kwargs)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
