@@ -61,7 +61,13 @@ class Run(torch.autograd.Function):
                 step.land(ctx.flight)
             results[:] = ctx.unforeseen(tangents)
         else:
-            for role, gradient in zip(step.roles.gradients, _Backward(ctx, tangents).run(), strict=True):
+            backward = _Backward(ctx, tangents)
+            try:
+                with backward.flight.watched(backward.tangents):
+                    gradients = backward.run()
+            finally:
+                backward.land()
+            for role, gradient in zip(step.roles.gradients, gradients, strict=True):
                 results[step.roles.target(role)] = gradient
         return None, None, None, *results
 
@@ -110,10 +116,12 @@ class _Backward:
             if self.fused is not None:
                 self.fused.failed(error)
             raise
-        finally:
-            if not self.keep or self.roles.updates:
-                step.land(flight)
         return self._given(gradients)
+
+    def land(self) -> None:
+        """The flight is over, unless another backward may go through it."""
+        if not self.keep or self.roles.updates:
+            self.step.land(self.flight)
 
     def _warn(self) -> None:
         """No plan counts a graph that is kept, nor gradients beside others; a step that has no room for these runs all

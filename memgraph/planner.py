@@ -26,7 +26,7 @@ from .accumulation import accumulating, mark_watched
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
-from .capture import Captured, Wanted, capture, scalars
+from .capture import Captured, Wanted, capture
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
@@ -69,6 +69,7 @@ from .times import Times
 from .trained import Trained
 from .truth import correct
 from .update import with_price, with_update
+from .wanted import update_roots
 from .wishes import Wishes
 
 
@@ -188,7 +189,7 @@ class Planner:
             refuse_hooks(self.module)
             if self.sharded is not None:
                 self.sharded.awaited.capturing(self.module.parameters())
-            captured = self._capture(args, kwargs, scalars if self.fused else wanted)
+            captured = self._capture(args, kwargs, update_roots if self.fused else wanted)
             captured, trained = self._fused(captured, self._trained(captured))
             captured, trained = self._exchanging(captured, trained)
         if (together := self._together(trained)) is not None:

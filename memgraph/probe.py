@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .apart import apart
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors
-from .notice import notice
 from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
@@ -78,7 +78,7 @@ class Prober:
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
         found = _read(kept(lasting)) if lasts else None
         if found is None and _touched(node) <= self.limit:
-            found = _probe(node, self._cool(_device(node)))
+            found = apart(partial(_probe, node, self._cool(_device(node))))
             if found is not None and lasts:
                 keep(lasting, _written(found))
         if found is None:
@@ -177,9 +177,8 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
             result, allocated = measured(run, device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
-        if allocated is None:
-            notice("a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low")
-            return None
+        if allocated is None:  # a profiler has been started meanwhile
+            return apart(partial(_probe, node, before))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results

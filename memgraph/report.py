@@ -41,6 +41,7 @@ class Report:
         uncompiled: segments that Inductor could not compile, and that run op by op.
         blocks: on a GPU, the most bytes that torch's allocator had given out while `measured` was found.
         held: the most that it had of the device then, with what was free between.
+        unmeasured: why the last step that should have been measured was not; empty once one was, and before.
     """
 
     machine: Machine
@@ -58,6 +59,7 @@ class Report:
     recorded: str = ""
     blocks: int = 0
     held: int = 0
+    unmeasured: str = ""
 
     @property
     def predicted_us(self) -> float:
@@ -94,7 +96,9 @@ class Report:
         finds there, but for `absent` bytes; `states`: those that were there, if it has made others."""
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
-        return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
+        return replace(
+            self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
+        )
 
     def with_update(self, nbytes: int) -> Report:
         """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""

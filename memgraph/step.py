@@ -8,6 +8,7 @@ step.report, step.times   what the flight took, if it was one that is measured
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from .fused import FusedUpdate
 from .fusing import update_nodes
 from .lower import Lowering
 from .oss.inside import Inside
+from .peak import Meter, meter_of
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
@@ -66,25 +68,35 @@ class Step:
         given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
         self.roles = Roles.of(captured, given, self.update_ops.values())
 
-    def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
-        """The module's tensor outputs, given its parameters, buffers and inputs."""
+    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
+        """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
+        measured, if this flight is: also what only prepares it."""
+        meter = meter_of(self.device) if self.report.measured is None else None
+        flight = None
+        try:
+            with meter.window() if meter is not None else nullcontext():
+                flight = self._begun(tensors, meter)
+                if self.halves.backward is not None:
+                    return list(Run.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
+                return flight.forward(tensors, self.roles.outputs)
+        finally:
+            if flight is not None and self.halves.backward is None:
+                self.land(flight)
+
+    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None) -> Flight:
+        """A flight that is ready to run forward."""
         flight = self._boarded(tensors)
+        flight.meter = meter
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()
             flight.coming.open()
-        if self.report.measured is None:
-            flight.measure(self.device)
+        if meter is not None:
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:
             flight.time(self.device)
-        if self.halves.backward is not None:
-            return list(Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
-        try:
-            return flight.forward(tensors, self.roles.outputs)
-        finally:
-            self.land(flight)
+        return flight
 
     def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
         """What the next flight flies with: it is made once the step has run op by op, and was measured."""
@@ -136,7 +148,10 @@ class Step:
                 waited = self.fused.waited
                 times = times.without({op: waited.get(name, 0.0) for op, name in self.update_ops.items()})
             self.times, self.report = times, replace(self.report, measured_us=times.us)
+        was_metered, ended = flight.meter is not None, flight.ended
         allocated = flight.land()
+        if was_metered and ended and allocated is None:
+            self.report = replace(self.report, unmeasured="a profiler was running, whose place the meter would take")
         if allocated is not None:
             blocks, held = allocated.blocks, allocated.held
             company = "another step was open with it" if flight.shared else ""
