@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
-from .nodes import makes_nothing, tensors
+from .nodes import makes_nothing, tensors, written_by
 from .notice import notice
 from .peak import measured, resident_bytes
 from .roofline import roofline
@@ -98,7 +98,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
-    return makes_nothing(node)
+    return makes_nothing(node) and not written_by(node)
 
 
 def layout(tensor: Tensor) -> Layout:
@@ -180,7 +180,7 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
         if allocated is None:
             notice("a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low")
             return None
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_by(node) else []
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
