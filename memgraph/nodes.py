@@ -104,6 +104,18 @@ def drop_detours(graph: fx.Graph, kept: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def drop_unread_statistics(graph: fx.Graph) -> None:
+    """Drop the running statistics that the backward of a batch norm in training is given, and does not read."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def changed_storages(graph: fx.Graph) -> set[int]:
+    """The storages to which ops of a graph write, as far as their schemas say so."""
+    return all_storages(written for node in graph.nodes for written in written_by(node))
+
+
 def _viewed(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, if it is one tensor's view of one tensor."""
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable or len(node.all_input_nodes) != 1:

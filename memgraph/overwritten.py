@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from .call import Input
-from .nodes import all_storages, aten, changes_inputs, returned, storages
+from .nodes import aten, changed_storages, returned, storages
 
 if TYPE_CHECKING:
     from .capture import Captured
@@ -42,7 +42,7 @@ def can_run_again(captured: Captured) -> bool:
 def overwritten(captured: Captured) -> dict[fx.Node, Input]:
     """The placeholders of what forward changes, and what they stand for."""
     graph = captured.graph.graph
-    changed = all_storages(node.args[0] for node in graph.nodes if changes_inputs(node))
+    changed = changed_storages(graph)
     inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     return {node: role for node, role in inputs if not changed.isdisjoint(storages(node))}
 

@@ -23,7 +23,7 @@ from .apart import apart
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
-from .nodes import makes_nothing, tensors
+from .nodes import makes_nothing, tensors, written_by
 from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
@@ -98,7 +98,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
-    return makes_nothing(node)
+    return makes_nothing(node) and not written_by(node)
 
 
 def layout(tensor: Tensor) -> Layout:
@@ -179,7 +179,7 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:  # a profiler has been started meanwhile
             return apart(partial(_probe, node, before))
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_by(node) else []
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():

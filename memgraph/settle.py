@@ -3,8 +3,9 @@
     forward, backward                    ->  forward, copy_(buffer, its new value), backward
     outputs, gradients, new values       ->  outputs, gradients
 
-What the module changes is written back at the end of forward.  An output is never a piece of an input.  The gradient of
-a parameter alone holds its storage, and has the strides that autograd would give it.  What nobody reads is dropped.
+What the module changes is written where it is, or back once nobody wants the old value.  An output is never a piece of
+an input.  The gradient of a parameter alone holds its storage, and has the strides that autograd would give it.  What
+nobody reads is dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import fx
 from .call import Input
 from .desk import Desk
 from .functional import Functional
+from .in_place import write_in_place
 from .joint import Joint
-from .nodes import drop_aliases, drop_dead, drop_detours, gather_constants, returned
+from .nodes import drop_aliases, drop_dead, drop_detours, drop_unread_statistics, gather_constants, returned
 from .where import NOTES
 
 # What is said of a gradient that autograd hands on, and that can't go elsewhere: it is watched.
@@ -36,6 +38,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     drop_aliases(graph, kept=shown)
     drop_detours(graph, kept=shown)
     gather_constants(graph)
+    drop_unread_statistics(graph)
     desk = Desk(graph, joint.mode)
     desk.shield({place: joint.inputs[place].label for place in found.changed})
     handed, new = returned(graph)[: len(outputs)], returned(graph)[len(outputs) :]
@@ -45,6 +48,9 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     handed = desk.own_gradients(handed, [owners.get((role.kind, role.name)) for role in joint.outputs])
     graph.output_node().args = (tuple(handed),)
     graph.output_node().meta["kinds"] = tuple(HANDED[role.kind] for role in joint.outputs)
+    places = [place for place in found.changed if joint.inputs[place].kind == "buffer"]
+    assigned = {desk.placeholders[place] for place in joint.assigned}
+    write_in_place(graph, joint.mode, [desk.placeholders[place] for place in places], assigned)
     drop_dead(graph)
     _label(graph, joint.inputs)
     graph.lint()

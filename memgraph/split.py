@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
 
-from .nodes import all_storages, changes_inputs, returned, storages
+from .nodes import all_storages, returned, storages
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -54,7 +54,7 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
-    kept = all_storages(saved) - all_storages(filter(changes_inputs, graph.nodes))
+    kept = all_storages(saved)
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, fakes, names, theirs)
 

@@ -20,7 +20,7 @@ from passes.wire import WORKSPACE
 
 from .device import block_nbytes
 from .inductor import Segment
-from .nodes import all_storages, is_random, returned, storages, tensors
+from .nodes import changed_storages, is_random, returned, storages, tensors
 from .ops import accumulate, state_nbytes, update
 
 SHORT = {
@@ -154,6 +154,5 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
     """The inputs that the step writes to, and the views of them."""
-    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    written = all_storages(copy.args[0] for copy in copies)
+    written = changed_storages(graph)
     return {node for node in graph.nodes if not written.isdisjoint(storages(node))}

@@ -121,6 +121,29 @@ class Slices(nn.Module):
         return (heard * wide.exp()).square().mean()
 
 
+class Bank(nn.Module):
+    """Writes to buffers where they are: to a piece that is read afterwards, backward included, and to all of one."""
+
+    bank: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("bank", torch.randn(16, 96))
+        self.register_buffer("mean", torch.zeros(40, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        near = (y @ self.bank[:, 8:16].clone()).exp()
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y, alpha=0.1)
+            self.bank[:, :8] = y[:8].t()
+            self.bank[2:4, ::3].sigmoid_()
+        far = self.second((y - self.mean).sin()) @ self.bank[:, :8]
+        return (near * far).square().mean()
+
+
 def text() -> dict[str, Tensor]:
     ids = torch.randint(1, 40, (2, 12))
     return {"input_ids": ids, "labels": ids}
@@ -149,6 +172,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, .
     "gpt2": (partial(nets.gpt2, **GPT2), lambda: ((), text())),
     "slices": (Slices, lambda: ((torch.randn(40, 16),), {})),
     "views": (Views, lambda: ((torch.randn(6, 12, requires_grad=True),), {})),
+    "bank": (Bank, lambda: ((torch.randn(40, 16),), {})),
     "parts": (lambda: MicroBatches(Skips(), 3, "mean"), lambda: ((torch.randn(8, 16),), {})),
 }
 
