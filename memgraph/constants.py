@@ -26,10 +26,20 @@ def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
-    """Raise if backward reached tensors that are no inputs: they would silently get no gradient."""
-    if trained:
-        name = _name(trained[0], module)
-        raise CaptureError(f"{name} requires a gradient but is no parameter of the module: register it as one")
+    """Raise if backward reached tensors that are no inputs and whose gradient somebody may look at.
+
+    A tensor that forward makes and then gives `requires_grad_()`, as PEFT's and transformers'
+    `enable_input_require_grads` do, is gone with the step, and so would its gradient be: it needs none.
+    """
+    for tensor in trained:
+        if not isinstance(tensor, FakeTensor):
+            name = _name(tensor, module)
+            raise CaptureError(f"{name} requires a gradient but is no parameter of the module: register it as one")
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"forward makes a tensor of shape {tuple(tensor.shape)}, calls requires_grad_() on it and gives it a "
+                "hook, which no captured step would call: return the tensor, and hook the output of the module"
+            )
 
 
 def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:

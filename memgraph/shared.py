@@ -1,14 +1,16 @@
 """A module that is another one, but for its forward.
 
     same = Shared(model)      same.state_dict(), same.to(...), same.train(), same.config: all of it is model's
+                              isinstance(same, type(model)); inspect.signature(same.forward) is that of model.forward
 
 Parameters, buffers and submodules are the very dictionaries of the other module, so names have no prefix and nothing is
-held twice.
+held twice.  Libraries ask for the class and for forward's arguments to know how to feed a model and how to save it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -23,15 +25,30 @@ SHARED = (
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
-class Shared(nn.Module):
+class Disguised:
+    """An object whose `__class__`, and so `isinstance`, is that of its `_module`.  `type()` is its own.
+
+    It stands apart, for `super()` without arguments is not to be used in a class that defines `__class__`.
+    """
+
+    @property
+    def __class__(self) -> Any:
+        module = self.__dict__.get("_module")  # not yet there while a copy is being filled
+        return type(self) if module is None else module.__class__
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:  # a parametrization gives its module another class
+        self.__dict__["_module"].__class__ = kind
+
+
+class Shared(Disguised, nn.Module):
     """Everything of `module` but its forward and the hooks around it."""
 
     _module: nn.Module
 
     def __new__(cls, module: nn.Module, *others: Any) -> Self:
-        names = tuple(name for name in SPECIAL if hasattr(type(module), name))
         kind: Any = cls
-        made: Self = object.__new__(_with_special(kind, names))
+        made: Self = object.__new__(_class_for(kind, module))
         return made
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,13 +73,20 @@ class Shared(nn.Module):
         return own.__get__(self) if isinstance(own, property) else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or name in dir(type(self)):
+        # A method of this object, kept by the other, would have each hold the other.
+        if name in self.__dict__ or name in dir(type(self)) or getattr(value, "__self__", None) is self:
             object.__setattr__(self, name, value)
         else:
             setattr(self._module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._module, name)
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._module, name)
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     def train(self, mode: bool = True) -> Self:
         self._module.train(mode)
@@ -79,11 +103,35 @@ class Shared(nn.Module):
         return self
 
 
-@functools.cache
-def _with_special(kind: Any, names: tuple[str, ...]) -> type[Any]:
-    """The class itself, or one of its name that hands these methods on to the module."""
-    methods = {name: functools.partialmethod(_call, name) for name in names}
-    return type(kind.__name__, (kind,), methods | {"__module__": kind.__module__}) if names else kind
+def _class_for(kind: Any, module: nn.Module) -> type[Any]:
+    """A class of the same name, with the special methods that `module` has, and with its forward's signature."""
+    methods: dict[str, Any] = {
+        name: functools.partialmethod(_call, name) for name in SPECIAL if hasattr(type(module), name)
+    }
+    if "forward" in dir(kind):
+        methods["forward"] = _with_signature(kind.forward, module)
+    return type(kind.__name__, (kind,), methods | {"__module__": kind.__module__})
+
+
+def _with_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """`forward`, said to take what `module.forward` takes, and by name what it takes itself (`target`)."""
+
+    @functools.wraps(forward)
+    def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    try:
+        taken = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # it is written in C
+        return signed
+    own = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    theirs = [p for p in taken if p.name not in {q.name for q in own}]
+    named = [p for p in theirs if p.kind is not p.VAR_KEYWORD]
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    positional = [p for p in (me, *named) if p.kind is p.POSITIONAL_ONLY]
+    others = [p for p in named if p.kind is not p.POSITIONAL_ONLY]
+    signed.__signature__ = inspect.Signature([*positional, *others, *own, *theirs[len(named) :]])  # type: ignore[attr-defined]
+    return signed
 
 
 def _call(shared: Shared, name: str, *args: Any) -> Any:
