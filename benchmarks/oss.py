@@ -36,7 +36,7 @@ except ImportError:
     FairScale = None
 
 import memgraph
-from benchmarks.clock import Step, in_turn, middle, seconds_of
+from benchmarks.clock import Pairs, Step, in_turn, ms_text, seconds_of
 from benchmarks.records import write
 
 BATCH = 4
@@ -180,8 +180,8 @@ def _cells(taken: Iterable[float] | None, plain: Iterable[float]) -> list[str]:
     if taken is None:
         return ["", "", ""]
     seconds = list(taken)
-    low, ratio, high = middle(one / other for one, other in zip(seconds, plain, strict=True))
-    return [f"{middle(seconds)[1] * 1e3:.1f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"]
+    pairs = Pairs(seconds, list(plain))
+    return [ms_text(seconds), pairs.ratio_text, pairs.spread_text]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn, optim
 
 import memgraph
-from benchmarks.clock import Step, in_turn, middle
+from benchmarks.clock import Pairs, Step, in_turn, ms_text
 from benchmarks.oss import launched, together
 from benchmarks.records import write
 from memgraph.homes import is_far
@@ -115,10 +115,9 @@ def _table(ranks: int, rows: list[dict[str, Any]]) -> Table:
         "", "forecast MB", "measured MB", "far MB", "same bits", "step ms", "ratio", "", title=title, box=None
     )
     for row in rows:
-        low, ratio, high = middle(one / other for one, other in zip(row["seconds"], rows[0]["seconds"], strict=True))
+        pairs = Pairs(row["seconds"], rows[0]["seconds"])
         mb = (f"{row[name] / 1e6:.1f}" for name in ("forecast", "measured", "far"))
-        ms = f"{middle(row['seconds'])[1] * 1e3:.0f}"
-        table.add_row(row["name"], *mb, str(row["same"]), ms, f"{ratio:.2f}", f"{low:.2f}-{high:.2f}")
+        table.add_row(row["name"], *mb, str(row["same"]), ms_text(row["seconds"]), pairs.ratio_text, pairs.spread_text)
     return table
 
 

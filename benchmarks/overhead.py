@@ -10,17 +10,16 @@ memory ops.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import memgraph
+from benchmarks.clock import Pairs, in_turn, ms_text
 from tests.zoo import CASES, Case, fresh
 
 
@@ -31,43 +30,37 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None, rounds: in
     every = []
     for case in CASES:
         if not names or case.name in names:
-            ratios = _compare(case, rounds, table)
-            every.append(statistics.median(ratios))
+            every.append(_compare(case, rounds, table))
     table.add_row("median", "", "", f"{statistics.median(every):.3f}", "", "")
     Console(width=120).print(table)
 
 
-def _compare(case: Case, rounds: int, table: Table) -> list[float]:
+def _compare(case: Case, rounds: int, table: Table) -> float:
+    """The median ratio of a model, which gets a row."""
     plain, batch = fresh(case)
     model, _ = fresh(case)
     ours = memgraph.compile(model, "20GB", loss=case.loss)
-    runs: list[Callable[[], float]] = [
-        lambda: _us(plain, lambda: case.loss(batch.of(plain))),
-        lambda: _us(model, lambda: batch.of(ours)),
-    ]
-    for run in runs * 2:
-        run()
-    pairs = []
-    for turn in range(rounds):
-        order = (0, 1) if turn % 2 else (1, 0)
-        times = {which: runs[which]() for which in order}
-        pairs.append((times[0], times[1]))
-    ratios = [us / eager for eager, us in pairs]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    eager, us = (statistics.median(times) / 1e3 for times in zip(*pairs, strict=True))
+
+    def eager_step() -> None:
+        _begin(plain)
+        case.loss(batch.of(plain)).backward()
+
+    def our_step() -> None:
+        _begin(model)
+        batch.of(ours).backward()
+
+    taken = in_turn({"eager": eager_step, "ours": our_step}, rounds, warm=2)
+    pairs = Pairs(taken["ours"], taken["eager"])
     found = sum(op.fn.startswith("memgraph.") for op in ours.plan.forecast.trace.ops)
     table.add_row(
-        case.name, f"{eager:.1f}", f"{us:.1f}", f"{statistics.median(ratios):.3f}", f"{low:.3f}-{high:.3f}", str(found)
+        case.name, ms_text(pairs.theirs), ms_text(pairs.ours), pairs.ratio_text, pairs.spread_text, str(found)
     )
-    return ratios
+    return pairs.ratio
 
 
-def _us(model: nn.Module, loss_of: Callable[[], Tensor]) -> float:
+def _begin(model: nn.Module) -> None:
     model.zero_grad()
     torch.manual_seed(0)
-    begin = time.perf_counter()
-    loss_of().backward()
-    return (time.perf_counter() - begin) * 1e6
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import memgraph
 from benchmarks.autoac import AutoAC
-from benchmarks.clock import Step, in_turn, middle, peak, step_of
+from benchmarks.clock import Pairs, Step, in_turn, middle, peak, step_of
 from benchmarks.nets import GPT, Size, checkpointed
 from memgraph.device import return_freed_memory
 
@@ -62,10 +62,10 @@ class Row:
     ours: Run | None
 
     @property
-    def ratio(self) -> tuple[float, float, float]:
-        """Ours over theirs, round by round: the middle half and the median."""
+    def pairs(self) -> Pairs:
+        """Ours and theirs, round by round."""
         assert self.ours is not None
-        return middle(a / b for a, b in zip(self.ours.seconds, self.theirs.seconds, strict=True))
+        return Pairs(self.ours.seconds, self.theirs.seconds)
 
 
 class Ring:
@@ -179,17 +179,16 @@ def _cells(row: Row) -> list[str]:
     share = f"{theirs.peak / row.eager.peak:.0%}"
     if ours is None:
         return [_mb(theirs.peak), "no plan", share, _ms(theirs.added_us), "", f"{theirs.ms:.0f}"]
-    low, median, high = row.ratio
     return [
         *(_mb(theirs.peak), _mb(ours.peak), share, _ms(theirs.added_us), _ms(ours.added_us)),
-        *(f"{theirs.ms:.0f}", f"{ours.ms:.0f}", f"{median:.3f}", f"{low:.3f}-{high:.3f}"),
+        *(f"{theirs.ms:.0f}", f"{ours.ms:.0f}", row.pairs.ratio_text, row.pairs.spread_text),
     ]
 
 
 def verdict(rows: list[Row]) -> list[str]:
     """What was reached at equal peak, and how low both come."""
     equal = [row for row in rows if row.beside != "lowest"]
-    lower = [row for row in equal if row.ours is not None and row.ratio[1] < 1]
+    lower = [row for row in equal if row.ours is not None and row.pairs.ratio < 1]
     lines = [f"step time lower at equal peak: {len(lower)} of {len(equal)}"]
     priced = [row for row in equal if row.theirs.added_us is not None]
     if priced:

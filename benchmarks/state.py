@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from benchmarks.clock import in_turn, middle
+from benchmarks.clock import Pairs, in_turn
 from benchmarks.records import write
 from passes import Stream
 
@@ -154,12 +154,12 @@ def _row(ours: Training, plain: Training, count: int) -> Row:
 
 
 def _cells(row: Row) -> list[str]:
-    low, ratio, high = middle(one / other for one, other in zip(row.ours, row.plain, strict=True))
+    pairs = Pairs(row.ours, row.plain)
     plain, ours = statistics.median(row.plain), statistics.median(row.ours)
     return [
         *(f"{nbytes / 1e6:.1f}" for nbytes in (row.budget, row.forecast, row.measured)),
         *(f"{row.measured / row.parameters:.3f}", str(row.kept), str(row.equal)),
-        *(f"{plain:.2f}", f"{ours:.2f}", f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"),
+        *(f"{plain:.2f}", f"{ours:.2f}", pairs.ratio_text, pairs.spread_text),
         f"{row.predicted_us / 1e6 / ours:.2f}",
         str(row.streamed),
     ]
