@@ -94,6 +94,11 @@ SHARDED: Mapping[str, Rule] = {
     "bucket_bytes": Rule((int,), "give a number of bytes, as 25 << 20", lambda nbytes: nbytes > 0),
     "gather": one_of("step", "forward"),
 }
+SAVED: Mapping[str, Rule] = {
+    "path": Rule((str, PathLike), "give the name of a file", lambda path: path != ""),
+    "model": Rule((nn.Module,), "give the torch.nn.Module, plain or compiled, that is trained"),
+    "optimizer": Rule((optim.Optimizer, NoneType), "give the torch.optim.Optimizer of the model, or None"),
+}
 
 
 def read(name: str, given: object, rules: Mapping[str, Rule] = ARGUMENTS) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .dense import is_dense
-from .spill import SpillError, pages
+from .spill import SpillError, advice_for, pages
 from .workers import CHUNK, WORKERS, Latch, read, submit, write
 
 Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
@@ -77,7 +77,7 @@ class Copy:
         self.tensor = None
         for part in self.parts:
             if part.error:
-                advice = "if this disk is failing or full, name another folder with spill_dir="
+                advice = advice_for(part.error, "if this disk is failing or full, name another folder with spill_dir=")
                 raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
 
 

@@ -77,8 +77,20 @@ def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> in
             raise
     except OSError as error:
         message = f"cannot make a file of {nbytes} bytes for {content} in {folder}: {error}"
-        raise SpillError(f"{message}; name a writable folder on a disk with spill_dir=") from error
+        raise SpillError(
+            f"{message}; {advice_for(error, 'name a writable folder on a disk with spill_dir=')}"
+        ) from error
     return file
+
+
+def advice_for(error: BaseException | None, otherwise: str) -> str:
+    """What to do about an error of the system: raise the limit that it is of, or do what is said for all others."""
+    number = getattr(error, "errno", None)
+    if number == errno.EFBIG:
+        return "the process may not write files of this size: raise the limit (ulimit -f, RLIMIT_FSIZE)"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open: raise the limit (ulimit -n, RLIMIT_NOFILE), or close some"
+    return otherwise
 
 
 def _check_space(folder: Path, nbytes: int, content: str) -> None:

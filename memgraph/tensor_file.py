@@ -6,37 +6,53 @@
     memgraph.optimizer.state.0.exp_avg    m     beside the model's, behind "memgraph."
     memgraph.random                       r
     __metadata__: memgraph                the rest as JSON: what is nested where, options, numbers
+                  memgraph.digests        a checksum of each tensor, and of that JSON
 
 A tensor with two names (tied weights) is written once, under the first. What lies on disk passes through the page
-cache, and so does a copy of what is not contiguous or not on the CPU, for the library takes only what is.
+cache, and so does a copy of what is not contiguous or not on the CPU. The library reads the file; it is written here,
+because the library would write to a file with a name first, which a process that is killed leaves behind.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from .dense import is_dense
+from .digests import checksum, numbers
+from .errors import StateError
 from .homes import Form, Home, form_of
 from .spill import spill_folder
 
 PREFIX, MODEL = "memgraph", "model"
+DIGESTS = f"{PREFIX}.digests"
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
 Target = str | os.PathLike[str]
 Path = tuple[object, ...]  # of keys and places, from the whole state to a part of it
 
 
-def write(state: Mapping[str, Any], path: Target, folder: Target) -> None:
+def write(state: Mapping[str, Any], path: Target, folder: Target, check: Callable[[], None] = lambda: None) -> None:
     """Write `state` to `path`; copies of what can't be written as it is go through a nameless file in `folder`.
+
+    Args:
+        check: is called between tensors, and may raise.
 
     Raises:
         OSError: the disk does not take it.
@@ -45,11 +61,13 @@ def write(state: Mapping[str, Any], path: Target, folder: Target) -> None:
     """
     book = _Book()
     text = json.dumps(book.written(state, ()))
-    try:
-        save_file(_plain(book.tensors, folder), path, metadata={"format": "pt", PREFIX: text})
-    except SafetensorError as error:  # which says why in words only
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
+    tensors = dict(sorted(_plain(book.tensors, folder).items(), key=lambda each: -each[1].dtype.itemsize))  # aligned
+    digests = {name: checksum(tensor) for name, tensor in tensors.items()} | {"": zlib.crc32(text.encode())}
+    with open(path, "wb") as file:
+        file.write(_header(tensors, {"format": "pt", PREFIX: text, DIGESTS: json.dumps(digests)}))
+        for tensor in tensors.values():
+            check()
+            file.write(numbers(tensor))
 
 
 def read(path: Target) -> Any:
@@ -58,10 +76,38 @@ def read(path: Target) -> Any:
     Raises:
         SafetensorError, OSError: it is no whole safetensors file, or can't be read.
         LookupError, TypeError, ValueError: it is one that was not written here.
+        StateError: something in it was damaged since it was written.
     """
     with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {})[PREFIX]
-        return _state(json.loads(text), cache(file.get_tensor))
+        metadata = file.metadata() or {}
+        tensor = cache(file.get_tensor)
+        _refuse_damaged(json.loads(metadata.get(DIGESTS, "{}")), metadata[PREFIX], tensor)
+        return _state(json.loads(metadata[PREFIX]), tensor)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the tensors: the bytes that follow as a number, and JSON that ends 8 bytes further."""
+    ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
+    entries = {
+        name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends[i : i + 2]}
+        for i, (name, tensor) in enumerate(tensors.items())
+    }
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _refuse_damaged(digests: Mapping[str, int], text: str, tensor: Callable[[str], Tensor]) -> None:
+    """Compare with what was noted when the file was written; an older one has no digests.
+
+    Raises:
+        StateError: something is another; says what.
+    """
+    if digests and digests.get("") != zlib.crc32(text.encode()):
+        raise StateError("its outline was damaged since it was written")
+    for name, digest in digests.items():
+        if name and checksum(tensor(name)) != digest:
+            raise StateError(f"{name!r} was damaged since it was written")
 
 
 class _Book:
@@ -88,6 +134,8 @@ class _Book:
     def _name(self, tensor: Tensor, path: Path) -> str:
         if tensor.layout != torch.strided:
             raise ValueError(f"{'.'.join(map(str, path))} is {tensor.layout}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{'.'.join(map(str, path))} is {tensor.dtype}")
         same = (tensor.device, tensor.data_ptr(), form_of(tensor)) if tensor.nbytes else path
         if same not in self.names:
             name = ".".join(map(str, path[1:] if path[0] == MODEL else (PREFIX, *path)))
@@ -109,7 +157,8 @@ def _plain(tensors: Mapping[str, Tensor], folder: Target) -> dict[str, Tensor]:
     strange = []
     for name, tensor in tensors.items():
         alone = owners.setdefault(tensor.untyped_storage()._cdata, name) == name
-        if not (alone and tensor.is_contiguous() and tensor.device.type == "cpu"):
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if not (alone and plain and tensor.device.type == "cpu"):
             strange.append(tensor)
     wanted = [torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format) for tensor in strange]
     copies = iter(_copies(strange, list(map(form_of, wanted)), folder))

@@ -7,16 +7,14 @@
     memgraph.save_state("run.safetensors", model, optimizer)            # the same in the other format
     safetensors.torch.load_file("run.safetensors")["fc.weight"]         # the plain model's, and the rest beside it
 
-What lives on disk passes through the page cache, and no full copy of it is ever in memory.
+What lives on disk passes through the page cache, and no full copy of it is ever in memory.  What was loaded is the
+process's own: the file may be overwritten, cut short or removed.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, cast
@@ -25,13 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from . import tensor_file
+from .arguments import SAVED, read
+from .digests import refuse_damaged_archive
 from .errors import StateError
 from .interrupts import Interrupts
+from .loaded import Loading
 from .module import CompiledModule
+from .optimizer_state import refuse_other_optimizers
 from .oss import OSS
-from .spill import SpillError
+from .spill import SpillError, advice_for
+from .whole_file import replace
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
+HOOKS = "_optimizer_load_state_dict_pre_hooks"  # of torch's
 Target = str | os.PathLike[str]
 
 
@@ -39,15 +43,17 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     """Write parameters, buffers, the optimizer's state, the random generators' and a compiled model's plans to `path`.
 
     A name that ends in .safetensors asks for that format, in which what is the model's has its own name, and all else
-    one that begins with "memgraph."; every other name for that of `torch.save`.  The file is written beside it, brought
-    to disk, and then takes its name: whatever happens meanwhile, `path` is the old file or the new one; Ctrl-C leaves
-    nothing beside it.
+    one that begins with "memgraph."; every other name for that of `torch.save`.  The file has no name until it is
+    complete and on disk: whatever happens meanwhile, `path` is the old file or the new one, and there is nothing beside
+    it, even if the process is killed.
 
     Raises:
+        TypeError: `path`, `model` or `optimizer` is something else.
         StateError: the folder does not take it: full, not there, not writable; or the format does not.
         ShardError: ranges of the parameters are on other ranks, since the last step has left the gathering to forward.
         FusedError: only some parameters are updated, since a backward with `fuse_update` has failed.
     """
+    _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(model, CompiledModule):
         model.refuse_torn()
     if isinstance(optimizer, OSS):
@@ -66,19 +72,22 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     except OSError as error:
         reason = f"{whole} can't be written: {os.strerror(error.errno) if error.errno else error}"
         kept = "; the file of this name is as it was" if whole.exists() else ""
-        advice = "raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "name a folder that takes it"
-        raise StateError(f"{reason}{kept}; free some space, or {advice}") from error
+        raise StateError(f"{reason}{kept}; {advice_for(error, 'free some space, or name another folder')}") from error
 
 
 def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Bring model, optimizer and random generators to where they were when `path` was saved.
 
-    Ctrl-C waits until all of it is there.
+    All of the file is read and compared with its checksums first; then Ctrl-C waits until all of it is there.  Nothing
+    that was loaded refers to the file any more.
 
     Raises:
-        StateError: it is no training state, or one of another model or optimizer.  Nothing was changed.
+        StateError: it is no training state, is damaged, or is one of another model or optimizer.  Nothing was changed.
         FileNotFoundError: there is no such file.
+        SpillError: the disk has no room for the states of a compiled model that are to live there; neither.
+        TypeError: `path`, `model` or `optimizer` is something else.
     """
+    _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(optimizer, OSS):
         optimizer.awaited.gather()  # after a torn step, too
     state = _read(path)
@@ -87,6 +96,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     if (optimizer is None) != (state["optimizer"] is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
+    _refuse_other_states(path, state["optimizer"], optimizer)
     with Interrupts():
         _restore(path, state, model, optimizer)
 
@@ -97,30 +107,23 @@ def _plans(model: nn.Module) -> list[str]:
 
 
 def _write(state: Mapping[str, Any], whole: Path) -> None:
-    """Write a file beside it, and let that take its name."""
     with Interrupts() as interrupts:
-        handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
-        os.close(handle)
-        try:
+
+        def fill(name: str) -> None:
             if whole.suffix == SAFETENSORS:
-                _put_tensors(state, name, whole)
+                _put_tensors(state, name, whole, interrupts)
             else:
                 _put(state, name, interrupts)
-            with open(name, "rb") as file:
-                os.fsync(file.fileno())
-            interrupts.check()
-            os.replace(name, whole)
-            _sync(whole.parent)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+
+        replace(whole, fill, interrupts.check)
 
 
-def _put_tensors(state: Mapping[str, Any], name: str, whole: Path) -> None:
+def _put_tensors(state: Mapping[str, Any], name: str, whole: Path, interrupts: Interrupts) -> None:
     try:
-        tensor_file.write(state, name, whole.parent)
-    except (SpillError, TypeError, LookupError, ValueError) as error:
+        tensor_file.write(state, name, whole.parent, interrupts.check)
+    except SpillError as error:
+        raise StateError(f"{whole} can't be written: copies of what is not contiguous have no room: {error}") from error
+    except (TypeError, LookupError, ValueError) as error:
         raise StateError(f"{whole} can't be written: {error}; name it .pt, which takes all that torch does") from error
 
 
@@ -159,9 +162,13 @@ def _read(path: Target) -> Any:
     try:
         if Path(path).suffix == SAFETENSORS:
             return tensor_file.read(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        refuse_damaged_archive(path, state)
+        return state
     except FileNotFoundError:
         raise
+    except StateError as error:
+        raise StateError(f"{path} is damaged: {error}; go on from an earlier one") from error
     except LookupError as error:
         raise StateError(f"{path} is no training state; give a file of save_state") from error
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
@@ -169,12 +176,19 @@ def _read(path: Target) -> Any:
 
 
 def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None:
-        try:
-            optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
-    model.load_state_dict(state["model"])
+    loading = Loading(model, optimizer, state)
+    try:
+        if optimizer is not None:
+            optimizer.load_state_dict(loading.optimizer_state)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        loading.undo()
+        raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
+    try:
+        model.load_state_dict(loading.model_state)
+    except BaseException:  # of a hook, or of a module's own way to load
+        loading.undo()
+        raise
+    loading.keep()
     torch.set_rng_state(state["random"])
     if state["random_cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -186,9 +200,33 @@ def _refuse_unsound(path: Target, state: Any) -> None:
     known = isinstance(state, Mapping) and state.get("memgraph") == FORMAT
     if not known or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise StateError(f"{path} is no training state of this version of memgraph; give a file of save_state")
-    here = torch.get_rng_state()
-    if (state["random"].dtype, state["random"].shape) != (here.dtype, here.shape):
-        raise StateError(f"{path} has random generators of another torch; load its model and optimizer by themselves")
+    _refuse_other_random_numbers(path, state["random"], state["random_cuda"])
+
+
+def _refuse_other_random_numbers(path: Target, random: Tensor, random_cuda: list[Any]) -> None:
+    """Try them on generators that are nobody's."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        torch.Generator().set_state(random)
+        if count and random_cuda:
+            for place, each in enumerate(random_cuda):
+                torch.Generator(f"cuda:{place}").set_state(each)
+    except (RuntimeError, TypeError) as error:
+        raise StateError(
+            f"{path} has the random generators of another torch, or of other devices: {error}; load its model and "
+            "optimizer by themselves"
+        ) from error
+
+
+def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse another optimizer, but for those that look for themselves, or whose hooks make of a state what they
+    want."""
+    if optimizer is None or isinstance(optimizer, OSS) or getattr(optimizer, HOOKS, None):
+        return
+    try:
+        refuse_other_optimizers(optimizer, state)
+    except StateError as error:
+        raise StateError(f"{path} is of another optimizer: {error}; make the same optimizer") from error
 
 
 def _refuse_others(path: Target, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -205,14 +243,16 @@ def _refuse_others(path: Target, there: Mapping[str, Any], saved: Mapping[str, A
 
 
 def _look(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"
+    if not isinstance(value, Tensor):
+        return "no tensor"
+    layout = "" if value.layout == torch.strided else f" {value.layout}"
+    return f"{value.dtype} {tuple(value.shape)}{layout}"
 
 
-def _sync(folder: Path) -> None:
-    """Bring the new name to disk, where a folder can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _refuse_others_than_wanted(path: object, model: object, optimizer: object) -> None:
+    """
+    Raises:
+        TypeError, ValueError: an argument is of another kind.
+    """
+    for name, value in {"path": path, "model": model, "optimizer": optimizer}.items():
+        read(name, value, SAVED)

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dense import flat, is_dense
+from ..first_state import FirstState
+from ..optimizer_state import Group, completed, fits, group_troubles, kind_of
 from .agreement import checksum, written
-from .first_state import FirstState
 from .sharded_state import place_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 WHAT = "the state dict"
 SAMPLED = 4096  # elements of a tensor that are compared between ranks
-Group = Mapping[str, Any]
 
 
 def trouble(oss: Saving, given: object, sharded: bool = False) -> str | None:
@@ -60,39 +60,14 @@ def _troubles(oss: Saving, given: object, sharded: bool) -> Iterator[str]:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
         return
-    yield from _of_groups(oss.param_groups, given["param_groups"], oss)
+    complete = partial(completed, oss.optim, oss.inner.defaults)
+    yield from group_troubles(oss.param_groups, given["param_groups"], oss.optim, oss.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
         yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
-    entries = _Entries(oss, _completed(oss, given["param_groups"]), sharded)
+    entries = _Entries(oss, complete(given["param_groups"]), sharded)
     for place, each in by_place(given).items():
         yield from entries.troubles(place, each)
-
-
-def _of_groups(own: Sequence[Group], given: Sequence[Group], oss: Saving) -> Iterator[str]:
-    if len(own) != len(given):
-        yield f"it has {_counted(len(given), 'group')}, and the optimizer has {len(own)}"
-        return
-    for place, (mine, theirs) in enumerate(zip(own, given, strict=True)):
-        if len(theirs.get("params", ())) != len(mine["params"]):
-            count = _counted(len(theirs.get("params", ())), "parameter")
-            yield f"it has {count} in group {place}, and the optimizer has {len(mine['params'])}"
-            return
-    numbers = [number for group in given for number in group["params"]]
-    if len(set(numbers)) != len(numbers):
-        yield "it has a parameter twice"
-    for place, complete in enumerate(_completed(oss, given)):
-        if missing := sorted(set(oss.defaults) - set(complete)):  # loading writes into those of `inner`
-            yield f"its group {place} has no {missing[0]!r}, so it is of another optimizer than {oss.optim.__name__}"
-
-
-def _completed(oss: Saving, given: Sequence[Group]) -> list[dict[str, Any]]:
-    """The groups with what the optimizer adds to those that an older version has written."""
-    groups = [{**group, "params": []} for group in given]
-    stand_in = oss.optim.__new__(oss.optim)
-    vars(stand_in).update(defaults=dict(oss.inner.defaults))
-    stand_in.__setstate__({"state": {}, "param_groups": groups})
-    return groups
 
 
 class _Entries:
@@ -114,7 +89,7 @@ class _Entries:
         missing = sorted(set(wanted) - set(there))
         is_whole = not self.sharded or place in self.own
         if there and missing and is_whole and self.first.needs(group, parameter, list(there)):
-            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {_kind(wanted[missing[0]])}"
+            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {kind_of(wanted[missing[0]])}"
         for name, value in there.items():
             if (wrong := self._wrong(parameter, value, wanted.get(name))) is not None:
                 yield f"{name!r} of parameter {place} is {wrong}"
@@ -122,34 +97,16 @@ class _Entries:
     def _wrong(self, parameter: Tensor, value: Any, wanted: Any) -> str | None:
         """What an entry is and should not be; `wanted` is None where nobody knows."""
         if isinstance(value, Tensor) and value.is_meta:
-            return f"{_kind(value)} on the meta device, where it has no values"
+            return f"{kind_of(value)} on the meta device, where it has no values"
         if isinstance(value, DTensor) and not self.sharded:
-            return f"{_kind(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
+            return f"{kind_of(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
         if wanted is None and self.oss.is_cut and isinstance(value, Tensor) and value.dim():
             wanted = parameter  # an entry that an option has left, which is cut as the others
-        if isinstance(wanted, Tensor) and not _fits(value, wanted):
-            return f"{_kind(value)}, which does not fit into {self.name}'s {_kind(wanted)}"
+        if isinstance(wanted, Tensor) and not fits(value, wanted):
+            return f"{kind_of(value)}, which does not fit into {self.name}'s {kind_of(wanted)}"
         if self.sharded and (place := place_of(self.oss, parameter, value)):
-            return f"{_kind(value)} {place}"
+            return f"{kind_of(value)} {place}"
         return None
-
-
-def _fits(value: Any, wanted: Tensor) -> bool:
-    """Whether it is what torch makes of it in its place, without a loss."""
-    if wanted.dim() == 0 and isinstance(value, int | float):
-        return True
-    if not isinstance(value, Tensor) or value.shape != wanted.shape:
-        return False
-    if wanted.dim() == 0:  # counts and products, which may be of another type
-        return not value.is_complex()
-    alike = value.is_floating_point() == wanted.is_floating_point() and value.is_complex() == wanted.is_complex()
-    return alike and torch.promote_types(value.dtype, wanted.dtype) == wanted.dtype
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _described(entry: tuple[str, Any]) -> str:
@@ -158,12 +115,8 @@ def _described(entry: tuple[str, Any]) -> str:
     if not isinstance(value, Tensor):
         return f"{name} {written(value)}"
     if isinstance(value, DTensor) or not is_dense(value):
-        return f"{name} {_kind(value)}"
+        return f"{name} {kind_of(value)}"
     if value.dim() == 0:
         return f"{name} {value.item()}"
     sample = flat(value)[:: max(1, value.numel() // SAMPLED)]
-    return f"{name} {_kind(value)} with values of checksum {checksum(sample):08x}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{name} {kind_of(value)} with values of checksum {checksum(sample):08x}"

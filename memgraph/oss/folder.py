@@ -21,15 +21,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
+from ..spill import advice_for
 from .agreement import agree
+from .checked import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .failures import failures
 from .optimizer import OSS
-from .room import METADATA, compare, metadata, room
+from .room import compare, metadata, room
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
@@ -56,6 +58,7 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     _together(optimizer, name, lambda: _clear(new, whole) if first else None)
     try:
         _together(optimizer, name, lambda: _write(optimizer, state, new))
+        _together(optimizer, name, lambda: note_checksums(new, int(rank)))
         _together(optimizer, name, lambda: _take(new, whole) if first else None)
     except StateError:
         if first:
@@ -66,7 +69,8 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     """Bring model, optimizer and random generators to where they were when `folder` was saved, on any number of ranks.
 
-    Every rank of the optimizer's group has to call it. A rank that was not there then keeps its random numbers.
+    Every rank of the optimizer's group has to call it. A rank that was not there then keeps its random numbers. The
+    folder is compared with its checksums first, a part of it on each rank.
 
     Raises:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
@@ -76,9 +80,10 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     whole, rank = _agreed(folder, optimizer), str(optimizer.watch.group.rank())
     optimizer.awaited.gather()  # after a torn step, too
     name = f"loading of {whole}"
-    if not whole.exists() and _beside(whole, "old").exists():
-        whole = _beside(whole, "old")  # a save has died between two names
+    if _is_between_names(whole):
+        whole = _beside(whole, "old")
     found = _together(optimizer, name, lambda: metadata(whole))
+    _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
     _together(optimizer, name, optimizer.follow)
     there = model.state_dict()
     _together(optimizer, name, lambda: compare(found, there))
@@ -128,7 +133,9 @@ def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({_reason(each) for each, _ in error.failures.values()}))
-    known = isinstance(error, OSError | MemgraphError) and str(error)
+    if isinstance(error, OSError) and str(error):
+        return "; ".join(filter(None, (str(error), advice_for(error, ""))))
+    known = isinstance(error, MemgraphError) and str(error)
     return known or f"{type(error).__name__}: {error}"
 
 
@@ -137,11 +144,22 @@ def _beside(whole: Path, kind: str) -> Path:
 
 
 def _clear(new: Path, whole: Path) -> None:
-    """Make room for a new folder, where an interrupted one may be left."""
+    """Make room for a new folder, where an interrupted save may have left its own, and give back the name that it has
+    taken."""
     if whole.exists() and any(whole.iterdir()) and not (whole / METADATA).exists():
         raise StateError(f"{whole} is there and is no checkpoint, so it is not replaced: name another folder")
-    if new.exists():
-        shutil.rmtree(new)
+    old = _beside(whole, "old")
+    if _is_between_names(whole):
+        os.rename(old, whole)
+    for left in (new, old):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def _is_between_names(whole: Path) -> bool:
+    """Whether a save has died when the old folder had given up its name and the new one had not yet taken it. Where
+    there is no new one, the folder has been removed since, and what is left of the old one is not to be loaded."""
+    return not whole.exists() and _beside(whole, "old").exists() and _beside(whole, "new").exists()
 
 
 def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
@@ -154,7 +172,7 @@ def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:
     """Fill the tensors of a state, and put its other values there."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        load(state, storage_reader=FileSystemReader(whole), process_group=optimizer.watch.group)
+        load(state, storage_reader=Reader(whole), planner=Planner(), process_group=optimizer.watch.group)
 
 
 def _take(new: Path, whole: Path) -> None:
@@ -164,10 +182,12 @@ def _take(new: Path, whole: Path) -> None:
         os.rename(new, whole)
     elif not _exchanged(new, whole):
         old = _beside(whole, "old")
-        if old.exists():
-            shutil.rmtree(old)
         os.rename(whole, old)
-        os.rename(new, whole)
+        try:
+            os.rename(new, whole)
+        except OSError:
+            os.rename(old, whole)
+            raise
         new = old
     _sync(whole.parent)
     if new.exists():

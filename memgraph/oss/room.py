@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import StateError
+from .checked import METADATA, Reader
 from .saving import Saving
 from .sharded_state import empty
 
-METADATA = ".metadata"  # where torch keeps what is in a folder
 NOWHERE = object()
 
 
@@ -28,7 +27,7 @@ def metadata(whole: Path) -> Metadata:
         StateError: no checkpoint of a model and its optimizer.
     """
     try:
-        found = FileSystemReader(whole).read_metadata()
+        found = Reader(whole).read_metadata()
     except FileNotFoundError as error:
         raise StateError(f"there is no checkpoint in {whole}") from error
     except Exception as error:  # whatever a damaged pickle raises

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph import training_state
+from memgraph import training_state, whole_file
 from memgraph.training_state import load_state, save_state
 
 
@@ -43,7 +42,7 @@ def test_an_interrupt_as_the_file_is_made_leaves_nothing(
 ) -> None:
     save_state(tmp_path / name, *training())
     before = (tmp_path / name).read_bytes()
-    monkeypatch.setattr(tempfile, "mkstemp", interrupting(tempfile.mkstemp))
+    monkeypatch.setattr(whole_file, "_opened", interrupting(whole_file._opened))
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path / name, *training())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: before}

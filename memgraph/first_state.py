@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..pointwise import unhooked
+from .pointwise import unhooked
 
 PLAIN = ("fused", "foreach", "capturable", "differentiable")  # options without which the state has the same in it
 
