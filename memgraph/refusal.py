@@ -61,6 +61,11 @@ UNDESCRIBED = (
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
+LEAF = (
+    "forward changes in place a leaf that requires a gradient (a parameter, or an input that no op has made), which "
+    "autograd refuses in eager as well",
+    "clone it first, or take the op that does not work in place (inplace=False)",
+)
 MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
 APART = re.compile("found (at least )?two (different )?devices")
 UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
@@ -84,7 +89,7 @@ BY_TEXT = (
         "modified by an inplace operation",
         ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),
     ),
-    ("leaf Variable that requires grad", ("forward changes in place what requires a gradient", "clone it first")),
+    ("leaf Variable that requires grad", LEAF),
 )
 
 
