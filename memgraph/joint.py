@@ -211,7 +211,9 @@ class _Step:
             roots = [outputs[i] for i in asked]
             gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
         made = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
-        self.sources = _sources(outputs, asked, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves)))
+        self.sources = _sources(
+            outputs, asked, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))
+        )
         for role, gradient in made.items():
             if gradient.layout != torch.strided:
                 raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
