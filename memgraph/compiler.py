@@ -27,7 +27,7 @@ from .saved import Saved
 from .shared import WithLoss
 from .wanted import losses
 from .wishes import Budget, Wishes, wishes
-from .wrapped import refuse_wrapped
+from .wrapped import refuse_wrapped, warn_of_steps
 
 
 def compile(
@@ -141,6 +141,7 @@ def compile(
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
+    warn_of_steps(model)
     return CompiledModule(planner)
 
 

@@ -114,8 +114,8 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        made = self.leaves, self.spec, self.differentiable, self.sources, self.rewritten
-        return Joint(graph, self.mode, *roles, *made)
+        reached = self.differentiable, self.sources, self.rewritten
+        return Joint(graph, self.mode, *roles, self.leaves, self.spec, *reached)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -205,7 +205,7 @@ class _Step:
             return []
         tangents = [_tangent(outputs[i], i, tracer) for i in asked]
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in asked))
-        leaves: list[Tensor | GradientEdge] = [self.entries.edges.get(i, values[i]) for i in needed]
+        leaves: list[Any] = [self.entries.edges.get(i, values[i]) for i in needed]
         self._turn([outputs[i].grad_fn for i in asked], {*map(id, values), *self.entries.seeds()})
         with without_autocast(values):
             roots = [outputs[i] for i in asked]

@@ -48,8 +48,8 @@ NUMPY = (
 )
 AVERAGE = (
     "with momentum=None it averages over all batches, by a count whose value Python asks for",
-    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn takes it away for its pass and, since that "
-    "has failed, has not given it back: set it again, and call update_bn with the plain module, which shares its buffers",
+    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn takes it away for its pass and, as it "
+    "has failed, has not given it back: set it again, and give update_bn the plain module, which shares its buffers",
 )
 PACKED = (
     "pack_padded_sequence makes a result whose shape depends on the lengths",

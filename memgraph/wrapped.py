@@ -1,8 +1,10 @@
-"""Modules that train a module over several processes -> a TypeError that says how to have both.
+"""Modules that see to the training of what they hold, and are not to be compiled themselves -> what to compile instead.
 
-    memgraph.compile(DistributedDataParallel(net), budget)   ->   TypeError: ... compile model.module instead
+    memgraph.compile(DistributedDataParallel(net), budget)   ->   TypeError: ... compile the module in it, ...
+    memgraph.compile(a LightningModule, budget)              ->   RuntimeWarning: ... compile the network that it holds
 
-They exchange gradients or parameters by hooks and by Python that runs around every call, and a captured step has none.
+The first kind exchanges gradients or parameters by hooks and by Python that runs around every call, and a captured step
+has none.  The second is called by its `training_step`, which calls its parts, and so never comes to a plan.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import sys
 from typing import Any
 
 from torch import nn
+
+from .notice import notice
 
 AVERAGED = (
     "averages gradients over ranks by hooks that no captured step calls; compile the module in it, and wrap what "
@@ -38,3 +42,12 @@ def refuse_wrapped(what: str, part: nn.Module) -> None:
         kind: Any = getattr(sys.modules.get(place), name, ())
         if isinstance(part, kind):
             raise TypeError(f"{what} is a {type(part).__name__}, which {why}")
+
+
+def warn_of_steps(model: nn.Module) -> None:
+    """Warn if calls of the model itself, which alone are planned, are not what a training loop will make."""
+    if callable(getattr(model, "training_step", None)):
+        notice(
+            f"only calls of the compiled module itself are planned; {type(model).__name__}.training_step runs the plain "
+            "one, outside of the budget: compile the network in it, as self.net = memgraph.compile(net, budget)"
+        )

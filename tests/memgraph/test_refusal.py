@@ -174,6 +174,7 @@ class Tripled(nn.Module):
 
 def test_an_op_without_a_fake_is_refused_with_what_helps_and_that_does() -> None:
     module = Around(Tripled())
+    layer: Any = module.body[0]
     with pytest.raises(memgraph.CaptureError, match=r"in body\.1 \(Tripled\): .*without data.*\n.*register_fake"):
         memgraph.compile(module, ROOM)(torch.ones(3, 8))
     tripled.register_fake(torch.empty_like)
@@ -181,7 +182,7 @@ def test_an_op_without_a_fake_is_refused_with_what_helps_and_that_does() -> None
     for model in (module, memgraph.compile(module, ROOM)):
         module.zero_grad()
         model(torch.ones(3, 8)).square().sum().backward()
-        found.append(module.body[0].weight.grad)
+        found.append(layer.weight.grad)
     assert torch.equal(*found)
 
 
@@ -190,7 +191,7 @@ def test_averages_over_all_batches_are_refused_with_what_helps_and_that_does() -
     compiled = memgraph.compile(module, ROOM)
     compiled(torch.ones(3, 8)).sum().backward()
     batches = [torch.rand(3, 8) for _ in range(2)]
-    with pytest.raises(memgraph.CaptureError, match=r"momentum=0\.1; .*update_bn .* set it again, .* the plain module"):
+    with pytest.raises(memgraph.CaptureError, match=r"momentum=0\.1; .*update_bn .* set it again, .*the plain module"):
         torch.optim.swa_utils.update_bn(batches, compiled)
     norm: Any = module.body[1]
     norm.momentum = 0.1

@@ -92,7 +92,7 @@ def history(trainer: Any) -> list[dict[str, Any]]:
 
 def tightly(model: Any, rows: Rows, **modes: Any) -> Any:
     """The model, compiled under less than a batch takes as it is."""
-    batch = {
+    batch: dict[str, Any] = {
         name: torch.stack([torch.as_tensor(rows[i][name]) for i in range(4)]) for name in ("input_ids", *rows.columns)
     }
     if "label" in batch:
