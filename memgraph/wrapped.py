@@ -49,5 +49,5 @@ def warn_of_steps(model: nn.Module) -> None:
     if callable(getattr(model, "training_step", None)):
         notice(
             f"only calls of the compiled module itself are planned; {type(model).__name__}.training_step runs the plain "
-            "one, outside of the budget: compile the network in it, as self.net = memgraph.compile(net, budget)"
+            "one, outside of the budget: compile its network, as self.net = memgraph.compile(net, budget)"
         )
