@@ -48,6 +48,6 @@ def warn_of_steps(model: nn.Module) -> None:
     """Warn if calls of the model itself, which alone are planned, are not what a training loop will make."""
     if callable(getattr(model, "training_step", None)):
         notice(
-            f"only calls of the compiled module itself are planned; {type(model).__name__}.training_step runs the plain "
+            f"only calls of the compiled module are planned; {type(model).__name__}.training_step runs the plain "
             "one, outside of the budget: compile its network, as self.net = memgraph.compile(net, budget)"
         )
