@@ -73,8 +73,8 @@ class _Entry(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _Rewritten(torch.autograd.Function):
@@ -86,5 +86,5 @@ class _Rewritten(torch.autograd.Function):
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]

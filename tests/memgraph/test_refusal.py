@@ -136,7 +136,8 @@ class Doubled(torch.autograd.Function):
         return x * 2 if backward else torch.from_numpy(x.numpy() * 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
         return (torch.from_numpy(gradient.numpy() * 2) if ctx.backward else gradient * 2), None
 
 
