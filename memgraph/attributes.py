@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from operator import itemgetter
 from typing import Any
 
@@ -34,6 +34,8 @@ WHOLE = (
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("_parameters", "_buffers")
+# What transformers' `save_pretrained` writes into a configuration: of what class the model was, and of what dtype.
+SAVED = frozenset({"architectures", "dtype"})
 # Of what torch itself puts on every module, the rest says nothing about what forward does.
 UNREAD = frozenset(vars(nn.Module())) - {"training", "_modules"}
 
@@ -210,7 +212,7 @@ class Walk:
                 self.describe(item, depth + 1)
         held, slots = getattr(thing, "__dict__", None), _slots(kind)
         if isinstance(held, dict):
-            self._open_mapping(held, depth)
+            self._open_mapping(held, depth, SAVED if _is_configuration(thing) else frozenset())
         if slots:
             self.slotted.append((thing, slots, _slot_ids(thing, slots)))
             for name in slots:
@@ -218,11 +220,12 @@ class Walk:
         if not inside and held is None and not slots:
             self.tokens.append(Same(thing))
 
-    def _open_mapping(self, held: dict[Any, Any], depth: int) -> None:
+    def _open_mapping(self, held: dict[Any, Any], depth: int, unread: Set[str] = frozenset()) -> None:
         self.mapped.append((held, tuple(held), self._ids(held.values())))
         self.tokens.append(tuple(map(_hashed, held)))
-        for value in held.values():
-            self.describe(value, depth + 1)
+        for name, value in held.items():
+            if name not in unread:
+                self.describe(value, depth + 1)
 
     def _ids(self, things: Iterable[Any]) -> tuple[int, ...]:
         things = tuple(things)
@@ -232,6 +235,12 @@ class Walk:
 
 def _hashed(thing: Any) -> Hashable:
     return (type(thing), thing) if type(thing) in ATOMS else Same(thing)
+
+
+def _is_configuration(thing: Any) -> bool:
+    """Whether it is what describes a model of transformers."""
+    kind = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ())
+    return isinstance(thing, kind)
 
 
 def _is_array(thing: Any) -> bool:

@@ -41,7 +41,8 @@ class Captured:
     outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
     those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
     backward updates by itself, `exchanged` those whose gradients it averages over ranks, `gathers` the buckets of which
-    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from.  `custom` is
+    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from; `rewritten` says
+    of inputs that forward changes in place, and that autograd follows, which output has their new value.  `custom` is
     whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.
     """
 
@@ -58,6 +59,7 @@ class Captured:
     exchanged: tuple[str, ...] = ()
     gathers: frozenset[int] = frozenset()
     custom: bool = False
+    rewritten: Mapping[int, int] = field(default_factory=dict)
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
@@ -103,7 +105,7 @@ def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     hoped = _hoped(graph, tangents) if wanted is losses else ()
-    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom)
+    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -27,6 +27,7 @@ from .saved import Saved
 from .shared import WithLoss
 from .wanted import losses
 from .wishes import Budget, Wishes, wishes
+from .wrapped import refuse_wrapped, warn_of_steps
 
 
 def compile(
@@ -114,8 +115,8 @@ def compile(
         `.optimizer` what was given, and `.clip_grad_norm_` clips wherever gradients live.
 
     Raises:
-        TypeError: `model` is no module, or a part of it is of `memgraph.compile` or torch.jit; or an argument has a
-            wrong type.
+        TypeError: `model` is no module, or a part of it is of `memgraph.compile`, torch.jit, DistributedDataParallel or
+            FSDP; or an argument has a wrong type.
         ValueError: `budget` or `pinned` can't be read or is more than there is; the model lies on several devices; the
             optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` or
             `cuda_graphs` on a CPU.
@@ -140,6 +141,7 @@ def compile(
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
+    warn_of_steps(model)
     return CompiledModule(planner)
 
 
@@ -193,6 +195,7 @@ def _refuse_parts(model: nn.Module) -> None:
         raise TypeError("model is compiled already; give the module that it was made of")
     for path, part in model.named_modules():
         what = f"model.{path}" if path else "model"
+        refuse_wrapped(what, part)
         if isinstance(part, CompiledModule):
             raise TypeError(f"{what} is compiled already; compile the whole, with the plain module in that place")
         if isinstance(part, torch.jit.ScriptModule):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -29,6 +29,7 @@ from .checkpoint import without_checkpoint
 from .constants import describe_constants, refuse_trained_constants
 from .contents import Contents
 from .effects import Trace, refuse_effects
+from .entry import Entries
 from .errors import CaptureError
 from .fakes import fake, without_autocast
 from .fast_paths import fused_layers
@@ -44,8 +45,9 @@ from .where import Notes
 @dataclass(frozen=True, eq=False)
 class Joint:
     """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`;
-    `sources` says of each gradient to which outputs eager has it lead back.  `custom` is whether an autograd.Function
-    of Python's made one of them, which may hold what no graph shows."""
+    `sources` says of each gradient to which outputs eager has it lead back; `rewritten` says of inputs that forward
+    changes in place which output has what they then are.  `custom` is whether an autograd.Function of Python's made an
+    output, which may hold what no graph shows."""
 
     graph: fx.GraphModule
     mode: KnowingMode
@@ -57,6 +59,7 @@ class Joint:
     differentiable: tuple[int, ...]
     sources: Mapping[Output, frozenset[int]]
     custom: bool
+    rewritten: Mapping[int, int]
 
 
 def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
@@ -106,6 +109,8 @@ class _Step:
         self.differentiable: tuple[int, ...] = ()
         self.sources: dict[Output, frozenset[int]] = {}
         self.custom = False
+        self.rewritten: dict[int, int] = {}
+        self.entries = Entries()
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
         self.left: Contents  # in the module's attributes, when forward has ended
 
@@ -113,7 +118,7 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        found = self.leaves, self.spec, self.differentiable, self.sources, self.custom
+        found = self.leaves, self.spec, self.differentiable, self.sources, self.custom, self.rewritten
         return Joint(graph, self.mode, *roles, *found)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
@@ -123,10 +128,16 @@ class _Step:
         self.notes.attach(tracer)
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        self.entries = Entries.of(values, self._results_of_ops())
         outputs = self._read(self._forward(values), values)
         self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
         gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
+
+    def _results_of_ops(self) -> list[int]:
+        """The places of inputs that are no leaves for autograd, so that forward may change them."""
+        given = zip(self.inputs, self.call.tensors, strict=False) if torch.is_grad_enabled() else ()
+        return [i for i, (role, tensor) in enumerate(given) if role.kind == "input" and tensor.grad_fn is not None]
 
     def _forward(self, values: Sequence[Tensor]) -> Any:
         """The module's result, with the traced values in the place of its parameters and buffers."""
@@ -160,7 +171,8 @@ class _Step:
         """The different tensors of a result; the rest of it is kept as `leaves` and `spec`."""
         leaves, self.spec = flatten(result)
         # The old value of a buffer that was assigned anew is not handed through: the buffer then holds another one.
-        passed = {i: value for i, value in enumerate(values) if i not in self.assigned}
+        rewritten = self.entries.rewritten(values)
+        passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
@@ -172,6 +184,9 @@ class _Step:
                 outputs.setdefault(id(leaf), leaf)
                 refs.append(Ref("output", list(outputs).index(id(leaf))))
         self.leaves = tuple(refs)
+        for i in rewritten:
+            outputs.setdefault(id(values[i]), values[i])
+            self.rewritten[i] = list(outputs).index(id(values[i]))
         return list(outputs.values())
 
     def _handed(self, leaf: Tensor, passed: Mapping[int, Tensor]) -> Ref | None:
@@ -196,12 +211,15 @@ class _Step:
             return []
         tangents = [_tangent(outputs[i], i, tracer) for i in asked]
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in asked))
-        self._turn([outputs[i].grad_fn for i in asked], set(map(id, values)))
+        leaves: list[Any] = [self.entries.edges.get(i, values[i]) for i in needed]
+        self._turn([outputs[i].grad_fn for i in asked], {*map(id, values), *self.entries.seeds()})
         with without_autocast(values):
-            roots, leaves = [outputs[i] for i in asked], [values[i] for i in needed]
+            roots = [outputs[i] for i in asked]
             gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
         made = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
-        self.sources = _sources(outputs, asked, {_gradient_of(self.inputs[i]): values[i] for i in needed})
+        self.sources = _sources(
+            outputs, asked, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))
+        )
         for role, gradient in made.items():
             if gradient.layout != torch.strided:
                 raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
@@ -217,16 +235,15 @@ class _Step:
 
 
 def _sources(
-    outputs: Sequence[Tensor], asked: Sequence[int], leaves: Mapping[Output, Tensor]
+    outputs: Sequence[Tensor], asked: Sequence[int], leaves: Mapping[Output, Tensor | GradientEdge]
 ) -> dict[Output, frozenset[int]]:
     """From which outputs backward leads to each of these leaves."""
     reached = {}
     for i in asked:
-        ends = [getattr(node, "variable", None) for node in nodes_behind([outputs[i].grad_fn])]
-        reached[i] = set(map(id, (outputs[i], *ends)))
-    return {
-        role: frozenset(i for i in asked if id(leaf) in reached[i]) or frozenset(asked) for role, leaf in leaves.items()
-    }
+        nodes = nodes_behind([outputs[i].grad_fn])
+        reached[i] = {outputs[i], *nodes, *(getattr(node, "variable", None) for node in nodes)}
+    ends = {role: leaf.node if isinstance(leaf, GradientEdge) else leaf for role, leaf in leaves.items()}
+    return {role: frozenset(i for i in asked if end in reached[i]) or frozenset(asked) for role, end in ends.items()}
 
 
 def _assignable(role: Input, before: Tensor, held: object) -> Tensor:

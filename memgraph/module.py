@@ -22,6 +22,7 @@ from .attributes import Attributes
 from .backward import Unforeseen
 from .capture import Captured
 from .eager import eager_gradients
+from .entry import refuse_leaves, rewrite
 from .errors import FusedError, NoPlanError
 from .notice import notice
 from .planner import Planner
@@ -118,11 +119,12 @@ class CompiledModule(Shared):
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
         step = self._step(args, kwargs, key)
+        refuse_leaves(tensors, step.captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.rest()
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
-        return step.captured.result(outputs, tensors)
+        return step.captured.result(rewrite(outputs, tensors, step.captured.rewritten), tensors)
 
     def refuse_torn(self) -> None:
         """

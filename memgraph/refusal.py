@@ -36,10 +36,20 @@ SHAPE = (
     "the shape of a result depends on a tensor's values (`nonzero`, `unique`, a boolean index)",
     "use a mask, torch.where, or a result of fixed size",
 )
-NO_FAKE = ("an op can't be run without data", "register a fake implementation for it with torch.library.register_fake")
+NO_FAKE = (
+    "an op can't be run without data: nothing says what it would make",
+    "register a fake implementation for it with torch.library.register_fake, which makes an empty tensor of the shape, "
+    "dtype and strides of its result; a function that is no op of torch yet becomes one by torch.library.custom_op",
+)
+NUMPY = (
+    "a tensor becomes a numpy array, and a captured step is made of torch's ops alone",
+    "compute with torch's ops; or make an op of what needs numpy, with torch.library.custom_op, register_fake and "
+    "register_autograd",
+)
 AVERAGE = (
     "with momentum=None it averages over all batches, by a count whose value Python asks for",
-    "give it a momentum, e.g. momentum=0.1",
+    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn takes it away for its pass and, as it "
+    "has failed, has not given it back: set it again, and give update_bn the plain module, which shares its buffers",
 )
 PACKED = (
     "pack_padded_sequence makes a result whose shape depends on the lengths",
@@ -51,7 +61,9 @@ LENGTHS = (
 )
 GROUPED = (
     "torch describes this op for bfloat16 alone",
-    'use bfloat16, or another op; of transformers\' experts, config.experts_implementation = "batched_mm"',
+    "give it tensors of bfloat16, for transformers' experts by model.to(torch.bfloat16) (autocast does not do it); "
+    'their config.experts_implementation = "batched_mm" takes any dtype, but copies the weights of an expert for each '
+    "token that it gets, which is many times the bytes",
 )
 NESTED = (
     "an encoder makes a nested tensor of what is not padding, whose shape depends on the mask",
@@ -60,6 +72,11 @@ NESTED = (
 UNDESCRIBED = (
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
+)
+LEAF = (
+    "forward changes in place a leaf that requires a gradient (a parameter, or an input that no op has made), which "
+    "autograd refuses in eager as well",
+    "clone it first, or take the op that does not work in place (inplace=False)",
 )
 MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
 APART = re.compile("found (at least )?two (different )?devices")
@@ -78,13 +95,15 @@ BY_OP = (
 )
 BY_TEXT = (
     ("get value out of a tracing tensor", VALUE),
+    (".numpy() is not supported", NUMPY),
     ("is not supported for tensor subclasses", VALUE),
+    ("no fake impl registered", NO_FAKE),
     ("Cannot access data pointer of Tensor", NO_FAKE),
     (
         "modified by an inplace operation",
         ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),
     ),
-    ("leaf Variable that requires grad", ("forward changes in place what requires a gradient", "clone it first")),
+    ("leaf Variable that requires grad", LEAF),
 )
 
 

@@ -59,10 +59,25 @@ def _row(name: str, defect: bool, here: str, shown: str) -> Row:
 
 
 @cache
+def functions() -> tuple[ast.FunctionDef, ...]:
+    """All functions of the test files."""
+    files = [ast.parse(path.read_text()) for path in HERE.rglob("test_*.py")]
+    return tuple(part for file in files for part in file.body if isinstance(part, ast.FunctionDef))
+
+
+@cache
 def known() -> frozenset[str]:
     """The tests that there are, by their functions."""
-    files = [ast.parse(path.read_text()) for path in HERE.rglob("test_*.py")]
-    return frozenset(part.name for file in files for part in file.body if isinstance(part, ast.FunctionDef))
+    return frozenset(function.name for function in functions())
+
+
+def is_excused(function: ast.FunctionDef) -> bool:
+    """Whether the test may pass without showing anything, wherever it runs: it is expected to fail, or left out."""
+    marks = {
+        mark.attr for part in function.decorator_list for mark in ast.walk(part) if isinstance(mark, ast.Attribute)
+    }
+    calls = {ast.unparse(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)}
+    return bool(marks & {"xfail", "skip"} or calls & {"pytest.xfail", "pytest.skip"})
 
 
 @each_table
@@ -81,3 +96,23 @@ def test_every_row_says_what_happens_here_and_a_defect_is_shown(table: Table) ->
 def test_every_test_that_is_named_exists(table: Table) -> None:
     assert known() > {"test_every_test_that_is_named_exists"}
     assert [f"{row.name}: {test}" for row in rows(table) for test in row.tests if test not in known()] == []
+
+
+@each_table
+def test_no_row_is_shown_by_a_test_that_is_expected_to_fail_or_skipped(table: Table) -> None:
+    excused = {function.name for function in functions() if is_excused(function)}
+    assert [f"{row.name}: {test}" for row in rows(table) for test in row.tests if test in excused] == []
+
+
+def test_what_excuses_a_test_is_seen() -> None:
+    told = """
+@pytest.mark.xfail(strict=True)
+def test_a(): ...
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.skip)])
+def test_b(): ...
+def test_c(): pytest.skip("today")
+@pytest.mark.skipif(not CUDA, reason="no GPU")
+def test_d(): ...
+"""
+    found = [part.name for part in ast.parse(told).body if isinstance(part, ast.FunctionDef) and is_excused(part)]
+    assert found == ["test_a", "test_b", "test_c"]

@@ -109,24 +109,8 @@ def test_what_backward_needs_may_not_be_changed_before_it_if_the_loss_is_of_othe
         result[1].sum().backward()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a leaf that requires no gradient but for the call is taken for a leaf: only in eager is it the result of an op",
-)
-def test_forward_may_change_an_input_in_place_that_is_the_result_of_an_op() -> None:
-    found = []
-    module = nn.Sequential(nn.Tanh(), nn.ReLU(inplace=True))
-    module[0] = nn.Identity()
-    for model in (module, memgraph.compile(module, ROOM)):
-        x = batch().requires_grad_()
-        out = model(x * 2)
-        out.square().sum().backward()
-        found.append(x.grad)
-    assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
-
-
 def test_a_leaf_that_requires_a_gradient_may_not_be_changed_by_forward() -> None:
     module = nn.Sequential(nn.ReLU(inplace=True))
     for model in (module, memgraph.compile(module, ROOM)):
-        with pytest.raises(RuntimeError, match=r"in.place"):
+        with pytest.raises(RuntimeError, match=r"a leaf [Vv]ariable|in place a leaf .*\n.*inplace=False"):
             model(batch().requires_grad_())

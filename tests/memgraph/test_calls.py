@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import memgraph
 from memgraph.module import PLANS
@@ -188,6 +188,58 @@ def test_inputs_that_forward_changes_in_place_are_changed() -> None:
         return [x]
 
     assert_alike(loop, lambda: Function(function))
+
+
+class InPlace(nn.Module):
+    """Changes what it is given, in one of several ways, and reads it again."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "first layer":
+            return self.layer(x.relu_())
+        if self.way == "a view":
+            x.t()[2:5].mul_(3)
+            return self.layer(x)
+        if self.way == "returned":
+            return x.relu_()
+        if self.way == "without autograd":
+            with torch.no_grad():
+                x.mul_(2)
+            return self.layer(x)
+        read = self.layer(x.clone())
+        x.mul_(2)
+        x.add_(self.layer.weight[0])
+        return read * x
+
+
+@tight
+@pytest.mark.parametrize("slices", [False, True], ids=["a whole tensor", "a slice of one"])
+@pytest.mark.parametrize("way", ["first layer", "a view", "returned", "without autograd", "with a parameter"])
+def test_forward_may_change_an_input_in_place_that_is_the_result_of_an_op(way: str, slices: bool) -> None:
+    def loop(model: Any) -> list[Fact]:
+        found: list[Fact] = []
+        for used in (False, True):
+            x = batch().requires_grad_()
+            given = (torch.cat((x, x), 1) * 2)[:, :8] if slices else x * 2
+            out = model(given)
+            (out.square().sum() + (given.cos().sum() if used else 0.0)).backward()
+            found += [x.grad, out, given]
+        return found
+
+    assert_alike(loop, lambda: InPlace(way))
+
+
+def test_a_leaf_is_refused_where_the_result_of_an_op_was_planned_for() -> None:
+    compiled = memgraph.compile(InPlace("first layer"), ROOM)
+    compiled(batch().requires_grad_() * 2).sum().backward()
+    compiled.zero_grad()
+    leaf = batch().requires_grad_()
+    with pytest.raises(memgraph.CaptureError, match=r"shape \(6, 8\) in place, which is a leaf .*; clone it first"):
+        compiled(leaf)
+    assert torch.equal(leaf, batch())
 
 
 @pytest.mark.parametrize("again", [lambda x: x, lambda x: x.view_as(x)])

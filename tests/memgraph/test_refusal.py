@@ -79,7 +79,7 @@ class Encoded(nn.Module):
         (
             Grouped(),
             (torch.ones(1, 8, 8), torch.tensor([3], dtype=torch.int32)),
-            "bfloat16 alone\n.*experts_implementation",
+            r"bfloat16 alone\ngive it tensors of bfloat16.*experts_implementation.*many times the bytes",
         ),
         (
             Counted(),
@@ -125,3 +125,79 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
     compiled = memgraph.compile(Around(Own()), ROOM)
     with pytest.raises(RuntimeError, match=r"^not today$"):
         compiled(torch.ones(3, 8))
+
+
+class Doubled(torch.autograd.Function):
+    """Is doubled by numpy, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: bool) -> Tensor:
+        ctx.backward = backward
+        return x * 2 if backward else torch.from_numpy(x.numpy() * 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return (torch.from_numpy(gradient.numpy() * 2) if ctx.backward else gradient * 2), None
+
+
+class ByNumpy(nn.Module):
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(x, self.backward)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_numpy_in_a_function_of_autograd_is_refused_with_its_line_and_what_helps(backward: bool) -> None:
+    module = Around(ByNumpy(backward))
+    module(torch.ones(3, 8)).sum().backward()
+    line = r"test_refusal\.py:\d+ in " + ("backward" if backward else r"forward, in body\.1 \(ByNumpy\)")
+    with pytest.raises(memgraph.CaptureError, match=line + ": a tensor becomes a numpy array.*\n.*custom_op"):
+        memgraph.compile(module, ROOM)(torch.ones(3, 8))
+
+
+@torch.library.custom_op("memgraph_tests::tripled", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy() * 3)
+
+
+torch.library.register_autograd("memgraph_tests::tripled", lambda ctx, gradient: gradient * 3)
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return tripled(x)
+
+
+def test_an_op_without_a_fake_is_refused_with_what_helps_and_that_does() -> None:
+    module = Around(Tripled())
+    layer: Any = module.body[0]
+    with pytest.raises(memgraph.CaptureError, match=r"in body\.1 \(Tripled\): .*without data.*\n.*register_fake"):
+        memgraph.compile(module, ROOM)(torch.ones(3, 8))
+    tripled.register_fake(torch.empty_like)
+    found = []
+    for model in (module, memgraph.compile(module, ROOM)):
+        module.zero_grad()
+        model(torch.ones(3, 8)).square().sum().backward()
+        found.append(layer.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_averages_over_all_batches_are_refused_with_what_helps_and_that_does() -> None:
+    module = Around(nn.BatchNorm1d(8))
+    compiled = memgraph.compile(module, ROOM)
+    compiled(torch.ones(3, 8)).sum().backward()
+    batches = [torch.rand(3, 8) for _ in range(2)]
+    with pytest.raises(memgraph.CaptureError, match=r"momentum=0\.1; .*update_bn .* set it again, .*the plain module"):
+        torch.optim.swa_utils.update_bn(batches, compiled)
+    norm: Any = module.body[1]
+    norm.momentum = 0.1
+    torch.optim.swa_utils.update_bn(batches, module)
+    assert norm.num_batches_tracked == 2
+    assert torch.equal(compiled.body[1].running_mean, norm.running_mean)
+    assert norm.momentum == 0.1
+    compiled(torch.ones(3, 8))

@@ -58,11 +58,11 @@ def gpt2() -> Any:
 
 def bert() -> Any:
     transformers.set_seed(0)
-    config = transformers.BertConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=32, num_labels=3,
     )  # fmt: skip
-    return transformers.BertForSequenceClassification(config)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
 
 
 def lora() -> Any:
@@ -92,7 +92,7 @@ def history(trainer: Any) -> list[dict[str, Any]]:
 
 def tightly(model: Any, rows: Rows, **modes: Any) -> Any:
     """The model, compiled under less than a batch takes as it is."""
-    batch = {
+    batch: dict[str, Any] = {
         name: torch.stack([torch.as_tensor(rows[i][name]) for i in range(4)]) for name in ("input_ids", *rows.columns)
     }
     if "label" in batch:
@@ -118,6 +118,7 @@ def test_trainer_trains_saves_resumes_and_finds_the_best_as_with_the_plain_model
     assert history(ours) == history(theirs)
     assert any("eval_loss" in entry for entry in history(ours))
     reports = [step.report for step in compiled._steps.values()]
+    assert len(reports) == 3  # a first batch, one that adds to its gradients, one of the evaluation; also behind a save
     assert any(report.plan for report in reports)
     assert all(report.measured is None or report.measured <= report.peak <= report.budget for report in reports)
     assert ours.state.best_model_checkpoint.endswith(Path(theirs.state.best_model_checkpoint).name)
@@ -159,17 +160,23 @@ def test_trainer_trains_an_adapter_as_with_the_plain_model(place: str, tmp_path:
 
 def test_an_evaluation_that_generates_is_that_of_the_plain_model(tmp_path: Path) -> None:
     transformers.set_seed(0)
-    config = transformers.T5Config(
-        vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    plain = transformers.T5ForConditionalGeneration(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": 61,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     found = []
     for model in (plain, memgraph.compile(plain, ROOM, time_limit=0)):
         arguments = transformers.Seq2SeqTrainingArguments(
             str(tmp_path), predict_with_generate=True, generation_max_length=4, per_device_eval_batch_size=4,
             use_cpu=True, report_to=[], disable_tqdm=True,
         )  # fmt: skip
-        predicted = transformers.Seq2SeqTrainer(model, arguments).predict(WORDS)
+        predicted: Any = transformers.Seq2SeqTrainer(model, arguments).predict(WORDS)
         found.append((predicted.predictions.tolist(), predicted.metrics["test_loss"]))
     assert found[0] == found[1]
 
