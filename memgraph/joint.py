@@ -113,8 +113,7 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        found = self.leaves, self.spec, self.differentiable, self.sources, self.custom
-        return Joint(graph, self.mode, *roles, *found)
+        return Joint(graph, self.mode, *roles, self.leaves, self.spec, self.differentiable, self.sources, self.custom)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
