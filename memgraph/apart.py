@@ -64,5 +64,5 @@ def block_sizes(work: Callable[[], T]) -> tuple[T, list[int]]:
         result = work()
     finally:
         events = _disable_profiler_legacy()
-    seen = [event for thread in events for event in thread if event.kind() == "memory_alloc"]
+    seen = [event for thread in events for event in thread if str(event.kind()) == "memory_alloc"]
     return result, [event.cpu_memory_usage() for event in seen]

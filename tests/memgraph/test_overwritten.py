@@ -81,7 +81,7 @@ class Scaled(torch.autograd.Function):
 def scaled(y: Tensor, kept: Tensor) -> Tensor:
     with torch.no_grad():
         kept += 1
-    return Scaled.apply(y, kept)
+    return Scaled.apply(y, kept)  # type: ignore[no-untyped-call]
 
 
 def batch_norm() -> nn.Module:
