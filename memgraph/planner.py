@@ -49,6 +49,7 @@ from .overlap import shared_memory
 from .pages import pages_us
 from .peak import resident_bytes
 from .probe import Prober
+from .recent import Recent
 from .recordable import let_record
 from .recording import recorder_of
 from .refusal import elsewhere, is_elsewhere, refuse_hooks
@@ -172,7 +173,7 @@ class Planner:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
         if together is None:
-            step.again = partial(self._again, graph, trained)
+            step.again = step.replan = partial(self._again, graph, trained)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
             step.meet = partial(self._meet, sequence(choice.forecast.trace))
             step.excuse = partial(excuse, together.exchange, self.device)
@@ -256,6 +257,7 @@ class Planner:
             new = self._made(step.captured, graph, machine, found, trained, begin)
         except RecordingError:
             return step
+        new.replan, new.recent = step.replan, Recent(step.recent.looks, step.recent.steps)
         if step.home_slots is not None:
             step.home_slots.replaced(new.home_slots)
         return new
