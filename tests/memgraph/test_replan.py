@@ -194,8 +194,8 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (FAST, FAST))
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (FAST, FAST))
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
     monkeypatch.setattr("memgraph.tiers.STAGING", 0)  # more than this step has
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
