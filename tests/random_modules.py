@@ -25,7 +25,7 @@ PENDING = frozenset({"view_of_written", "prod", "prod_all", "embedding_bag_max",
 # Two calls sum the gradients of a weight that each uses twice in an order of their own.
 SHARING = frozenset({"twice", "tied"})
 SIZES = ((8, 16), (32, 8))  # rows and columns of what a module is called with: few, so that few ops have to be priced
-SHARES = (0.4, 0.6, 0.8, 1.0)
+SHARES = (0.5, 0.7, 0.85, 1.0)
 INPUTS = 4
 RETURNS = {  # of the last value, and any other: the loss comes first
     "loss": "loss",
@@ -78,7 +78,7 @@ def random_module(seed: int, pending: frozenset[str] = PENDING) -> RandomModule:
     """The module of a seed, of pieces that are not `pending`."""
     chance = random.Random(seed)
     size, count = chance.choice(SIZES), chance.randint(1, 6)
-    loop, share = chance.choice(LOOPS), chance.choice(SHARES)
+    loop, share = chance.choice(("plain", *LOOPS)), chance.choice(SHARES)
     left_out = pending | (SHARING if loop == "called twice" else frozenset())
     pieces = ["linear", *(_drawn(chance, left_out) for _ in range(count))]
     returns = chance.choice([name for name in RETURNS if name not in pending])
