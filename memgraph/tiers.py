@@ -61,6 +61,7 @@ def linked(
     if tier is None:
         return machine
     sizes = sizes or (USUAL,)
+    room = room // 2 if room is not None else None  # what Python has made of the step lies there as well
     links = host_links(device) if tier == "host" else disk_links(folder, room)
     out, back = links
     machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
