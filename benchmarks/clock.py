@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def seconds_of(step: Step) -> float:
 
 
 def in_turn(
-    steps: dict[str, Step], rounds: int, warm: int = 1, timed: Callable[[Step], float] = seconds_of
+    steps: Mapping[str, Step], rounds: int, warm: int = 1, timed: Callable[[Step], float] = seconds_of
 ) -> dict[str, list[float]]:
     """The seconds of every step in every round; each round begins with another of them, and the first only warm up."""
     names = list(steps)

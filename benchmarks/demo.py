@@ -88,10 +88,10 @@ class Training:
         return loss, Bytes(resident, resident_bytes(self.model.parameters()), allocation.peak)
 
     def report(self) -> tuple[str, int, float]:
-        """The report, the budget in bytes, and by how much the step was forecast to be longer."""
+        """The report, the budget in bytes, and by how much the step was predicted to be longer than as it is."""
         assert self.compiled is not None
         plan = self.compiled.plan
-        return str(plan), plan.budget, plan.overhead
+        return str(plan), plan.budget, plan.predicted_us / plan.choice.captured.us - 1
 
     def digest(self) -> str:
         return digest(self.model.parameters())

@@ -19,7 +19,7 @@ from .ops import Exchange, Lease, Updater, running
 from .oss.awaited import Coming
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
-from .times import Clock, Times
+from .times import Clock, Times, Wall
 from .versions import refuse_changed, version_of
 
 
@@ -55,6 +55,7 @@ class Flight:
     recording: Recorded | None = None  # with which it flies, and not op by op
     meter: Meter | None = None
     clock: Clock | None = None
+    wall: AbstractContextManager[None] = nullcontext()  # times the halves as wholes
     ended = False
     update: Updater | None = None  # of a backward that updates parameters by itself
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
@@ -103,7 +104,8 @@ class Flight:
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
         """The outputs, given the inputs; what backward needs is kept here."""
         try:
-            values = self._forward(tensors)
+            with self.wall:
+                values = self._forward(tensors)
         except BaseException:
             if self.coming is not None:
                 self.coming.close()
@@ -152,13 +154,17 @@ class Flight:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
         saved += [*given, *gradients]  # type: ignore[list-item]
-        if self.recording is not None:
-            results = self.recording.backward(given)
-        else:
-            with self._alone():
-                results = list(self._run(self.halves.backward, saved))
+        with self.wall:
+            results = self._backward(given, saved)
         self.ended = True
         return results
+
+    def _backward(self, given: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
+        if self.recording is not None:
+            return self.recording.backward(given)
+        assert self.halves.backward is not None
+        with self._alone():
+            return list(self._run(self.halves.backward, saved))
 
     def times(self) -> Times | None:
         """What the flight took, if that was measured to the end."""
@@ -166,6 +172,12 @@ class Flight:
             return None
         moved = (self.lease.moved,) if self.lease is not None else ()
         return Times(self.clock.ops, self.clock.us, moved)
+
+    @property
+    def took(self) -> Wall | None:
+        """What it took as a whole, if it was one like all others: neither measured nor timed op by op, and alone."""
+        like_others = self.meter is None and self.clock is None and not self.shared and not self.beyond
+        return self.wall if self.ended and like_others and isinstance(self.wall, Wall) else None
 
     def land(self) -> Allocation | None:
         """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""

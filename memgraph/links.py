@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from passes import Trace
 
@@ -26,7 +27,7 @@ from .setting import setting
 from .spill import mount, spill_folder
 from .stopwatch import shortest
 from .wire import narrow, widen
-from .workers import CHUNK, WORKERS
+from .workers import CHUNK, STAGING, WORKERS
 
 SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and how many copies of that size stand in line
 TRIES = 2  # because a block's first write is not like the others
@@ -63,11 +64,24 @@ def sizes_of(trace: Trace) -> list[int]:
     return [nbytes for nbytes in trace.saved.values() if nbytes]
 
 
-def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:
-    """The links to the file system of `folder`.  All of its folders are taken to be alike."""
-    there = spill_folder(folder)
-    method = f"{SIZES} {WORKERS} x {CHUNK}"
-    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there))
+def disk_links(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:
+    """The links to the file system of `folder`.  All of its folders are taken to be alike.
+
+    Args:
+        room: the bytes of memory that measuring may take; large copies that do not fit are left out, and small ones are
+            fewer.
+    """
+    there, sizes = spill_folder(folder), _fitting(room)
+    method = f"{sizes} {WORKERS} x {CHUNK}"
+    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there, sizes))
+
+
+def _fitting(room: int | None) -> dict[int, int]:
+    """The sizes that are measured in so much room, each with its number of copies: all have one source."""
+    if room is None:
+        return SIZES
+    fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in SIZES.items()}
+    return {nbytes: count for nbytes, count in fits.items() if count > 0} or {min(SIZES): 1}
 
 
 def host_links(device: torch.device) -> Links:
@@ -113,12 +127,12 @@ def _measure_casts(device: torch.device) -> Links:
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
-def _measure_disk(folder: Path) -> Links:
+def _measure_disk(folder: Path, sizes: dict[int, int]) -> Links:
     end = time.perf_counter() + SECONDS
     out: dict[int, float] = {}
     back: dict[int, float] = {}
     slowest = 0.0  # seconds for a byte there and back
-    for nbytes, count in SIZES.items():
+    for nbytes, count in sizes.items():
         if slowest * TRIES * count * nbytes > end - time.perf_counter():
             break
         there, again = _copied(DiskTier([nbytes] * count, folder))
@@ -130,16 +144,20 @@ def _measure_disk(folder: Path) -> Links:
 def _copied(tier: DiskTier) -> tuple[float, float]:
     """Microseconds to fill every slot, and to fetch them all; the last of some tries."""
     lease = tier.lease()
-    # Noise, because some disks store zeros faster.
-    sent = [torch.frombuffer(bytearray(os.urandom(nbytes)), dtype=torch.uint8) for nbytes in tier.slots]
+    sent = noise(tier.slots[0])
     out = back = 0.0
     for _ in range(TRIES):
-        out = _all(tier, lambda slot: lease.offload(slot, sent[slot]), lease.free)
+        out = _all(tier, lambda slot: lease.offload(slot, sent), lease.free)
     for _ in range(TRIES):  # into new memory, as in a step
-        back = _all(tier, lambda slot: lease.reload(slot, torch.empty_like(sent[slot])), lease.wait)
+        back = _all(tier, lambda slot: lease.reload(slot, torch.empty_like(sent)), lease.wait)
     lease.release()
     tier.close()
     return out, back
+
+
+def noise(nbytes: int) -> Tensor:
+    """So many random bytes, because some disks store zeros faster; nobody else's random numbers change."""
+    return torch.empty(nbytes, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
 
 
 def _all(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:

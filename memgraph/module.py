@@ -74,7 +74,7 @@ class CompiledModule(Shared):
                 "there is no plan before the first call; "
                 "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
-        return self._latest.report
+        return self._latest.reported
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

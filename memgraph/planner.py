@@ -48,7 +48,8 @@ from .oss.together import Together
 from .overlap import shared_memory
 from .pages import pages_us
 from .peak import resident_bytes
-from .probe import Prober
+from .probe import Prober, room_nbytes
+from .recent import Recent
 from .recordable import let_record
 from .recording import recorder_of
 from .refusal import elsewhere, is_elsewhere, refuse_hooks
@@ -173,7 +174,7 @@ class Planner:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
         if together is None:
-            step.again = partial(self._again, graph, trained)
+            step.again = step.replan = partial(self._again, graph, trained)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
             step.meet = partial(self._meet, sequence(choice.forecast.trace))
             step.excuse = partial(excuse, together.exchange, self.device)
@@ -204,7 +205,7 @@ class Planner:
     ) -> Step:  # fmt: skip
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
-        lowering = self._lowering(planned, choice.forecast.trace, self._prober()) if self._lowers else None
+        lowering = self._lowering(planned, choice.forecast.trace, self._prober(graph)) if self._lowers else None
         lowered, apart_us, refused = None, 0.0, 0
         if lowering is not None:
             planned, text = lowering.lowered(machine)
@@ -214,11 +215,10 @@ class Planner:
         tier = far_tier(self.device, [slot.nbytes for slot in its], self.wishes.spill_dir, self.wishes.pinned)
         if choice.plan and self.device.type == "cpu":
             return_freed_memory()
-        us = (time.perf_counter() - begin) * 1e6
-        counted = self.wishes.optimizer is not None
         report = Report(
-            machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us, uncompiled=refused
-        )
+            machine, choice, planned_us=(time.perf_counter() - begin) * 1e6, lowered=lowered, apart_us=apart_us,
+            counted=self.wishes.optimizer is not None, uncompiled=refused,
+        )  # fmt: skip
         home_slots = self._home_slots(its, unread(planned, captured), captured, choice, trained.parts)
         step = Step(captured, split(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
@@ -257,6 +257,7 @@ class Planner:
             new = self._made(step.captured, graph, machine, found, trained, begin)
         except RecordingError:
             return step
+        new.replan, new.recent = step.replan, Recent(step.recent.looks, step.recent.steps)
         if step.home_slots is not None:
             step.home_slots.replaced(new.home_slots)
         return new
@@ -346,7 +347,7 @@ class Planner:
             machine = with_network(machine, self.sharded, together)
         with together.telling() if together else nullcontext():
             libraries_nbytes(self.device)  # are there before anything is measured
-            prober = self._prober()
+            prober = self._prober(graph)
             correct(graph, fake_mode(graph), prober.made)
             trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
             trace = self._with_update(trace, graph, trained)
@@ -357,7 +358,8 @@ class Planner:
                 trace = self._lowering(graph, trace, prober).shared()
             wishes, sizes = self.wishes, sizes_of(trace)
             with together.telling() if together else nullcontext():
-                machine = linked(machine, self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned)
+                far = self.tier, self.device, wishes.spill_dir, sizes, wishes.wire, wishes.pinned
+                machine = linked(machine, *far, prober.room)
                 machine = self._with_homes(machine, trained)
             if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
@@ -372,8 +374,8 @@ class Planner:
         owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
         return with_update(trace, self.wishes.optimizer, trained, owned, self.update.window)
 
-    def _prober(self) -> Prober:
-        return Prober(unused_nbytes(self.device) // 2)
+    def _prober(self, graph: fx.Graph) -> Prober:
+        return Prober(unused_nbytes(self.device) // 2, room_nbytes(graph, self.module, self.budget))
 
     def _lowering(self, graph: fx.Graph, trace: Trace, prober: Prober) -> Lowering:
         return Lowering(graph, trace, prober, must=self.wishes.lower == "inductor")

@@ -23,6 +23,7 @@ from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.exchanges import sent_nbytes
 from passes.linear import INSTALL, MISSING
 
+from .recent import LENGTH, is_off
 from .tables import mb, ms, table
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def _taken(report: Report) -> list[str]:
         again = report.repriced_us
         own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"
         lines.append(f"took {ms(report.measured_us)}{own}")
+    if report.recent_us is not None and is_off(report.recent_us, report.flight_us):
+        off = f"{report.recent_us / report.flight_us - 1:+.0%} on the forecast of {ms(report.flight_us)}"
+        lines.append(f"the latest {LENGTH} steps took {ms(report.recent_us)} at the median, {off}")
     return lines
 
 

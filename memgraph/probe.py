@@ -4,18 +4,21 @@
 
 Each distinct op (target, shapes, strides, dtypes, constants, device) runs on made-up values: once for its workspace,
 and then for its time.  What was found is remembered, by the process and on disk.  One op at a time, so never more
-memory than the step itself needs; an op that would not fit does not run, and is priced by its flops and bytes.
+memory than the step itself needs; an op that would not fit does not run, and is priced by its flops and bytes.  An op
+whose own tensors are more than the budget leaves beside the model runs all the same, because its workspace has to be
+known, and the log says so: what was found elsewhere and kept (MEMGRAPH_CACHE) needs no run.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,7 +34,9 @@ from .signature import kernel_modes
 from .stopwatch import cool, shortest
 from .summarize import Cost
 from .surrogates import COPY_STORAGES
+from .tables import mb
 
+LOG = logging.getLogger(__name__)
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
@@ -58,10 +63,15 @@ COUNTS = ("bag_size",)
 
 
 class Prober:
-    """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes."""
+    """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes.
 
-    def __init__(self, limit: int) -> None:
+    `room` are the bytes that the budget leaves for them, if there is one: the first op that takes more is logged.
+    """
+
+    def __init__(self, limit: int, room: int | None = None) -> None:
         self.limit = limit
+        self.room = room
+        self._told = False
         self._cold: dict[torch.device, Callable[[], object]] = {}
 
     def __call__(self, node: fx.Node) -> Cost:
@@ -81,6 +91,7 @@ class Prober:
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
         found = _read(kept(lasting)) if lasts else None
         if found is None and _touched(node) <= self.limit:
+            self._tell(node)
             found = apart(partial(_probe, node, self._cool(_device(node))))
             if found is not None and lasts:
                 keep(lasting, _written(found))
@@ -89,10 +100,31 @@ class Prober:
         _known[key] = found
         return found
 
+    def _tell(self, node: fx.Node) -> None:
+        """Log that pricing goes beyond the budget, once."""
+        if self._told or self.room is None or _touched(node) <= self.room:
+            return
+        self._told = True
+        LOG.warning(
+            "planning goes beyond the budget: %s, which is run to be priced, has %s of tensors, and the budget leaves "
+            "%s beside what lies there; to keep within it, call memgraph.plan with the same model and budget in a "
+            "process that may take more, with the same MEMGRAPH_CACHE, and prices are read from there",
+            node.target,
+            mb(_touched(node)),
+            mb(max(self.room, 0)),
+        )
+
     def _cool(self, device: torch.device) -> Callable[[], object]:
         if device not in self._cold:
             self._cold[device] = cool(device)
         return self._cold[device]
+
+
+def room_nbytes(graph: fx.Graph, module: nn.Module, budget: int) -> int:
+    """The bytes that a budget leaves beside the module and what else the step is given."""
+    given = [node for node in graph.find_nodes(op="placeholder") if node.meta["kind"] not in ("parameter", "buffer")]
+    rest = resident_bytes(value for node in given for value in tensors(node))
+    return budget - rest - resident_bytes([*module.parameters(), *module.buffers()])
 
 
 def is_view(node: fx.Node) -> bool:

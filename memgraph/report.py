@@ -29,6 +29,9 @@ class Report:
             the caller's was in the way.
         measured_us: what the first step took that ran without the meter of bytes, in microseconds; None before.
         repriced_us: the forecast of a step with what its own ops took in that one, in microseconds; None before.
+        recent_us: the median of the latest twenty steps, each from the begin of forward to the end of backward without
+            what lies between the two, in microseconds; None while there are fewer.
+        flight_us: what those were foretold to take, in microseconds; known with `recent_us`.
         pages_us: what the forecast leaves out: how much longer the step takes because its values lie in pages that the
             system has yet to give, in microseconds.
         planned_us: what capture, pricing and planning took, in microseconds.
@@ -49,6 +52,8 @@ class Report:
     measured: int | None = None
     measured_us: float | None = None
     repriced_us: float | None = None
+    recent_us: float | None = None
+    flight_us: float = 0.0
     pages_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True

@@ -25,13 +25,14 @@ from .fusing import update_nodes
 from .lower import Lowering
 from .oss.inside import Inside
 from .peak import Meter, meter_of
+from .recent import Recent, flight_us
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
 from .shortage import explained
 from .slots import HomeSlots
 from .split import Halves
-from .times import Times
+from .times import Times, Wall
 from .unused import without
 
 
@@ -39,7 +40,8 @@ class Step:
     """One signature's step, ready to run.
 
     `report` is replaced once the first run has been measured, whose bytes are, and the second, whose times are: a meter
-    slows short ops down, and a first run sets its kernels up.  Then `again` may know a better step.
+    slows short ops down, and a first run sets its kernels up.  Then `again` may know a better step.  Of all later ones
+    the wall time is kept; if that is no more what it was, the plan is looked at again (`recent.py`).
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Step:
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
+        self.replan: Callable[[Step, Times], Step] | None = None  # the same, for later looks
+        self.recent = Recent()
         self.times: Times | None = None
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
         self.inside: Inside | None = None  # what sums gradients over ranks in backward
@@ -96,6 +100,8 @@ class Step:
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:
             flight.time(self.device)
+        else:
+            flight.wall = Wall(self.device)
         return flight
 
     def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
@@ -142,6 +148,9 @@ class Step:
 
     def land(self, flight: Flight) -> None:
         """Note what the flight took, if it was measured."""
+        took = flight.took if flight.halves is self.halves else None
+        if took is not None and self.recent.add(took):
+            self._judge()
         times = flight.times()
         if times is not None:
             if self.fused is not None:
@@ -159,6 +168,30 @@ class Step:
             self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
+
+    def _judge(self) -> None:
+        """Have the plan looked at again, with the times of the next flight's ops, if the latest steps call for that."""
+        if self.replan is None or self.again is not None or self.times is None or self.replays is not None:
+            return
+        report = self.report
+        plain_us = report.choice.captured.us
+        if report.plan and self.recent.calls_for_look(
+            self.forecast_us, self.times.us, plain_us, report.planned_us
+        ):  # fmt: skip
+            self.again, self.times, self.recent = self.replan, None, self.recent.after_look()
+
+    @property
+    def forecast_us(self) -> float:
+        """Microseconds that forward and backward were foretold to take."""
+        return flight_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
+
+    @property
+    def reported(self) -> Report:
+        """The report, with what the latest steps took."""
+        median_us = self.recent.median_us
+        if median_us is None:
+            return self.report
+        return replace(self.report, recent_us=median_us, flight_us=self.forecast_us)
 
     def halves_without(self, unused: frozenset[int]) -> Halves:
         """The halves for a backward to which no gradients of these outputs come."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,6 +49,44 @@ class Times:
         return replace(self, moved=(*self.moved, moved))
 
 
+class Wall:
+    """Times whole halves of a step: `with wall: ...` for each of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        self.begin = now(self.device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.spans.append((self.begin, now(self.device)))
+
+    @cached_property
+    def us(self) -> float:
+        """The microseconds of all halves so far; on a GPU this waits for the last of them."""
+        return sum(between_us(begin, end) for begin, end in self.spans)
+
+
+def now(device: torch.device) -> Any:
+    """This moment: seconds of a CPU, an event of a GPU."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between_us(begin: Any, end: Any) -> float:
+    """The microseconds between two moments of one device."""
+    if isinstance(begin, float):
+        return (end - begin) * 1e6
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
 class Clock:
     """Runs the halves of a step, and notes when each op has ended."""
 
@@ -59,12 +98,12 @@ class Clock:
     def run(self, half: fx.GraphModule, values: list[Tensor]) -> Any:
         """What the half makes of `values`."""
         forward = self._noting(half)
-        self.notes = [("", self._now())]
+        self.notes = [("", now(self.device))]
         results = forward(half, values)
-        last = self._now()
-        self.us += self._us(self.notes[0][1], last)
+        last = now(self.device)
+        self.us += between_us(self.notes[0][1], last)
         for (_, begin), (name, end) in pairwise(self.notes):
-            self.ops[name] += self._us(begin, end)  # backward takes what forward has saved by the same names
+            self.ops[name] += between_us(begin, end)  # backward takes what forward has saved by the same names
         return results
 
     def _noting(self, half: fx.GraphModule) -> Any:
@@ -75,17 +114,4 @@ class Clock:
         return known["forward"]
 
     def _note(self, name: str) -> None:
-        self.notes.append((name, self._now()))
-
-    def _now(self) -> Any:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _us(self, begin: Any, end: Any) -> float:
-        if self.device.type == "cpu":
-            return (end - begin) * 1e6
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        self.notes.append((name, now(self.device)))

@@ -24,12 +24,13 @@ from torch import Tensor
 from .costs import once
 from .device import CPU
 from .disk import DiskLease, DiskTier
-from .links import Links
+from .links import Links, noise
 from .ops import running
 from .setting import setting
 from .signature import kernel_modes
 from .spill import mount, spill_folder
-from .stopwatch import shortest, timed
+from .stopwatch import shortest, so_often, timed
+from .workers import STAGING
 
 NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
 TRIES = 5
@@ -50,20 +51,25 @@ class Toll:
 _known: dict[str, Toll] = {}
 
 
-def disk_toll(folder: str | os.PathLike[str] | None, links: Links) -> Toll:
-    """The toll of copies to the file system of `folder` and back, whose speed is known."""
+def disk_toll(folder: str | os.PathLike[str] | None, links: Links, room: int | None = None) -> Toll:
+    """The toll of copies to the file system of `folder` and back, whose speed is known.
+
+    Args:
+        room: the bytes of memory that measuring may take: fewer copies are watched in less.
+    """
     there = spill_folder(folder)
-    key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
-    return once(_known, key, lambda: _measure(there, links), lambda found: Toll(*found), astuple)
+    copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
+    key = f"toll {copies} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
+    return once(_known, key, lambda: _measure(there, links, copies), lambda found: Toll(*found), astuple)
 
 
-def _measure(folder: Path, links: Links) -> Toll:
-    tier = DiskTier([NBYTES] * COPIES, folder)
+def _measure(folder: Path, links: Links, copies: int) -> Toll:
+    tier = DiskTier([NBYTES] * copies, folder)
     lease = tier.lease()
-    sent = torch.frombuffer(bytearray(os.urandom(NBYTES)), dtype=torch.uint8)
+    sent = noise(NBYTES)
     with torch.no_grad(), torch._C._DisableAutocast(), running(lease, {}):
-        call = min(_trip_us(sent, slot) / 2 for slot in range(COPIES))
-        drag = _drag(lease, sent, links)
+        call = min(_trip_us(sent, slot) / 2 for slot in range(copies))
+        drag = _drag(lease, sent, links, copies)
     lease.release()
     tier.close()
     return Toll(round(call, 1), drag)
@@ -95,15 +101,15 @@ class _Processor:
         return result
 
 
-def _drag(lease: DiskLease, sent: Tensor, links: Links) -> float:
+def _drag(lease: DiskLease, sent: Tensor, links: Links, copies: int) -> float:
     """How much longer the same work takes beside copies that end before it does, for each of their bytes.
 
     At most what the copies' own threads take of the processors: what other processes do meanwhile is none of theirs.
     """
-    out_us, back_us = (COPIES * link.us(NBYTES) for link in links)
+    out_us, back_us = (copies * link.us(NBYTES) for link in links)
     if max(out_us, back_us) > LONG_US:
         return 0.0
-    there = [torch.empty_like(sent) for _ in range(COPIES)]
+    there = [torch.empty_like(sent) for _ in range(copies)]
     work = _matmul()
     unit = shortest(work, CPU)
     lost, own = [], []
@@ -111,20 +117,20 @@ def _drag(lease: DiskLease, sent: Tensor, links: Links) -> float:
         for us, start, end in ((out_us, lease.offload, lease.free), (back_us, lease.reload, lease.wait)):
             times = math.ceil(2 * us / unit)
             alone = _spent(work, times)
-            for slot in range(COPIES):
+            for slot in range(copies):
                 start(slot, there[slot])
             beside = _spent(work, times)
-            for slot in range(COPIES):
+            for slot in range(copies):
                 end(slot)
             lost.append(beside[0] - alone[0])
             own.append(beside[1] - alone[1])
-    return max(0.0, min(statistics.median(lost), statistics.median(own))) / (COPIES * NBYTES)
+    return max(0.0, min(statistics.median(lost), statistics.median(own))) / (copies * NBYTES)
 
 
 def _spent(work: Callable[[], object], times: int) -> tuple[float, float]:
     """The microseconds of doing `work` so often: of the clock, and of all processors of this process."""
     begin = time.process_time()
-    us = timed(lambda: [work() for _ in range(times)], CPU)[1]
+    us = timed(partial(so_often, work, times), CPU)[1]
     return us, (time.process_time() - begin) * 1e6
 
 

@@ -253,8 +253,8 @@ def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(probe, "_known", {})
     monkeypatch.setattr(probe, "shortest", lambda *_: 100.0)
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (Link(((1000, 5.0),)),) * 2)
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (Link(((1000, 5.0),)),) * 2)
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
     module, x = net(), batch()
     smallest = smallest_of(module, x).smallest
     for p in module.parameters():  # with gradients to add to, the step needs most

@@ -325,7 +325,7 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
     assert all(us > 0 for link in found for _, us in link.points)
     assert torch.equal(torch.get_rng_state(), random)
     forget(monkeypatch)
-    monkeypatch.setattr(links, "_measure_disk", lambda folder: pytest.fail("measured again"))
+    monkeypatch.setattr(links, "_measure_disk", lambda *given: pytest.fail("measured again"))
     (tmp_path / "below").mkdir()
     assert disk_links(tmp_path / "below") == found
 
@@ -341,6 +341,6 @@ def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypa
     assert link.rate([1000] * 9) == 50.0
     sizes = [500, 1500, 6000]
     assert sum(sizes) / link.rate(sizes) == sum(map(link.us, sizes))
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (link, link))
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (link, link))
     assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).out == 50.0
     assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path).out == link.rate([4 << 20])

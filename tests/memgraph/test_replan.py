@@ -18,13 +18,15 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph import costs, planner, probe, workers
+from memgraph import times as times_of
 from memgraph.copies import rates
 from memgraph.device import return_freed_memory
 from memgraph.disk import DiskTier
 from memgraph.links import Link
+from memgraph.recent import LENGTH
 from memgraph.replan import as_measured, replanned, repriced
 from memgraph.step import Step
-from memgraph.times import Clock, Times
+from memgraph.times import Clock, Times, Wall
 from memgraph.toll import Toll
 from passes import BudgetError, Choice, Machine, Op, Recompute, Trace
 from passes.forecast import update_nbytes
@@ -77,7 +79,7 @@ def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def as_it_were(clock: Clock, half: fx.GraphModule, values: list[Tensor]) -> Any:
         results = run(clock, half, values)
-        names = {node.name: str(node.target) for node in half.graph.nodes}
+        names = {node.name: str(node.target) for node in half.graph.nodes if node.op == "call_function"}
         clock.ops |= {name: TRUE.get(names[name], 5.0) for name in clock.ops if name in names}
         return results
 
@@ -192,8 +194,8 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (FAST, FAST))
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (FAST, FAST))
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
     monkeypatch.setattr("memgraph.tiers.STAGING", 0)  # more than this step has
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
@@ -307,11 +309,49 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
     assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 
 
+# --- later steps
+
+
+def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
+    compiled: Callable[..., Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget, expected = budget_of(x, 0.75), eager(x)
+    monkeypatch.setitem(TRUE, "aten.gelu.default", 1e6)
+    module = compiled(TRUE, budget)
+    for _ in range(3):
+        step(module, x)
+    first = module._latest
+    assert "aten.gelu.default" not in again(module.plan)
+    monkeypatch.setitem(TRUE, "aten.gelu.default", 10.0)  # from now on, whenever somebody looks
+    monkeypatch.setattr(Wall, "us", 1e9)
+    for _ in range(LENGTH):
+        assert module._latest is first and "at the median" not in str(module.plan)
+        assert same(step(module, x), expected)
+    assert f"the latest {LENGTH} steps took" not in str(module.plan)  # it is being looked at, with a new window
+    for _ in range(2):
+        assert same(step(module, x), expected)
+    assert module._latest is not first
+    assert "aten.gelu.default" in again(module.plan)
+    assert module.plan.measured is not None and module.plan.measured <= module.plan.peak <= budget
+
+
+@pytest.mark.parametrize(("off", "said"), [(1.05, False), (1.5, True), (0.5, True)])
+def test_a_report_says_when_later_steps_are_off_their_forecast(
+    off: float, said: bool, compiled: Callable[..., Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = compiled(TRUE, 1 << 30)
+    for _ in range(3 + LENGTH):
+        monkeypatch.setattr(Wall, "us", off * module._latest.forecast_us if module._latest else 0.0)
+        step(module, x)
+    assert (f"the latest {LENGTH} steps took" in str(module.plan)) is said
+    assert (f"{off - 1:+.0%} on the forecast of" in str(module.plan)) is said
+
+
 def test_what_forward_saves_has_the_time_that_it_took_and_not_that_of_being_handed_to_backward(
     x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(Clock, "_now", lambda clock: float(next(ticks)))
+    monkeypatch.setattr(times_of, "now", lambda device: float(next(ticks)))
     module = memgraph.compile(net(), 1 << 30, loss=loss)
     for _ in range(2):
         step(module, x)

@@ -42,9 +42,9 @@ def test_a_disk_that_takes_long_is_not_asked_for_its_drag(tmp_path: Path) -> Non
 
 
 def test_a_disk_has_a_toll_and_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "disk_links", lambda folder: (LINK, LINK))
+    monkeypatch.setattr(tiers, "disk_links", lambda folder, room: (LINK, LINK))
     monkeypatch.setattr(tiers, "host_links", lambda device: (LINK, LINK))
-    monkeypatch.setattr(tiers, "disk_toll", lambda folder, links: Toll(60.0, 1e-4))
+    monkeypatch.setattr(tiers, "disk_toll", lambda folder, links, room: Toll(60.0, 1e-4))
     disk = linked(Machine(1), "disk", torch.device("cpu"), tmp_path)
     host = linked(Machine(1, "cuda"), "host", torch.device("cuda"), None)
     assert (disk.call, disk.drag, disk.toll_us(1000)) == (60.0, 1e-4, 60.1)

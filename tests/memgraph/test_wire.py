@@ -179,8 +179,8 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_known", {})
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder: (slow, slow))
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links: Toll())
+    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (slow, slow))
+    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
     monkeypatch.setattr("memgraph.tiers.casts", lambda device: (fast, fast))
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
