@@ -23,6 +23,7 @@ from .backward import Unforeseen
 from .capture import Captured
 from .eager import eager_gradients
 from .errors import FusedError, NoPlanError
+from .group_key import groups_of
 from .notice import notice
 from .planner import Planner
 from .report import Report
@@ -146,7 +147,7 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
-        return tensors, ((guard, self._planner.groups), has_gradients(parameters), self._wanted)
+        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), has_gradients(parameters), self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
