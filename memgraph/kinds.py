@@ -1,7 +1,7 @@
 """The kinds of calls that a module has had, and a warning when they do not end: each is captured and planned anew.
 
-    x of 200, 199, 198 rows   ->   "x, dimension 0 (200, 199, 198), differs from call to call ...: pad it to multiples"
-    scale=0.1, 0.2, 0.3       ->   "scale (0.1, 0.2, 0.3) differs ...: give a tensor instead of the number"
+x of 200, 199, 198 rows   ->   "x, dimension 0 (200, 199, 198), differs from call to call ...: pad it to multiples"
+scale=0.1, 0.2, 0.3       ->   "scale (0.1, 0.2, 0.3) differs ...: give a tensor instead of the number"
 """
 
 from __future__ import annotations

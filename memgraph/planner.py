@@ -63,6 +63,7 @@ from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
 from .signature import has_gradients, watched
 from .slots import HomeSlots, Slot, slots, unread
+from .sources import forgotten_sources
 from .split import split
 from .state_parts import StatePart, state_parts
 from .step import Step
@@ -135,7 +136,7 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none is good for this call.
         """
-        with ALONE, Progress() as self.progress:
+        with ALONE, forgotten_sources(), Progress() as self.progress:
             return self._step(args, kwargs, wanted)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
