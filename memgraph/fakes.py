@@ -22,7 +22,6 @@ from .call import Input
 from .chance import no_draws
 from .errors import CaptureError
 
-
 CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
     The more a step needs beyond the budget, the more a plan has to add: so what is proven of the largest neighbour that
     needs less is about the least here, though nobody has proven it of this step.
     """
-    known = _near.get(kind, {}).values()
+    known = list(_near[kind].values()) if kind in _near else []
     least = max((near.bound for near in known if near.peak <= captured.peak), default=0.0)
     larger = sorted((near for near in known if near.peak >= captured.peak), key=lambda near: near.peak)
     for near in larger[:TRIED]:
@@ -150,9 +150,8 @@ def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    known = replace(machine, **dict.fromkeys(SPEEDS, 0))
-    far = [bool(getattr(machine, name)) for name in SPEEDS if name != "capacity"]
-    return f"{asdict(known)} {far} {options!r} {torch.__version__} {_passes()}"
+    facts = {name: bool(fact) if name in SPEEDS else fact for name, fact in asdict(machine).items()}
+    return f"{facts} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache

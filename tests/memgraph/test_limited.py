@@ -10,6 +10,9 @@ from torch import nn
 
 import memgraph
 from memgraph import over_budget, planner, probe
+from memgraph.stopwatch import shortest
+from passes import BudgetError, Choice, Machine, Trace, make_plan
+from passes.pipeline import Log
 
 
 def net() -> nn.Module:
@@ -21,8 +24,12 @@ def net() -> nn.Module:
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ops that are timed by more than one run; none was priced before."""
     found: list[Any] = []
-    shortest = probe.shortest
-    monkeypatch.setattr(probe, "shortest", lambda *given: (found.append(given), shortest(*given))[1])
+
+    def noted(*given: Any) -> float:
+        found.append(given)
+        return shortest(*given)
+
+    monkeypatch.setattr(probe, "shortest", noted)
     monkeypatch.setattr(probe, "_known", {})
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     return found
@@ -61,7 +68,12 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(over_budget, "FEW", few)
-    monkeypatch.setattr(planner, "advised", lambda error, *given: (calls.append(given), error)[1])
+
+    def noted(error: BudgetError, *given: Any) -> BudgetError:
+        calls.append(given)
+        return error
+
+    monkeypatch.setattr(planner, "advised", noted)
     with pytest.raises(memgraph.BudgetError):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
     assert len(calls) == asked
@@ -69,11 +81,10 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
 
 def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[float] = []
-    real = planner.make_plan
 
-    def spent(*given: Any, seconds: float, **named: Any) -> Any:
+    def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> Choice:
         left.append(seconds)
-        return real(*given, seconds=seconds, **named)
+        return make_plan(trace, machine, log=log, seconds=seconds)
 
     monkeypatch.setattr(planner, "make_plan", spent)
     with pytest.raises(memgraph.BudgetError, match="adds to gradients"):

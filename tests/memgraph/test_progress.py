@@ -59,7 +59,12 @@ def test_planning_is_told_phase_by_phase_in_the_log(
     monkeypatch.setattr(progress, "say", lambda line: progress.LOG.info(line))
     phases: list[str] = []
     phase = Progress.phase
-    monkeypatch.setattr(Progress, "phase", lambda told, name, of=0: (phases.append(name), phase(told, name, of))[1])
+
+    def noted(told: Progress, name: str, of: int = 0) -> None:
+        phases.append(name)
+        phase(told, name, of)
+
+    monkeypatch.setattr(Progress, "phase", noted)
     with caplog.at_level(logging.INFO, logger="memgraph"):
         memgraph.plan(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4), budget="1GB")
     assert phases == ["capturing forward and backward", "pricing ops", "planning, passes tried"]
