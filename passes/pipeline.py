@@ -50,7 +50,7 @@ SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
 # Those that plan without the far tier only.
 AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
-FINE = 25_000  # ops that these simulate in fine steps under a limit of time: a second
+FINE = 15_000  # ops that these simulate in fine steps under a limit of time: some hundred milliseconds
 NEAR = 0.02  # a gap at which no further pass is asked
 FAIR = 0.05  # a gap at which no further search is: it takes seconds
 
