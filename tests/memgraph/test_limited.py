@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -84,10 +85,11 @@ def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pyt
 
     def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> Choice:
         left.append(seconds)
+        time.sleep(0.3)
         return make_plan(trace, machine, log=log, seconds=seconds)
 
     monkeypatch.setattr(planner, "make_plan", spent)
     with pytest.raises(memgraph.BudgetError, match="adds to gradients"):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=1000)
     assert len(left) == 2
-    assert 1000 > left[0] > left[1]
+    assert 1000 > left[0] >= left[1] + 0.3
