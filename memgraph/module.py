@@ -39,7 +39,8 @@ from .wanted import Wanted, everything, losses, scalars
 from .wishes import Wishes
 
 PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
-NODES = 20_000  # of their graphs: more steps are kept as long as they have no more, at about 10 kB each
+NODES = 10_000  # of their graphs: more steps are kept as long as they have no more, at about 5 kB each
+LEAST = 50  # nodes that each step counts for besides its own
 LOG = logging.getLogger(__name__)
 
 Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
@@ -211,7 +212,7 @@ def _weight(step: Step) -> int:
     halves = step.halves.forward, step.halves.backward
     nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
     holds = step.tier is not None or step.home_slots is not None or step.replays is not None
-    return max(nodes, NODES // PLANS) if holds else nodes
+    return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
 
 
 def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
