@@ -68,8 +68,8 @@ def compile(
         plan: a saved plan, its JSON text, the path of a file with it, or a list of such, one for each kind of call.
             Nothing is searched for then, and a call that none of them is good for is refused.  A step that fits as it
             is runs as it is.
-        time_limit: seconds after which planning takes what it has; with 0 it asks the quick, greedy pass alone.  With a
-            limit that is reached, the plan depends on how fast the machine is.
+        time_limit: seconds after capture after which planning takes what it has; with 0 it asks the quick, greedy pass
+            alone.  With a limit that is reached, the plan depends on how fast the machine is.
         wire_dtype: torch.bfloat16 lets float32 activations be rounded to it for their way to `offload` and back, where
             that pays: half the bytes to copy, and gradients that are no longer bit-equal.  Which values are cast is the
             plan's choice, and the report names them; the same saved plan gives the same gradients.  None, the default,

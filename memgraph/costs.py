@@ -25,21 +25,34 @@ from .notice import notice
 T = TypeVar("T")
 
 MARK, FORMAT = 0x6D656D67, 1  # in the header of every file that is ours
+FILE = "costs.sqlite"
 WAIT = 5.0  # seconds for which another process may be writing
+PAGES = ("page_count", "freelist_count", "page_size")
+FORGET = (
+    "DELETE FROM costs WHERE key IN (SELECT key FROM costs ORDER BY random() LIMIT (SELECT count(*) / 4 FROM costs))"
+)
 TABLE = "CREATE TABLE costs (key TEXT PRIMARY KEY, value TEXT NOT NULL, digest TEXT NOT NULL) WITHOUT ROWID"
 
 
-def kept(key: str) -> Any:
+def kept(key: str, file: str = FILE) -> Any:
     """What was kept under `key`; None if nothing was, or if it can't be had."""
-    costs = _costs()
+    costs = _costs(file)
     return None if costs is None else costs.get(key)
 
 
-def keep(key: str, value: object) -> None:
+def keep(key: str, value: object, file: str = FILE) -> None:
     """Keep `value`, which JSON can write, for later processes."""
-    costs = _costs()
+    costs = _costs(file)
     if costs is not None:
         costs.put(key, value)
+
+
+def forget_some(file: str, most_nbytes: int) -> None:
+    """Where more than so many bytes are kept in `file`, forget a quarter of it, by chance: a loop through a little more
+    than there is room for would find none of what was kept longest ago."""
+    costs = _costs(file)
+    if costs is not None:
+        costs.thin_out(most_nbytes)
 
 
 def once(
@@ -91,6 +104,15 @@ class Costs:
 
         if self.writable:
             self._tried(write)
+
+    def thin_out(self, most_nbytes: int) -> None:
+        def forget(file: sqlite3.Connection) -> None:
+            pages, free, size = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in PAGES)
+            if (pages - free) * size > most_nbytes:
+                file.execute(FORGET)
+
+        if self.writable and self.path.exists():
+            self._tried(forget)
 
     def _tried(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
         """What `work` finds in the file, which is begun anew if need be; None if it is of no use."""
@@ -154,9 +176,9 @@ class Costs:
 _open: dict[Path, Costs] = {}
 
 
-def _costs() -> Costs | None:
+def _costs(file: str) -> Costs | None:
     folder = cache_folder()
-    return None if folder is None else _open.setdefault(folder, Costs(folder / "costs.sqlite"))
+    return None if folder is None else _open.setdefault(folder / file, Costs(folder / file))
 
 
 def _marks(file: sqlite3.Connection) -> tuple[int, int]:

@@ -22,6 +22,8 @@ from .call import Input
 from .chance import no_draws
 from .errors import CaptureError
 
+CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
+
 
 @contextmanager
 def surroundings(mode: FakeTensorMode) -> Iterator[None]:
@@ -29,6 +31,7 @@ def surroundings(mode: FakeTensorMode) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(no_draws())
+        stack.callback(_forget_old_shapes)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         stack.enter_context(mode)
@@ -40,6 +43,12 @@ def surroundings(mode: FakeTensorMode) -> Iterator[None]:
         # A submodule that the user compiled runs as it is.
         stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         yield
+
+
+def _forget_old_shapes() -> None:
+    """Empty torch's cache of ops on fake tensors once it is full: with each new shape of a call it grows."""
+    if len(FakeTensorMode.cache) > CACHED:
+        FakeTensorMode.cache_clear()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
     model(x)    ->  a plan for calls like this, made now or found; then its forward.  Backward follows by autograd.
 
-Plans are kept by signature, and the one that was used longest ago goes first.
+Steps are kept by signature, and the one that was used longest ago goes first; what was decided of it stays, in
+`plan_cache`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .capture import Captured
 from .eager import eager_gradients
 from .entry import refuse_leaves, rewrite
 from .errors import FusedError, NoPlanError
+from .group_key import groups_of
+from .kinds import Kinds
 from .notice import notice
 from .planner import Planner
 from .report import Report
@@ -36,7 +39,9 @@ from .trees import Spec, flatten, tensors_of
 from .wanted import Wanted, everything, losses, scalars
 from .wishes import Wishes
 
-PLANS = 8  # kept; the one that was used longest ago goes first
+PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
+NODES = 10_000  # of their graphs: more steps are kept as long as they have no more, at about 5 kB each
+LEAST = 50  # nodes that each step counts for besides its own
 LOG = logging.getLogger(__name__)
 
 Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
@@ -54,7 +59,7 @@ class CompiledModule(Shared):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
-        self.__dict__["_attributes"] = Attributes(planner.module)
+        self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
@@ -148,7 +153,7 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
-        return tensors, ((guard, self._planner.groups), has_gradients(parameters), self._wanted)
+        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), has_gradients(parameters), self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
@@ -165,13 +170,15 @@ class CompiledModule(Shared):
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             steps[key] = steps[key].better()
-            while len(steps) > PLANS:
+            while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 steps.popitem(last=False)
             return self._used(key, steps[key])
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
-        LOG.info("a call unlike the %d before: it is captured, priced and planned", len(self._steps))
+        LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
+        if warning := self._kinds.warning(args, kwargs):
+            notice(warning)
         step = self._planner.step(args, kwargs, self._wanted)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
@@ -200,6 +207,14 @@ class CompiledModule(Shared):
             return again(tangents)
 
         return run
+
+
+def _weight(step: Step) -> int:
+    """What a step counts for: its nodes; more, if it holds room elsewhere."""
+    halves = step.halves.forward, step.halves.backward
+    nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
+    holds = step.tier is not None or step.home_slots is not None or step.replays is not None
+    return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
 
 
 def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -28,7 +28,7 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, RecordingError
+from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
@@ -45,10 +45,13 @@ from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
 from .oss.step_bytes import far_nbytes, with_sharded_update
 from .oss.together import Together
+from .over_budget import leaves_time, over_budget, smallest_of
 from .overlap import shared_memory
 from .pages import pages_us
 from .peak import resident_bytes
+from .plan_cache import is_settled, planned, remember
 from .probe import Prober, room_nbytes
+from .progress import Progress
 from .recent import Recent
 from .recordable import let_record
 from .recording import recorder_of
@@ -61,6 +64,7 @@ from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
 from .signature import has_gradients, watched
 from .slots import HomeSlots, Slot, slots, unread
+from .sources import forgotten_sources
 from .split import split
 from .state_parts import StatePart, state_parts
 from .step import Step
@@ -84,23 +88,12 @@ class Planner:
         self.sharded = optimizer if isinstance(optimizer, OSS) else None
         far = self.sharded.far if self.sharded is not None else None
         self.residence = Residence(module)
+        self.progress = Progress()
         self.update = far or FarUpdate(optimizer, wishes.fuse, hosts=wishes.hosts)
         self._look()
         self.fused = FusedUpdate(module, optimizer, self.update) if optimizer is not None and wishes.fuse else None
         by_itself = optimizer is not None and not wishes.fuse
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Who is in each of the optimizer's groups: with another one it takes more, and other states live far. And what
-        forward gathers of what is frozen, and which of that has states."""
-        optimizer = self.wishes.optimizer
-        if optimizer is None:
-            return ()
-        found = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
-        if self.sharded is not None:
-            return *found, self.sharded.awaited.frozen, self.sharded.updates.rested
-        return *found, tuple(id(p) for p in optimizer.state if isinstance(p, Tensor) and not p.requires_grad)
 
     def _trained(self, captured: Captured) -> Trained:
         names = {role.name for role in captured.outputs if role.kind == "gradient"}
@@ -145,7 +138,7 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none is good for this call.
         """
-        with ALONE:
+        with ALONE, forgotten_sources(), Progress() as self.progress:
             return self._step(args, kwargs, wanted)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
@@ -155,7 +148,7 @@ class Planner:
             CaptureError: the module can't be captured.
             FusedError: its loss is not in the step, and updates are to run in backward.
         """
-        with ALONE:
+        with ALONE, Progress() as self.progress:
             _, graph, trained = self._begun(args, kwargs, wanted)
             return self._price(graph, trained)
 
@@ -163,18 +156,21 @@ class Planner:
         begin = time.perf_counter()
         captured, graph, trained = self._begun(args, kwargs, wanted)
         together = self._together(trained)
+        captured_s, until = time.perf_counter() - begin, time.monotonic() + self.wishes.seconds
+        self.progress.bound(until)
         try:
-            machine, choice = self._plan(graph, trained)
+            machine, choice = self._plan(graph, trained, until)
         except passes.BudgetError as error:
-            alone = graph is captured.graph.graph and trained.parameters and not trained.updates
-            later = accumulating(captured, watched(self.module)) if alone else None
-            raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
-        step = self._made(captured, graph, machine, choice, trained, begin)
+            few = leaves_time(len(graph.nodes), captured_s, until)
+            advised = partial(self._advised, captured=captured, args=args, kwargs=kwargs, wanted=wanted)
+            later = partial(self._later, captured, graph, trained, until)
+            raise over_budget(error, advised if few else lambda error: error, later) from None
+        step, plain = self._made(captured, graph, machine, choice, trained, begin), choice.captured.trace
         if step.lowering is not None:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
         if together is None:
-            step.again = step.replan = partial(self._again, graph, trained)
+            step.again = step.replan = partial(self._again, graph, trained, plain)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
             step.meet = partial(self._meet, sequence(choice.forecast.trace))
             step.excuse = partial(excuse, together.exchange, self.device)
@@ -190,6 +186,7 @@ class Planner:
             refuse_hooks(self.module)
             if self.sharded is not None:
                 self.sharded.awaited.capturing(self.module.parameters())
+            self.progress.phase("capturing forward and backward")
             captured = self._capture(args, kwargs, update_roots if self.fused else wanted)
             captured, trained = self._fused(captured, self._trained(captured))
             captured, trained = self._exchanging(captured, trained)
@@ -237,7 +234,7 @@ class Planner:
             return None
         return HomeSlots(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
 
-    def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
+    def _again(self, graph: fx.Graph, trained: Trained, plain: Trace, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
 
         Nobody closes the tier of the old one: it closes itself when its last flight has landed.
@@ -248,9 +245,13 @@ class Planner:
             times = step.lowering.apart(times)
         trace, machine = as_measured(choice, step.report.machine, times.beside(self.update.moved))
         step.report = replace(step.report, repriced_us=predict(apply(trace, choice.plan), machine).us)
-        if not choice.plan or self.wishes.plans:  # a plan that was given is kept
+        known = plain, step.report.machine, self.wishes.options
+        settled = step.recent.is_untouched and is_settled(*known)
+        if not choice.plan or self.wishes.plans or settled:  # a plan that was given is kept
             return step
-        found = replanned(choice, trace, machine, self._search)
+        with Progress() as self.progress:
+            found = replanned(choice, trace, machine, self._search)
+        remember(*known, found or choice, settled=True)
         if found is None:
             return step
         try:
@@ -314,46 +315,48 @@ class Planner:
         with capturing(self.module):
             return advised(error, self.module, args, kwargs, wanted, captured.graph.graph, machine)
 
-    def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: Trained) -> BudgetError:
-        """The error, with what the same call needs `later`, when there are gradients to add to."""
-        if later is None:
-            return BudgetError(str(error), error.budget, error.smallest)
-        needed = self._smallest(later, trained)
-        smallest = max(error.smallest, needed)
-        text = f"A call that adds to gradients, as with accumulation, needs {needed}: budget={smallest} does for both."
-        return BudgetError(f"{error}\n{text}", error.budget, smallest)
+    def _later(self, captured: Captured, graph: fx.Graph, trained: Trained, until: float) -> int | None:
+        """What the same call needs when there are gradients to add to; None if there are already, or never will be."""
+        if graph is not captured.graph.graph or not trained.parameters or trained.updates:
+            return None
+        adding = accumulating(captured, watched(self.module))
+        return smallest_of(lambda: self._plan(adding, trained, until)[1].forecast)
 
-    def _smallest(self, graph: fx.Graph, trained: Trained) -> int:
-        try:
-            return self._plan(graph, trained)[1].forecast.peak
-        except passes.BudgetError as error:
-            return error.smallest
-
-    def _plan(self, graph: fx.Graph, trained: Trained) -> tuple[Machine, Choice]:
-        trace, machine = self._price(graph, trained)
-        search = partial(reused, self.wishes.plans) if self.wishes.plans else self._search
+    def _plan(self, graph: fx.Graph, trained: Trained, until: float) -> tuple[Machine, Choice]:
+        trace, machine = self._price(graph, trained, until)
+        search = partial(reused, self.wishes.plans) if self.wishes.plans else partial(self._found, until=until)
         together = self._together(trained)
         return machine, together.choice(trace, machine, search) if together else search(trace, machine)
 
-    def _search(self, trace: Trace, machine: Machine) -> Choice:
-        return make_plan(trace, machine, seconds=self.wishes.seconds)
+    def _search(self, trace: Trace, machine: Machine, until: float | None = None) -> Choice:
+        seconds = self.wishes.seconds if until is None else max(0.0, until - time.monotonic())
+        self.progress.phase("planning, passes tried", len(passes.PASSES))
+        return make_plan(trace, machine, log=self.progress.done, seconds=seconds)
 
-    def _price(self, graph: fx.Graph, trained: Trained) -> tuple[Trace, Machine]:
+    def _found(self, trace: Trace, machine: Machine, until: float) -> Choice:
+        """The plan that was found for such a step before, or one that is searched for."""
+        return planned(trace, machine, self.wishes.options, partial(self._search, until=until))
+
+    def _price(self, graph: fx.Graph, trained: Trained, until: float = math.inf) -> tuple[Trace, Machine]:
         together = self._together(trained)
         machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
-        if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
+        bare = predict(summarize(graph), machine).peak
+        if self.device.type == "cpu" and bare > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = with_network(machine, self.sharded, together)
         with together.telling() if together else nullcontext():
             libraries_nbytes(self.device)  # are there before anything is measured
-            prober = self._prober(graph)
+            # A step that fits as it is needs no times; ranks that plan together do all alike.
+            prober = self._prober(graph, until, times=bare > machine.budget or self._lowers or together is not None)
+            self.progress.phase("pricing ops", len(graph.nodes))
             correct(graph, fake_mode(graph), prober.made)
             trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
             trace = self._with_update(trace, graph, trained)
             trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
         if predict(trace, machine).peak > machine.budget:
+            trace = trace if prober.times else prober.timed(trace, graph)
             if self._lowers:
                 trace = self._lowering(graph, trace, prober).shared()
             wishes, sizes = self.wishes, sizes_of(trace)
@@ -374,8 +377,9 @@ class Planner:
         owned = belongings(graph, trained.captured, named) if trained.captured and not trained.updates else {}
         return with_update(trace, self.wishes.optimizer, trained, owned, self.update.window)
 
-    def _prober(self, graph: fx.Graph) -> Prober:
-        return Prober(unused_nbytes(self.device) // 2, room_nbytes(graph, self.module, self.budget))
+    def _prober(self, graph: fx.Graph, until: float = math.inf, times: bool = True) -> Prober:
+        room = room_nbytes(graph, self.module, self.budget)
+        return Prober(unused_nbytes(self.device) // 2, room, until, times=times, counted=self.progress.done)
 
     def _lowering(self, graph: fx.Graph, trace: Trace, prober: Prober) -> Lowering:
         return Lowering(graph, trace, prober, must=self.wishes.lower == "inductor")

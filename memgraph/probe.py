@@ -3,17 +3,20 @@
     convolution_backward f32[16, 64, 32, 32] ...  ->  Cost(us=5210.0, workspace=2097152), made f32[16, 64, 32, 32] ...
 
 Each distinct op (target, shapes, strides, dtypes, constants, device) runs on made-up values: once for its workspace,
-and then for its time.  What was found is remembered, by the process and on disk.  One op at a time, so never more
-memory than the step itself needs; an op that would not fit does not run, and is priced by its flops and bytes.  An op
-whose own tensors are more than the budget leaves beside the model runs all the same, because its workspace has to be
-known, and the log says so: what was found elsewhere and kept (MEMGRAPH_CACHE) needs no run.
+and then for its time: as often as that takes, or once where the time decides nothing, or none is left.  What was found
+is remembered, by the process and on disk.  One op at a time, so never more memory than the step itself needs; an op
+that would not fit does not run, and is priced by its flops and bytes.  An op whose own tensors are more than the budget
+leaves beside the model runs all the same, because its workspace has to be known, and the log says so: what was found
+elsewhere and kept (MEMGRAPH_CACHE) needs no run.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
+
+from passes import Trace
 
 from .apart import apart
 from .costs import keep, kept
@@ -31,8 +36,8 @@ from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
 from .signature import kernel_modes
-from .stopwatch import cool, shortest
-from .summarize import Cost
+from .stopwatch import cool, shortest, timed
+from .summarize import Cost, summarize
 from .surrogates import COPY_STORAGES
 from .tables import mb
 
@@ -54,8 +59,10 @@ class Probed:
 
     cost: Cost
     made: tuple[Made, ...] | None
+    is_timed: bool = True  # by more than one run
 
 
+KNOWN = 8192  # ops that a process remembers, about 1 kB each; that which was asked for longest ago goes first
 _known: dict[str, Probed] = {}
 
 # Arguments that say how much there is of something: a kernel that finds nothing to do takes no workspace.
@@ -65,11 +72,16 @@ COUNTS = ("bag_size",)
 class Prober:
     """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes.
 
-    `room` are the bytes that the budget leaves for them, if there is one: the first op that takes more is logged.
+    `room` are the bytes that the budget leaves for them, if there is one: the first op that takes more is logged.  From
+    `until` on, as `time.monotonic` has it, and without `times`, an op is timed by one run alone: its bytes have to be
+    known in any case.  `counted` is called for each op that is priced.
     """
 
-    def __init__(self, limit: int, room: int | None = None) -> None:
-        self.limit = limit
+    def __init__(
+        self, limit: int, room: int | None = None, until: float = math.inf, *, times: bool = True,
+        counted: Callable[[], object] = int,
+    ) -> None:  # fmt: skip
+        self.limit, self.until, self.times, self.counted = limit, until, times, counted
         self.room = room
         self._told = False
         self._cold: dict[torch.device, Callable[[], object]] = {}
@@ -82,23 +94,32 @@ class Prober:
         """How an op's results lie in memory, where that is known."""
         return None if is_view(node) else self._probed(node).made
 
+    def timed(self, trace: Trace, graph: fx.Graph) -> Trace:
+        """The trace with well measured times for those ops that have a time of one run."""
+        before = {op.name: op.us for op in summarize(graph, self).ops}
+        self.times = True
+        after = {op.name: op.us for op in summarize(graph, self).ops}
+        ops = (replace(op, us=after[op.name]) if op.us == before.get(op.name) else op for op in trace.ops)
+        return replace(trace, ops=tuple(ops))
+
     def _probed(self, node: fx.Node) -> Probed:
-        key = _key(node)
-        if key in _known:
-            return _known[key]
+        self.counted()
+        key, times = _key(node), self.times and time.monotonic() < self.until
+        if key in _known and (_known[key].is_timed or not times):
+            return _remembered(key, _known[key])
         lasting = f"ran {key} {setting(_device(node))}"
         # A segment is tuned in its first run of a process, which shall not be one in a step: so each has one here.
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
         found = _read(kept(lasting)) if lasts else None
-        if found is None and _touched(node) <= self.limit:
+        if (found is None or (times and not found.is_timed)) and _touched(node) <= self.limit:
             self._tell(node)
-            found = apart(partial(_probe, node, self._cool(_device(node))))
-            if found is not None and lasts:
-                keep(lasting, _written(found))
+            ran = apart(partial(_probe, node, self._cool(_device(node)) if times else None))
+            if ran is not None and lasts:
+                keep(lasting, _written(ran))
+            found = ran or found
         if found is None:
             return Probed(Cost(roofline(node, _touched(node), self.limit)), None)
-        _known[key] = found
-        return found
+        return _remembered(key, found)
 
     def _tell(self, node: fx.Node) -> None:
         """Log that pricing goes beyond the budget, once."""
@@ -125,6 +146,15 @@ def room_nbytes(graph: fx.Graph, module: nn.Module, budget: int) -> int:
     given = [node for node in graph.find_nodes(op="placeholder") if node.meta["kind"] not in ("parameter", "buffer")]
     rest = resident_bytes(value for node in given for value in tensors(node))
     return budget - rest - resident_bytes([*module.parameters(), *module.buffers()])
+
+
+def _remembered(key: str, found: Probed) -> Probed:
+    """What was found, as the latest of what is known."""
+    _known.pop(key, None)
+    _known[key] = found
+    while len(_known) > KNOWN:
+        del _known[next(iter(_known))]
+    return found
 
 
 def is_view(node: fx.Node) -> bool:
@@ -185,7 +215,8 @@ def _device(node: fx.Node) -> torch.device:
 
 def _written(found: Probed) -> dict[str, Any]:
     made = [(str(one.layout[0]).removeprefix("torch."), *one.layout[1:], *one[1:]) for one in found.made or ()]
-    return {"us": found.cost.us, "workspace": found.cost.workspace, "made": made}
+    once = {} if found.is_timed else {"once": True}
+    return {"us": found.cost.us, "workspace": found.cost.workspace, "made": made, **once}
 
 
 def _read(written: Any) -> Probed | None:
@@ -196,10 +227,10 @@ def _read(written: Any) -> Probed | None:
         Made((getattr(torch, dtype), tuple(shape), tuple(strides)), offset, nbytes)
         for dtype, shape, strides, offset, nbytes in written["made"]
     )
-    return Probed(Cost(written["us"], written["workspace"]), tuple(made))
+    return Probed(Cost(written["us"], written["workspace"]), tuple(made), is_timed="once" not in written)
 
 
-def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
+def _probe(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
     """What the op of `node` takes on the made-up values that need most; None if it runs on none.
 
     Zeros are indices wherever there is something, but no pivots; of a mask, what is set may be looked up first.
@@ -213,8 +244,9 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
     return max(found, key=lambda one: (one.cost.workspace, one.cost.us), default=None)
 
 
-def _run_on(node: fx.Node, before: Callable[[], object], number: int, truth: bool) -> Probed | None:
-    """Run the op of `node`, as a step would, on integers and truth values of one kind; None if that was to no avail."""
+def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, truth: bool) -> Probed | None:
+    """Run the op of `node`, as a step would, on integers and truth values of one kind; None if that was to no avail.
+    Each run that is timed comes after `before`; without it one is."""
     device = _device(node)
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # of all GPUs there would be a warning
     with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
@@ -232,8 +264,8 @@ def _run_on(node: fx.Node, before: Callable[[], object], number: int, truth: boo
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
-            us = shortest(run, device, before)
-        return Probed(Cost(us, max(0, allocated.peak - nbytes)), made)
+            us = shortest(run, device, before) if before else round(timed(run, device)[1], 1)
+        return Probed(Cost(us, max(0, allocated.peak - nbytes)), made, is_timed=before is not None)
 
 
 def _made_up(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

@@ -35,6 +35,11 @@ class Recent:
         return len(self.walls) == LENGTH and self.steps % LENGTH == 0
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether no look was taken because of these times."""
+        return self.looks == LOOKS
+
+    @property
     def median_us(self) -> float | None:
         """Microseconds of the median step; None while there are too few."""
         return statistics.median(wall.us for wall in self.walls) if len(self.walls) == LENGTH else None

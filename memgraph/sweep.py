@@ -26,6 +26,7 @@ from .arguments import read
 from .budget import budget_nbytes
 from .compiler import in_parts, planner_of
 from .curve import Point, Sweep, fitting, missing
+from .progress import Progress
 from .wanted import losses
 from .wishes import wishes
 
@@ -75,10 +76,13 @@ class _Sweeping:
         self.found: list[tuple[int, Choice]] = []  # plans, and the budgets that they were searched for
 
     def run(self, budgets: Sequence[int] | None) -> Sweep:
-        self._try(1)  # says what the smallest budget is
-        known = set(self._spread() if budgets is None else budgets)
-        for budget in sorted(known):
-            self._try(budget)
+        with Progress() as progress:
+            self._try(1)  # says what the smallest budget is
+            known = set(self._spread() if budgets is None else budgets)
+            progress.phase("planning for each budget", len(known))
+            for budget in sorted(known):
+                self._try(budget)
+                progress.done()
         if budgets is None:
             known.add(self.smallest)
         points = tuple(map(self._point, sorted(known, reverse=True)))

@@ -43,6 +43,11 @@ class Wishes:
     pinned: int | None = None  # bytes of the host's memory that may be pinned in all
     graphs: bool | str = False  # whether steps are recorded as CUDA graphs
 
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What a search depends on beside the step and the machine."""
+        return self.seconds, self.offload, self.fuse, self.wire, self.lower, self.hosts, self.pinned, self.graphs
+
 
 def wishes(budget: Budget, **given: Any) -> Wishes:
     """What the arguments of `compile`, by their names, mean; errors as there."""

@@ -25,6 +25,9 @@ from .schedule import AWAY, CAST, HIDDEN, HOMEWARD, Fate, fate, schedule, sent_n
 from .trace import Trace
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is given up between two simulations
+COARSE = 0.3  # the same once the work for fine steps is used up
+LAST = 3  # times that work is what is simulated in all, and never less than for so many states
+FEWEST = 4
 SENT = (*AWAY, *HOMEWARD)
 NEXT_HOME = {Fate.OFFLOAD: Fate.STALL, Fate.VISIT: Fate.STALL}
 LATER = {Fate.OFFLOAD: Fate.STALL, Fate.CAST_OFFLOAD: Fate.CAST_STALL}
@@ -32,26 +35,30 @@ SMALLEST_HOME = 1 << 16  # bytes of an input or a gradient: what is smaller stay
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
-def descend(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+def descend(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The decisions of the first state on the way down that fits the budget; of the lowest, if none does, or none until
-    `until`, as `time.monotonic` has it."""
+    `until`, as `time.monotonic` has it.  Once `fine` ops were simulated the steps are coarse, and few."""
     gaps = Gaps(trace)
-    return descend_from(gaps, machine, state_of(gaps, machine, {}), until).plan
+    ops = LAST * max(fine, FEWEST * len(trace.ops))
+    return descend_from(gaps, machine, state_of(gaps, machine, {}), until, ops, fine).plan
 
 
-def descend_from(gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf, ops: float = math.inf) -> State:
+def descend_from(
+    gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf, ops: float = math.inf, fine: float = math.inf
+) -> State:
     """The first state that fits on the way down from one that does not; the lowest, if none does, or none in time or
     before so many `ops` were simulated."""
-    for before, after in _way_down(gaps, machine, lowest, until, ops):
+    for before, after in _way_down(gaps, machine, lowest, until, ops, fine):
         if after.peak <= machine.budget:
-            return _first_between(gaps, machine, before, after, until)
+            between = _halfway if len(gaps.trace.ops) * len(after.fates) > fine else _first_between
+            return between(gaps, machine, before, after, until)
         lowest = after
     return lowest
 
 
-def descend_at_home(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+def descend_at_home(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The same without the far tier."""
-    return descend(trace, replace(machine, out=0.0, back=0.0), until) if machine.out else ()
+    return descend(trace, replace(machine, out=0.0, back=0.0), until, fine) if machine.out else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +89,9 @@ class Move:
         return self.us / self.nbytes
 
 
-def _way_down(gaps: Gaps, machine: Machine, state: State, until: float, ops: float) -> Iterator[tuple[State, State]]:
+def _way_down(
+    gaps: Gaps, machine: Machine, state: State, until: float, ops: float, fine: float
+) -> Iterator[tuple[State, State]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
     known = {*gaps.maker, *gaps.streamable.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
@@ -90,8 +99,9 @@ def _way_down(gaps: Gaps, machine: Machine, state: State, until: float, ops: flo
     while ops > 0 and time.monotonic() < until and (moves := _moves(gaps, machine, state)):
         away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
         room = machine.capacity - sum(away.values())
-        state = state_of(gaps, machine, state.fates | _batch(moves, int(movable * GRAIN), away, room))
-        ops -= len(state.forecast.trace.ops)
+        nbytes = int(movable * (GRAIN if fine > 0 else COARSE))
+        state = state_of(gaps, machine, state.fates | _batch(moves, nbytes, away, room))
+        ops, fine = ops - len(state.forecast.trace.ops), fine - len(state.forecast.trace.ops)
         if state.peak < lowest.peak:
             yield lowest, state
             lowest = state
@@ -124,6 +134,20 @@ def _first_between(gaps: Gaps, machine: Machine, before: State, after: State, un
             state = state_of(gaps, machine, dict(fates))
             if after.peak < state.peak < before.peak and state.peak <= machine.budget:
                 return state
+    return after
+
+
+def _halfway(gaps: Gaps, machine: Machine, before: State, after: State, until: float) -> State:
+    """A state between two neighbours that fits, as near to the first as halving finds one: in few simulations."""
+    new = [(storage, fate) for storage, fate in after.fates.items() if before.fates.get(storage) is not fate]
+    low, high = 0, len(new)  # so many moves do not do, and so many do
+    while high - low > 1 and time.monotonic() < until:
+        middle = (low + high) // 2
+        state = state_of(gaps, machine, before.fates | dict(new[:middle]))
+        if state.peak <= machine.budget:
+            high, after = middle, state
+        else:
+            low = middle
     return after
 
 

@@ -50,6 +50,7 @@ SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
 # Those that plan without the far tier only.
 AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
 QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
+FINE = 15_000  # ops that these simulate in fine steps under a limit of time: some hundred milliseconds
 NEAR = 0.02  # a gap at which no further pass is asked
 FAIR = 0.05  # a gap at which no further search is: it takes seconds
 
@@ -63,7 +64,8 @@ def make_plan(
 ) -> Choice:
     """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
 
-    After so many `seconds` every pass ends with what it has; only if nothing fits yet, a quick one is still asked.
+    After so many `seconds` every pass ends with what it has; only if nothing fits yet, a quick one is still asked: in
+    coarse steps where fine ones would take long.
 
     Raises:
         BudgetError: no pass finds a plan that fits.
@@ -101,7 +103,8 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
             break
         if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best, home_us)):
             continue
-        found = _asked(find, trace, machine, math.inf if find in QUICK and not fits else until)
+        hurried = _hurried(find) if until < math.inf and find in QUICK and not fits else None
+        found = _asked(hurried or find, trace, machine, until)
         best, home_us = _better(best, found, machine), max(home_us, found.home_us)
         log(f"{find.__name__:<16} {best.forecast}")
     return best
@@ -118,6 +121,12 @@ def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
     if find is anneal:  # which is without the far tier, and proves nothing
         return best.is_single or is_far
     return find in SEARCHES and best.gap <= FAIR
+
+
+def _hurried(find: Pass) -> Pass:
+    """The quick pass, which does not look at the clock and simulates few ops."""
+    down = descend if find is descend else descend_at_home
+    return lambda trace, machine, until: down(trace, machine, fine=FINE)
 
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal:

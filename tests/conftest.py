@@ -7,9 +7,12 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from memgraph import plan_cache
 
 settings.register_profile(
     "memgraph",
@@ -28,6 +31,15 @@ def _costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _plans_of_one_test(_costs_of_the_tests: None) -> None:
+    """A plan that one test has found is none for another, which may have put its own in the place of a search."""
+    plan_cache._texts.clear()
+    plan_cache._near.clear()
+    for path in Path(os.environ["MEMGRAPH_CACHE"]).glob("plans.sqlite*"):
+        path.unlink()
 
 
 @pytest.fixture(scope="session", autouse=True)

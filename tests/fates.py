@@ -19,7 +19,7 @@ from passes.schedule import Fate, schedule
 FATES = (Fate.BRIEF, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.BRIEF)
 
 
-def all_given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
+def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
     """Every storage is made again or sent away, which of it by its name."""
     gaps, fates = Gaps(trace), dict[str, Fate]()
     for storage in gaps.maker:
@@ -32,7 +32,7 @@ def all_given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice
 def given_up(fate: Fate) -> Callable[[Trace, Machine], Choice]:
     """One fate for all."""
 
-    def make_plan(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
+    def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
         gaps = Gaps(trace)
         if fate is Fate.STALL:
             chosen = [storage for storage in gaps.root if storage in gaps.uses]

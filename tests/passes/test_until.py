@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from passes import Machine, Plan, Proposal, Trace, apply, make_plan, parse, predict
+from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, greedy, make_plan, parse, pipeline, predict
 from passes.chain import rerun_slices
 from passes.gaps import Gaps
-from passes.greedy import descend, state_of
+from passes.greedy import State, descend, state_of
 from passes.optimize import optimize
 from passes.pipeline import PASSES, QUICK
 from passes.polish import polish
@@ -100,3 +102,36 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     make_plan(TRACE, TIGHT, (by_hand, *QUICK), lines.append, seconds=2.0)
     make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (by_hand, *PASSES), lines.append, seconds=0.0)
     assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "descend"]
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
+def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
+    share: float, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = layers(40)
+    machine = Machine(int(share * predict(trace, Machine(0)).peak))
+    simulated: list[int] = []
+    real = greedy.state_of
+
+    def counted(*given: Any) -> State:
+        state = real(*given)
+        simulated.append(len(state.forecast.trace.ops))
+        return state
+
+    monkeypatch.setattr(greedy, "state_of", counted)
+    monkeypatch.setattr(pipeline, "FINE", 2 * len(trace.ops))
+    with suppress(BudgetError):
+        assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
+    hurried = sum(simulated)
+    simulated.clear()
+    descend(trace, machine)
+    assert hurried < part * sum(simulated)
+
+
+def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:
+    trace = layers(40)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(trace, Machine(1), seconds=0.0)
+    smallest = caught.value.smallest
+    assert smallest < predict(trace, Machine(0)).peak
+    assert make_plan(trace, Machine(smallest), seconds=0.0).forecast.peak <= smallest

@@ -61,7 +61,7 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
     return model, [None if x is None else x.detach().clone() for x in (*found, *model.buffers(), torch.get_rng_state())]
 
 
-def given_up(trace: Trace, machine: Machine, seconds: float = 0.0) -> Choice:
+def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
     """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
     gaps = Gaps(trace)
     fates = {s: Fate.STALL if trace.op[gaps.maker[s]].once else Fate.BRIEF for s in gaps.maker}

@@ -1,0 +1,93 @@
+"""Lines that say how far the planning of a call is, for who waits: the first after two seconds, one every few more.
+
+    memgraph: pricing ops, 120 of 340, about 9 s left (4 s so far); time_limit= bounds planning, plan= spares it
+
+They are printed where stderr is a terminal, and are logged by the `memgraph` logger (INFO) elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+FIRST_S = 2.0  # seconds of silence; quick plans say nothing
+NEXT_S = 5.0  # between two lines
+ADVICE = "time_limit= bounds planning, plan= spares it"
+LOG = logging.getLogger("memgraph")
+
+
+class Progress:
+    """Tells how far one planning is, from a thread of its own, while it is entered.
+
+    Each phase has a name and, where it is known, the number of things that it does; `done` counts them.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        """`seconds`: the limit of the caller's for what comes after capture."""
+        self.seconds = seconds
+        self._begin = time.monotonic()
+        self._phase, self._count, self._of, self._since = "beginning", 0, 0, self._begin
+        self._until = math.inf
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        with suppress(RuntimeError):  # no thread is to be had: then nothing is said
+            thread = threading.Thread(target=self._tell, name="memgraph-progress", daemon=True)
+            thread.start()
+            self._thread = thread
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)  # a handler of the caller's may wait for what this thread holds
+
+    def phase(self, name: str, of: int = 0) -> None:
+        """Begin a phase of `of` things, 0 if their number is not known."""
+        self._phase, self._count, self._of, self._since = name, 0, of, time.monotonic()
+
+    def bound(self, until: float) -> None:
+        """Say that planning ends at about `until`, as `time.monotonic` has it."""
+        self._until = until
+
+    def done(self, _: object = None) -> None:
+        """Count one more thing of the phase."""
+        self._count += 1
+
+    def line(self) -> str:
+        """Return what there is to say now."""
+        now = time.monotonic()
+        some = f", {self._count} of {self._of}" if self._of else ""
+        return f"{self._phase}{some}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
+
+    def _left(self, now: float) -> str:
+        if self._until < math.inf:
+            return f", {max(0.0, self._until - now):.0f} s of time_limit left"
+        if not (self._of and self._count):
+            return ""
+        rest = (now - self._since) / self._count * max(0, self._of - self._count)
+        return f", at most about {rest:.0f} s left"
+
+    def _tell(self) -> None:
+        wait = FIRST_S
+        while not self._ended.wait(wait):
+            with suppress(Exception):  # a handler of the caller's, a terminal that is gone
+                say(self.line())
+            wait = NEXT_S
+
+
+def say(line: str) -> None:
+    """Print the line on a terminal, log it elsewhere."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"memgraph: {line}", style="dim", markup=False)
+    else:
+        LOG.info(line)

@@ -1,0 +1,83 @@
+"""Calls of ever new kinds are warned of once, with what differs and what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.kinds import Kinds
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, options: Any = None) -> Tensor:
+        found: Tensor = self.linear(x) * scale
+        return found
+
+
+def said(*calls: Callable[[Kinds], str]) -> list[str]:
+    kinds = Kinds(Scaled())
+    return [call(kinds) for call in calls]
+
+
+def given(*args: Any, **kwargs: Any) -> Callable[[Kinds], str]:
+    return lambda kinds: kinds.warning(args, kwargs)
+
+
+def test_the_third_length_is_said_with_its_dimension_once() -> None:
+    texts = said(*(given(torch.ones(n, 4)) for n in (9, 8, 7, 6)))
+    assert texts[:2] == ["", ""] and texts[3] == ""
+    assert "x, dimension 0 (9, 8, 7) differs" in texts[2]
+    assert "pad it" in texts[2] and "time_limit=" in texts[2] and "plan=" in texts[2]
+    assert "tensor instead" not in texts[2]
+
+
+def test_the_third_number_is_said_by_its_name() -> None:
+    x = torch.ones(2, 4)
+    texts = said(*(given(x, value) for value in (0.1, 0.2, 0.3)))
+    assert texts[:2] == ["", ""]
+    assert "scale (0.1, 0.2, 0.3) differs" in texts[2] and "give a tensor instead of the number" in texts[2]
+    inside = said(*(given(x, options={"steps": [value]}) for value in (1, 2, 3)))
+    assert "options['steps'][0] (1, 2, 3) differs" in inside[2]
+
+
+def test_calls_of_several_sorts_that_come_again_are_not_said() -> None:
+    x = torch.ones(2, 4)
+    ways = (given(x), given(x, 0.5), given(x, 1), given(x.double()), given(x[0]), given(x[:1]))
+    assert said(*ways) == [""] * len(ways)
+    assert said(*[given(x)] * 4) == [""] * 4  # training, eval, with gradients there
+
+
+def test_what_is_no_argument_is_said_as_well() -> None:
+    texts = said(*[given(torch.ones(2, 4))] * 6)
+    assert texts[:5] == [""] * 5 and "an attribute of the module" in texts[5]
+
+
+def test_the_warning_stands_at_the_callers_line() -> None:
+    compiled = memgraph.compile(Scaled(), "1GB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in (2, 3, 4, 5, 2, 3):
+            compiled(torch.ones(n, 4))
+    assert [str(one.message)[:25] for one in caught] == ["x, dimension 0 (2, 3, 4) "[:25]]
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_that_is_an_error_leaves_a_module_that_works() -> None:
+    compiled = memgraph.compile(Scaled(), "1GB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.ones(2, 4))
+        compiled(torch.ones(3, 4))
+        with pytest.raises(RuntimeWarning, match="dimension 0"):
+            compiled(torch.ones(4, 4))
+        assert compiled(torch.ones(4, 4)).shape == (4, 4)

@@ -1,0 +1,95 @@
+"""After `time_limit` a call ends with what it has: in pricing, in the quick passes, and with advice."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memgraph
+from memgraph import over_budget, planner, probe
+from memgraph.stopwatch import shortest
+from passes import BudgetError, Choice, Machine, Trace, make_plan
+from passes.pipeline import Log
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.GELU())), nn.Softmax(-1))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The ops that are timed by more than one run; none was priced before."""
+    found: list[Any] = []
+
+    def noted(*given: Any) -> float:
+        found.append(given)
+        return shortest(*given)
+
+    monkeypatch.setattr(probe, "shortest", noted)
+    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    return found
+
+
+def test_a_step_that_fits_as_it_is_is_priced_in_bytes_alone(timed: list[Any]) -> None:
+    x = torch.ones(64, 16)
+    quick = memgraph.plan(net(), x, budget="1GB")
+    assert timed == [] and quick.plan == ()
+    assert quick.forecast.us > 0
+    tight = memgraph.plan(net(), x, budget=quick.peak - 1, offload=None)
+    assert timed and tight.plan and tight.peak < quick.peak
+    fits = memgraph.plan(net(), x, budget="1GB")
+    assert fits.peak == quick.peak
+
+
+def test_without_time_each_op_runs_for_its_bytes_and_one_time(
+    timed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(64, 16)
+    budget = memgraph.plan(net(), x, budget="1GB").peak - 4096
+    late = memgraph.plan(net(), x, budget=budget, offload=None, time_limit=0)
+    assert timed == [] and late.plan and late.peak <= budget
+    patient = memgraph.plan(net(), x, budget=budget, offload=None)
+    assert timed
+    bytes_of = [{op.name: op.workspace for op in found.choice.captured.trace.ops} for found in (late, patient)]
+    assert bytes_of[0] == bytes_of[1]
+    compiled = memgraph.compile(net(), budget, offload=None, time_limit=0)
+    compiled(x).sum().backward()
+    assert compiled.plan.measured is not None and compiled.plan.measured <= compiled.plan.peak <= budget
+
+
+@pytest.mark.parametrize(("limit", "few", "asked"), [(0, 0, 0), (0, 500, 1), (None, 0, 1)])
+def test_advice_is_given_where_there_is_time_or_the_step_is_small(
+    limit: float | None, few: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(over_budget, "FEW", few)
+
+    def noted(error: BudgetError, *given: Any) -> BudgetError:
+        calls.append(given)
+        return error
+
+    monkeypatch.setattr(planner, "advised", noted)
+    with pytest.raises(memgraph.BudgetError):
+        memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
+    assert len(calls) == asked
+
+
+def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+
+    def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> Choice:
+        left.append(seconds)
+        time.sleep(0.3)
+        return make_plan(trace, machine, log=log, seconds=seconds)
+
+    monkeypatch.setattr(planner, "make_plan", spent)
+    with pytest.raises(memgraph.BudgetError, match="adds to gradients"):
+        memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=1000)
+    assert len(left) == 2
+    assert 1000 > left[0] >= left[1] + 0.3
