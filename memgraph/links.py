@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from .costs import once
 from .disk import DiskTier
 from .pinned import pinned_speed
 from .setting import setting
-from .spill import mount, spill_folder
+from .spill import PAGE, available_nbytes, mount, spill_folder
 from .stopwatch import shortest
 from .wire import narrow, widen
 from .workers import CHUNK, WORKERS
@@ -66,8 +66,16 @@ def sizes_of(trace: Trace) -> list[int]:
 def disk_links(folder: str | os.PathLike[str] | None = None) -> Links:
     """The links to the file system of `folder`.  All of its folders are taken to be alike."""
     there = spill_folder(folder)
-    method = f"{SIZES} {WORKERS} x {CHUNK}"
-    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there))
+    sizes = _sizes_for(available_nbytes(there))
+    method = f"{sizes} {WORKERS} x {CHUNK}"
+    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there, sizes))
+
+
+def _sizes_for(nbytes: int) -> dict[int, int]:
+    """The copies for which so many bytes have room twice over, and at least one: a disk that is nearly full is measured
+    with less, and may still take all that a step sends there."""
+    counts = {size: min(count, nbytes // (2 * size)) for size, count in SIZES.items()}
+    return {size: count for size, count in counts.items() if count} or {PAGE: 1}
 
 
 def host_links(device: torch.device) -> Links:
@@ -113,12 +121,12 @@ def _measure_casts(device: torch.device) -> Links:
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
-def _measure_disk(folder: Path) -> Links:
+def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
     end = time.perf_counter() + SECONDS
     out: dict[int, float] = {}
     back: dict[int, float] = {}
     slowest = 0.0  # seconds for a byte there and back
-    for nbytes, count in SIZES.items():
+    for nbytes, count in sizes.items():
         if slowest * TRIES * count * nbytes > end - time.perf_counter():
             break
         there, again = _copied(DiskTier([nbytes] * count, folder))

@@ -28,7 +28,7 @@ from .links import Links
 from .ops import running
 from .setting import setting
 from .signature import kernel_modes
-from .spill import mount, spill_folder
+from .spill import available_nbytes, mount, spill_folder
 from .stopwatch import shortest, timed
 
 NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
@@ -53,6 +53,8 @@ _known: dict[str, Toll] = {}
 def disk_toll(folder: str | os.PathLike[str] | None, links: Links) -> Toll:
     """The toll of copies to the file system of `folder` and back, whose speed is known."""
     there = spill_folder(folder)
+    if available_nbytes(there) < 2 * NBYTES * COPIES:
+        return Toll()  # unknown, as long as the disk is nearly full
     key = f"toll {COPIES} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
     return once(_known, key, lambda: _measure(there, links), lambda found: Toll(*found), astuple)
 
