@@ -17,6 +17,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,6 +133,7 @@ class Costs:
         # No write-ahead log, which needs memory shared between all users: a home may lie on a network.
         with closing(sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)) as file:
             file.execute("PRAGMA synchronous = OFF")  # what a power cut damages is measured anew
+            file.text_factory = partial(str, encoding="utf-8", errors="replace")  # the digest shows what is damaged
             if _marks(file) != (MARK, FORMAT):
                 _begin(file)
             yield file
@@ -206,7 +208,7 @@ def _is_damage(error: Exception) -> bool:
     """Whether the file itself is at fault; SQLITE_ERROR is what a table of other columns gives."""
     if not isinstance(error, sqlite3.OperationalError):
         return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
-    return error.sqlite_errorcode == sqlite3.SQLITE_ERROR
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR  # Python's own errors have none
 
 
 def _digest(key: str, value: str) -> str:

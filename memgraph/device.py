@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -46,7 +46,11 @@ def unused_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # too many open files, say
+        return min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_nbytes(device))
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_nbytes(device))
     return memory_nbytes(device)
@@ -124,5 +128,8 @@ def _return_from(nbytes: int) -> bool:
 
 
 def _control_group() -> list[int]:
-    found = [path.read_text().strip() for path in CGROUP if path.is_file()]
+    found = []
+    for path in CGROUP:
+        with suppress(OSError):  # where the system does not tell, there is no limit
+            found.append(path.read_text().strip())
     return [int(text) for text in found if text.isdigit()]

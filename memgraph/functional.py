@@ -9,7 +9,7 @@ but models look at their inputs to know whether they are traced, and functional 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,46 +57,55 @@ def make_functional(joint: Joint, module: nn.Module) -> Functional:
     return Functional(graph, handed, changed | dict(zip(joint.assigned, assigned, strict=True)))
 
 
+# Of what is handed out, by place, what forward has made; and what the inputs hold when it has ended.
+Ends = tuple[dict[int, Any], list[Any]]
+
+
 class _Replay:
     """The function of the second trace: what the graph returns, and what its inputs hold when forward has ended."""
 
     def __init__(self, joint: Joint) -> None:
         self.graph = joint.graph
         self.state = [i for i, role in enumerate(joint.inputs) if role.kind != "tangent"]
+        gradients = range(sum(role.kind == "output" for role in joint.outputs), len(joint.outputs))
+        self.made = [i for i in range(len(joint.outputs) + len(joint.assigned)) if i not in gradients]  # by forward
         self.forward: frozenset[str] = frozenset()  # names of the nodes that forward made
 
     def __call__(self, *values: Tensor) -> list[Any]:
         with FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=True):
             inputs = [to_fun(value) for value in values]
-            run = _Interpreter(self.graph, lambda: self._turn(inputs))
-            handed = run.run(*inputs)
-            last = run.turned() if run.last is None else run.last
+            run = _Interpreter(self.graph, lambda values: self._turn(inputs, values))
+            handed = list(run.run(*inputs))
+            made, last = run.ends or run.turned(handed)
             if any(from_fun(inputs[i]) is not value for i, value in zip(self.state, last, strict=True)):
                 raise CaptureError(
                     "backward changes a parameter, a buffer or an input in place, which a captured step can't do"
                 )
-            return [*map(from_fun, handed), *last]
+            return [*(made[i] if i in made else from_fun(value) for i, value in enumerate(handed)), *last]
 
-    def _turn(self, inputs: list[Any]) -> list[Any]:
-        """Forward has ended.  Asking for an input's value may still write ops down, which belong to forward."""
+    def _turn(self, inputs: list[Any], handed: Sequence[Any]) -> Ends:
+        """Forward has ended.  Asking for the value of an input, or of a view that is handed out, may still write ops
+        down, which belong to forward."""
+        made = {i: from_fun(handed[i]) for i in self.made}
         last = [from_fun(inputs[i]) for i in self.state]
         mode = get_proxy_mode()
         assert mode is not None
         self.forward = frozenset(node.name for node in mode.tracer.graph.nodes)
-        return last
+        return made, last
 
 
 class _Interpreter(fx.Interpreter):
     """Runs a joint graph, and calls `turned` once, between forward and backward."""
 
-    def __init__(self, graph: fx.GraphModule, turned: Callable[[], list[Any]]) -> None:
+    def __init__(self, graph: fx.GraphModule, turned: Callable[[Sequence[Any]], Ends]) -> None:
         super().__init__(graph)
         self.turned = turned
-        self.last: list[Any] | None = None
+        self.ends: Ends | None = None
+        self.handed = returned(graph.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        if self.last is None and n.op == "call_function" and n.meta[NOTES]["phase"] == "backward":
-            self.last = self.turned()
+        if self.ends is None and n.op == "call_function" and n.meta[NOTES]["phase"] == "backward":
+            self.ends = self.turned([self.env.get(node) for node in self.handed])
         result = self._checked(n) if _only_checks(n) else super().run_node(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
             for written in written_by(n):

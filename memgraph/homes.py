@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .dense import is_dense, shaped
-from .spill import PAGE, nameless_file, pages, spill_folder
+from .spill import PAGE, SpillError, advice_for, nameless_file, pages, spill_folder
 
 Room = tuple[int, int]  # offset, bytes
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -161,9 +161,12 @@ class FileMapping(Mapping):
         file = nameless_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
-        except BaseException:
+        except OSError as error:  # of memory, or of files: a mapping has one of its own
             os.close(file)
-            raise
+            advice = advice_for(error, "see that the process may map more memory (ulimit -v, vm.max_map_count)")
+            raise SpillError(
+                f"cannot map {nbytes} bytes of a file for the state in {folder}: {error}; {advice}"
+            ) from error
         mapping.file = file
         mapping.known(laid)
         return mapping

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from .costs import once
 from .disk import DiskTier
 from .pinned import pinned_speed
 from .setting import setting
-from .spill import mount, spill_folder
+from .spill import PAGE, available_nbytes, mount, spill_folder
 from .stopwatch import shortest
 from .wire import narrow, widen
 from .workers import CHUNK, STAGING, WORKERS
@@ -69,19 +69,22 @@ def disk_links(folder: str | os.PathLike[str] | None = None, room: int | None = 
 
     Args:
         room: the bytes of memory that measuring may take; large copies that do not fit are left out, and small ones are
-            fewer.
+            fewer.  So they are on a disk that is nearly full.
     """
-    there, sizes = spill_folder(folder), _fitting(room)
+    there = spill_folder(folder)
+    sizes = _fitting(room, available_nbytes(there))
     method = f"{sizes} {WORKERS} x {CHUNK}"
     return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there, sizes))
 
 
-def _fitting(room: int | None) -> dict[int, int]:
-    """The sizes that are measured in so much room, each with its number of copies: all have one source."""
-    if room is None:
-        return SIZES
-    fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in SIZES.items()}
-    return {nbytes: count for nbytes, count in fits.items() if count > 0} or {min(SIZES): 1}
+def _fitting(room: int | None, free: int) -> dict[int, int]:
+    """The sizes that are measured in so much memory, whose copies have one source, and which the free bytes of the disk
+    hold twice; each with its number of copies, and at least one."""
+    fits = {nbytes: min(count, free // (2 * nbytes)) for nbytes, count in SIZES.items()}
+    if room is not None:
+        fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in fits.items()}
+    least = min(SIZES) if free >= 2 * min(SIZES) else PAGE
+    return {nbytes: count for nbytes, count in fits.items() if count > 0} or {least: 1}
 
 
 def host_links(device: torch.device) -> Links:
@@ -127,7 +130,7 @@ def _measure_casts(device: torch.device) -> Links:
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
-def _measure_disk(folder: Path, sizes: dict[int, int]) -> Links:
+def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
     end = time.perf_counter() + SECONDS
     out: dict[int, float] = {}
     back: dict[int, float] = {}

@@ -95,11 +95,15 @@ def advice_for(error: BaseException | None, otherwise: str) -> str:
 
 def _check_space(folder: Path, nbytes: int, content: str) -> None:
     """Refuse what does not fit before trying, because trying fills the disk for everyone else."""
-    disk = os.statvfs(folder)
-    available = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and nbytes > available:  # some network file systems have no numbers, and say 0
+    if nbytes > (available := available_nbytes(folder)):
         message = f"{nbytes} bytes are wanted for {content} in {folder}, {available} are available"
         raise SpillError(f"{message}; free some, name a folder on a larger disk with spill_dir=, or raise the budget")
+
+
+def available_nbytes(folder: Path) -> int:
+    """The bytes that a file in `folder` may have; plenty, where a network file system has no numbers, and says 0."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else 1 << 62
 
 
 def _open_nameless(folder: Path) -> int:

@@ -28,7 +28,7 @@ from .links import Links, noise
 from .ops import running
 from .setting import setting
 from .signature import kernel_modes
-from .spill import mount, spill_folder
+from .spill import available_nbytes, mount, spill_folder
 from .stopwatch import shortest, so_often, timed
 from .workers import STAGING
 
@@ -58,6 +58,8 @@ def disk_toll(folder: str | os.PathLike[str] | None, links: Links, room: int | N
         room: the bytes of memory that measuring may take: fewer copies are watched in less.
     """
     there = spill_folder(folder)
+    if available_nbytes(there) < 2 * NBYTES * COPIES:
+        return Toll()  # unknown, as long as the disk is nearly full
     copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
     key = f"toll {copies} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
     return once(_known, key, lambda: _measure(there, links, copies), lambda found: Toll(*found), astuple)

@@ -165,14 +165,30 @@ def _read(path: Target) -> Any:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         refuse_damaged_archive(path, state)
         return state
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if os.path.exists(path):  # safetensors says so of whatever can't be opened
+            raise StateError(f"{path} can't be opened; {_advice(path)}") from error
         raise
     except StateError as error:
         raise StateError(f"{path} is damaged: {error}; go on from an earlier one") from error
     except LookupError as error:
         raise StateError(f"{path} is no training state; give a file of save_state") from error
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
-        raise StateError(f"{path} can't be read as a training state: {error}; give a file of save_state") from error
+        raise StateError(f"{path} can't be read as a training state: {error}; {_advice(path)}") from error
+
+
+def _advice(path: Target) -> str:
+    """What to do about a file that can't be read: two files are open while one is."""
+    files = []
+    try:
+        for _ in range(2):
+            files.append(open(path, "rb"))  # noqa: SIM115
+    except OSError as error:
+        return advice_for(error, "see that it may be read, or give another file of save_state")
+    finally:
+        for file in files:
+            file.close()
+    return "give a file of save_state"
 
 
 def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

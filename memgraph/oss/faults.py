@@ -66,7 +66,11 @@ class Watch:
         except RuntimeError as error:  # torch has no type of its own for what gloo reports
             if isinstance(error, MemgraphError) or len(self.members) == 1 or _is_of_memory(error):
                 raise
-            verdict = self._verdict(collective, begun + self.limit)
+            ended = time.monotonic()
+            # Who has not come by the end of the timeout is late, and whether it lives is heard after that.
+            timed_out = ended >= begun + self.limit
+            until = ended + self.calm * (1 + 2 / BEATS) if timed_out else begun + self.limit
+            verdict = self._verdict(collective, until, timed_out)
             raise _error(collective, verdict, error, self.members[self.group.rank()]) from error
 
     @contextmanager
@@ -92,17 +96,18 @@ class Watch:
                 never.wait(timedelta(milliseconds=1))
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective, so long that its failure can still be looked into before the group's timeout."""
+        """Wait for a collective as long as the group's timeout allows."""
         if work is None:  # a group that this rank is not in
             return
         if self.is_gloo:
-            work.wait(timedelta(seconds=self.limit - self.calm * (1 + 2 / BEATS)))
+            work.wait(timedelta(seconds=self.limit))
         else:
             work.wait()  # with a time, NCCL would hold up the host
 
-    def _verdict(self, collective: str, until: float) -> Verdict:
+    def _verdict(self, collective: str, until: float, timed_out: bool) -> Verdict:
         if _within(self.calm, partial(self.store.check, [VERDICT])) is not None:
-            look = partial(find, self.store, self.members, self.group.rank(), collective, self.calm, until)
+            here = self.members, self.group.rank(), collective
+            look = partial(find, self.store, *here, self.calm, until, timed_out)
             found = _within(max(until - time.monotonic(), self.calm) + self.calm, look)
             if found is not None:
                 return found

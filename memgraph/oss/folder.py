@@ -162,10 +162,23 @@ def _is_between_names(whole: Path) -> bool:
     return not whole.exists() and _beside(whole, "old").exists() and _beside(whole, "new").exists()
 
 
+class _Writer(FileSystemWriter):
+    """Torch's own, which says why it could not write, and not only that the file is not as long as it should be."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            why: BaseException | None = error
+            while why is not None and not isinstance(why, OSError):
+                why = why.__cause__ or why.__context__
+            raise why or error from None
+
+
 def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        save(state, storage_writer=FileSystemWriter(new), process_group=optimizer.watch.group)
+        save(state, storage_writer=_Writer(new), process_group=optimizer.watch.group)
 
 
 def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:

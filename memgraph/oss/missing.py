@@ -32,27 +32,35 @@ class Verdict:
     fate: str
 
 
-def find(store: Any, members: Sequence[int], me: int, collective: str, calm: float, until: float) -> Verdict:
-    """Who is missing: the first finding in the group, whoever makes it."""
+def find(
+    store: Any, members: Sequence[int], me: int, collective: str, calm: float, until: float, timed_out: bool
+) -> Verdict:
+    """Who is missing: the first finding in the group, whoever makes it. `timed_out`: all have waited as long as they
+    may, so that who comes only now is late."""
     store.set(_came(me), collective)
-    found = _look(store, members, calm, until)
+    found = _look(store, members, calm, until, timed_out)
     told = json.loads(store.compare_set(VERDICT, "", json.dumps([found.ranks, found.fate])))
     return Verdict(tuple(told[0]), told[1])
 
 
-def _look(store: Any, members: Sequence[int], calm: float, until: float) -> Verdict:
+def _look(store: Any, members: Sequence[int], calm: float, until: float, timed_out: bool) -> Verdict:
     """Wait for everybody who lives, and at least so long that a living one would have been heard."""
     first, begun = _read(store, life, members), time.monotonic()
+    late: list[int] | None = None  # those who had not come when the rest had, and half a beat later
     while not store.check([VERDICT]):
         time.sleep(calm / BEATS / 2)
         now, came = _read(store, life, members), _read(store, _came, members)
         absent = [place for place in range(len(members)) if came[place] is None]
         silent = [place for place in absent if now[place] == first[place]]
+        late = absent if late is None and timed_out else late
         if words := {members[place]: why for place, why in enumerate(_read(store, left, members)) if why is not None}:
             rank, why = next(iter(words.items()))
             return Verdict((rank,), f"rank {rank} could not go on: {why.decode()}")
         if not absent:
-            return _met([(rank, (what or b"").decode()) for rank, what in zip(members, came, strict=True)])
+            asked = [(what or b"").decode() for what in came]
+            if late and len(set(asked)) == 1:
+                return _late([members[place] for place in late])
+            return _met(list(zip(members, asked, strict=True)))
         if silent and time.monotonic() > begun + calm:
             return _silent([members[place] for place in silent], calm)
         if time.monotonic() > until:

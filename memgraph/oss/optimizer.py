@@ -39,6 +39,7 @@ from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
 from .held import Held
 from .inside import Inside
+from .model_parallel import ModelParallel
 from .near import Near, near
 from .norm import Limit, clip
 from .pieces import Pieces
@@ -207,9 +208,20 @@ class OSS(Saving):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        group: dist.ProcessGroup | None = None,
+        replicated: Iterable[Tensor] = (),
     ) -> Tensor:
         """Scale the averaged gradient of all parameters down to a norm; every rank of the group has to call it.
+
+        Args:
+            group: the ranks that have the other parts of the same parameters, as with tensor parallelism; the norm is
+                then that of the whole parameters. All of its ranks have to call it, too.
+            replicated: the parameters that are whole on each rank of that `group`, which count once.
 
         Returns:
             the norm as it was, as `torch.nn.utils.clip_grad_norm_` does
@@ -217,15 +229,17 @@ class OSS(Saving):
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another.
             AgreementError: ranks were given different arguments, options or frozen parameters. Nothing is scaled.
+            ValueError: this rank is not in `group`, or something `replicated` is no parameter of this optimizer.
         """
         self._refuse_torn()
+        parallel = None if group is None else ModelParallel.of(group, replicated, self.pieces.parameters)
         with torch.no_grad():
             if self.updates.goes_on():
                 raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
             limit, trouble = self.prepare(lambda: Limit(float(max_norm), float(norm_type), bool(error_if_nonfinite)))
             kinds, _ = self._agree(trouble, limit)
             held = self.held or self.averages.hold(kinds)
-            total = clip(self, held, limit)
+            total = clip(self, held, limit, parallel)
             self.held = None if self.are_same else held.seen_now()
             return total
 

@@ -18,7 +18,7 @@ from memgraph.oss.updates import Updates
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_steps import groups, net, train
 
-SECONDS, CALM = 8.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
+SECONDS, CALM = 5.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
@@ -83,10 +83,9 @@ def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
 
 
 def _apart(rank: int) -> tuple[tuple[int, ...], str]:
-    faults.CALM = 5.0  # which leaves 1.3 s for a collective, and the rest for who comes late
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
-    optimizer.watch.limit = SECONDS
+    optimizer.watch.limit = 1.5  # after which both are heard
     with pytest.raises(CollectiveError) as caught:
         optimizer.consolidate_state_dict() if rank == 1 else train(module, optimizer, 1)
     return caught.value.ranks, str(caught.value)
@@ -114,3 +113,24 @@ def _without_one(rank: int) -> str:
 def test_a_rank_that_makes_no_optimizer_is_named() -> None:
     found = on_ranks(2, _without_one, seconds=SECONDS, lost=[1])
     assert found == ["comparison of what the ranks were given (1,)", None]
+
+
+def _late(rank: int, seconds: float) -> str:
+    module = net()
+    optimizer = memgraph.OSS(groups(module), optim.Adam)
+    train(module, optimizer, 1)
+    optimizer.watch.limit, optimizer.watch.calm = 6.0, 2.4  # as with a timeout of 6 s
+    if rank == 1:
+        time.sleep(seconds)
+    try:
+        train(module, optimizer, 1)
+    except CollectiveError as error:
+        return f"{error.ranks} {error}"
+    return ""
+
+
+def test_who_is_late_is_waited_for_as_long_as_the_timeout_says_and_then_named() -> None:
+    assert on_ranks(2, _late, 4.0) == ["", ""]  # two thirds of it
+    first, second = on_ranks(2, _late, 7.5, meet=False)
+    assert first.startswith("(1,) ") and "rank 1 is alive and did not come to it in time" in first
+    assert second.startswith("(1,) ") and "the others have gone on without rank 1" in second

@@ -124,6 +124,66 @@ def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice(way: s
     on_ranks(2, _clipped, way)
 
 
+def _clipped_to_the_bit(rank: int, kind: Any, gradients: str) -> None:
+    for order in (2.0, 1.0, 3.0, math.inf):
+        ours, plain = tensors(*LARGE), tensors(*LARGE)
+        spread, alone = memgraph.OSS(ours, kind, lr=0.1, gradients=gradients), kind(plain, lr=0.1)
+        give(ours, 0, 2)
+        give(plain, 0, 2)
+        assert torch.equal(spread.clip_grad_norm_(0.3, order), clip_grad_norm_(plain, 0.3, order))
+        spread.step()
+        alone.step()
+        assert same(ours, plain)
+
+
+LARGE = (517, 31), (1009,), (64, 3, 5), (2, 333)
+WHOLE = [(1, optim.SGD, "average"), (2, optim.SGD, "same"), (2, optim.Adafactor, "average")]
+
+
+@pytest.mark.parametrize("ranks, kind, gradients", WHOLE, ids=["alone", "the same on all", "whole parameters"])
+def test_clipping_is_torchs_to_the_bit_where_each_gradient_is_whole_somewhere(
+    ranks: int, kind: Any, gradients: str
+) -> None:
+    on_ranks(ranks, _clipped_to_the_bit, kind, gradients)
+
+
+def _tensor_parallel(rank: int) -> None:
+    """A grid of 2 x 2: ranks of a column have the same parts of parameters, ranks of a row the other parts."""
+    groups: list[Any] = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    data, model, part = groups[rank % 2], groups[2 + rank // 2], rank % 2
+    for order in (2.0, 1.0, 0.0, 3.0, math.inf, -1.0):
+        whole = tensors((6, 8), (5,), (4, 2))
+        give(whole, 0, 2)
+        grads = [gradient(each) for each in whole]
+        ours = tensors((6, 4), (5,), (4, 1))
+        for tensor, grad in zip(
+            ours, (grads[0][:, 4 * part :][:, :4], grads[1], grads[2][:, part:][:, :1]), strict=True
+        ):
+            tensor.grad = grad.contiguous().clone()
+        spread = memgraph.OSS(ours, optim.SGD, lr=0.1, group=data)
+        found = spread.clip_grad_norm_(0.2, order, group=model, replicated=[ours[1]])
+        torch.testing.assert_close(found, clip_grad_norm_(whole, 0.2, order))
+        before = [each.detach().clone() for each in ours]
+        spread.step()
+        moved = [(was - now) / 0.1 for was, now in zip(before, ours, strict=True)]
+        torch.testing.assert_close(moved[0], grads[0][:, 4 * part :][:, :4], atol=1e-5, rtol=1e-4)
+    spread.zero_grad()
+    give(ours, 0, 2)
+    with pytest.raises(ValueError, match="no parameter of this optimizer"):
+        spread.clip_grad_norm_(1.0, group=model, replicated=whole)
+    with pytest.raises(ValueError, match="no process group that this rank is in"):
+        spread.clip_grad_norm_(1.0, group=groups[2 + 1 - rank // 2])
+    if rank % 2:
+        for each in ours:
+            each.grad = None if each is ours[2] else each.grad
+    with pytest.raises(memgraph.AgreementError, match="parts of the same ones"):
+        spread.clip_grad_norm_(1.0, group=model)
+
+
+def test_the_norm_of_shards_of_a_tensor_parallel_model_is_that_of_the_whole_one() -> None:
+    on_ranks(4, _tensor_parallel)
+
+
 def _clipped_anew(rank: int) -> None:
     ours = tensors((4,), (3,))
     spread = memgraph.OSS(ours, optim.SGD, lr=1.0)

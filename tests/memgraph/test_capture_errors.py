@@ -38,6 +38,17 @@ def test_what_depends_on_data_is_refused_with_its_line(then: Callable[[Any, Tens
     assert f"{__file__}:{line} in {then.__name__}" in str(caught.value)
 
 
+def test_an_op_that_takes_functions_is_refused_with_its_line() -> None:
+    def chosen(model: Any, h: Tensor) -> Any:
+        return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+
+    with pytest.raises(
+        CaptureError, match=r"takes functions \(torch.cond.*can't be planned(.|\n)*torch.where"
+    ) as caught:
+        capture(Plain(chosen), (X,), {})
+    assert f"{__file__}:{chosen.__code__.co_firstlineno + 1} in chosen" in str(caught.value)
+
+
 def test_a_users_own_error_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="broadcast") as caught:
         capture(Plain(lambda m, h: h + torch.ones(3)), (X,), {})

@@ -12,13 +12,14 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import costs, links, probe, roofline
+from memgraph import costs, links, probe, roofline, toll
 from memgraph.capture import capture
 from memgraph.costs import Costs, cache_folder, keep, kept
 from memgraph.links import SIZES, Link, disk_links
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own, of which this process remembers nothing."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
-    for remembering in (probe, roofline, links):
+    for remembering in (probe, roofline, links, toll):
         monkeypatch.setattr(remembering, "_known", {})
     monkeypatch.setattr(costs, "_open", {})
     return tmp_path / "cache"
@@ -41,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if in another process."""
-    for remembering in (probe, roofline, links):
+    for remembering in (probe, roofline, links, toll):
         monkeypatch.setattr(remembering, "_known", {})
 
 
@@ -333,6 +334,22 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
 def test_a_slow_disk_is_not_asked_for_large_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_copied", lambda tier: (2e5, 2e5))
     assert [nbytes for nbytes, _ in disk_links(tmp_path)[0].points] == list(SIZES)[:1]
+
+
+@pytest.mark.parametrize("available", [20 << 20, 1 << 20, 1 << 14])
+def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    plain = os.statvfs(tmp_path)
+    full = SimpleNamespace(f_bavail=available // 512, f_frsize=512, f_blocks=plain.f_blocks)
+    monkeypatch.setattr(os, "statvfs", lambda folder: full)
+    forget(monkeypatch)
+    out, back = disk_links(tmp_path)
+    assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
+    assert toll.disk_toll(tmp_path, (out, back)).drag >= 0
+    monkeypatch.undo()
+    forget(monkeypatch)
+    assert len(disk_links(tmp_path)[0].points) > 1  # measured as ever, once there is room
 
 
 def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner
+from memgraph import planner, saved
 from memgraph.saved import priced, saved_plan
 from passes import Machine, parse, parse_plan
 from tests.nets import batch, net
@@ -232,6 +232,33 @@ def damage(text: str, change: Callable[[dict[str, Any]], object]) -> str:
 def test_what_is_damaged_is_refused_at_once(change: Callable[[str], str], reason: str) -> None:
     with pytest.raises(memgraph.PlanError, match=reason):
         memgraph.compile(net(), "1GB", plan=change(pressed().to_json()))
+
+
+WRONG = (None, "7", [1], {"a": 1}, True, 1.5, float("nan"), -3)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=map(str, WRONG))
+def test_a_plan_that_was_sealed_anew_with_something_else_in_it_is_refused_or_planned_with(wrong: Any) -> None:
+    def sealed(*path: str) -> str:
+        facts = json.loads(pressed().to_json())
+        del facts["digest"]
+        place = facts
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = wrong
+        return json.dumps({**facts, "digest": saved._seal(facts)})
+
+    facts = json.loads(pressed().to_json())
+    paths = [(name,) for name in facts if name not in ("memgraph", "digest")]
+    for path in [*paths, *(("machine", name) for name in facts["machine"]), ("machine", "strange")]:
+        try:
+            plan = memgraph.SavedPlan.from_json(sealed(*path))
+            memgraph.plan(net(), batch(), budget=pressed().budget, plan=plan)
+        except memgraph.PlanError as error:
+            assert "plan anew" in str(error)
+        else:
+            before = (facts["machine"] if path[0] == "machine" else facts)[path[-1]]
+            assert type(wrong) in (type(before), int) and wrong == wrong
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
