@@ -15,11 +15,12 @@ from torch import Tensor, fx
 
 from .errors import MemgraphError, RecordingError
 from .homes import Place
+from .letting_go import Leaving, Lent
 from .ops import Exchange, Lease, Updater, running
 from .oss.awaited import Coming
 from .peak import Allocation, Meter, meter_of, resident_bytes
 from .split import Halves
-from .times import Clock, Times
+from .times import Clock, Times, noting
 from .versions import refuse_changed, version_of
 
 
@@ -60,6 +61,8 @@ class Flight:
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
     coming: Coming | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
+    leaving: Leaving | None = None  # tells the meter when what came to backward goes
+    lent: Lent | None = None  # its outputs, which may be gone when backward begins
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
@@ -118,10 +121,9 @@ class Flight:
         with self._alone():
             return list(self._run(self.halves.forward, list(tensors)))
 
-    def backward(
-        self, tangents: Sequence[Tensor | None], gradients: Sequence[Tensor | None], keep: bool
-    ) -> list[Tensor]:
-        """The gradients, given the tangents; the saved values are gone afterwards, unless they shall be kept.
+    def backward(self, tangents: list[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
+        """The gradients, given the tangents, whose list is emptied; the saved values are gone afterwards, unless they
+        shall be kept.
 
         Raises:
             MemgraphError: they are gone already.
@@ -147,11 +149,16 @@ class Flight:
         else:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
+        tangents.clear()
+        if self.meter is not None:
+            self.leaving = Leaving(given, self.meter.gone)
+        there = resident_bytes(given) - (self.lent.gone_nbytes() if self.lent is not None else 0)
         saved += [*given, *gradients]  # type: ignore[list-item]
         if self.recording is not None:
             results = self.recording.backward(given)
         else:
-            with self._alone(resident_bytes(given)):
+            del given
+            with self._alone(there):
                 results = list(self._run(self.halves.backward, saved))
         self.ended = True
         return results
@@ -179,7 +186,11 @@ class Flight:
         self.land()
 
     def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
-        return half.forward(values) if self.clock is None else self.clock.run(half, values)
+        if self.clock is not None:
+            return self.clock.run(half, values)
+        if self.leaving is not None:
+            return noting(half, self.leaving)(half, values)
+        return half.forward(values)
 
     @contextmanager
     def _alone(self, given: int = 0) -> Iterator[None]:

@@ -33,6 +33,7 @@ from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import updating
+from .letting_go import fitting
 from .lever import advised
 from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
@@ -334,7 +335,7 @@ class Planner:
         return machine, together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine) -> Choice:
-        return make_plan(trace, machine, seconds=self.wishes.seconds)
+        return fitting(partial(make_plan, seconds=self.wishes.seconds), trace, machine)
 
     def _price(self, graph: fx.Graph, trained: Trained) -> tuple[Trace, Machine]:
         together = self._together(trained)
