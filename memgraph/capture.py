@@ -23,6 +23,7 @@ from .joint import trace_joint
 from .known import KnowingMode
 from .nodes import returned
 from .refusal import explained
+from .seeding import no_seeding
 from .settle import settle
 from .sums import sum_early
 from .surrogates import copy_only_inputs
@@ -82,7 +83,8 @@ def capture(
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
-        joint = trace_joint(call, mode, wanted)
+        with no_seeding(module):
+            joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
