@@ -19,6 +19,7 @@ from .call import Output
 from .company import join
 from .errors import MemgraphError
 from .flight import Flight
+from .letting_go import Lent, lets_go, refuse_kept
 from .notice import notice
 from .peak import resident_bytes
 from .signature import has_hooks, in_process_group, is_watched
@@ -33,6 +34,8 @@ Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 class Run(torch.autograd.Function):
     """A step, as autograd calls it."""
 
+    boxed_grads_call = True  # tangents come in a list, from which they go as they are read
+
     @staticmethod
     def forward(ctx: Any, step: Step, flight: Flight, unforeseen: Unforeseen, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -42,12 +45,15 @@ class Run(torch.autograd.Function):
         except BaseException:
             step.land(flight)
             raise
+        if lets_go(step.report) or flight.meter is not None:
+            flight.lent = Lent(outputs)
         join(flight, frozenset(id(tensors[i]) for i in step.roles.owners))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+    def backward(ctx: Any, *given: Any) -> Any:
+        tangents: list[Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
         step: Step = ctx.step
         if torch.is_grad_enabled():
             raise MemgraphError(
@@ -76,11 +82,14 @@ class _Backward:
     """One backward of a flight: `takers` are the parameters that would take the gradients, where nobody else is told of
     them; `gone` says which gradients eager would not make, since none has come to what they are made of."""
 
-    def __init__(self, ctx: Any, tangents: Sequence[Tensor | None]) -> None:
+    def __init__(self, ctx: Any, tangents: list[Tensor | None]) -> None:
         self.step: Step = ctx.step
         self.roles = self.step.roles
         self.flight: Flight = ctx.flight
         self.tensors: Sequence[Tensor] = ctx.parameters
+        if self.flight.lent is not None and lets_go(self.step.report):
+            kept = refuse_kept(self.flight.lent, tangents, self.flight.saved or (), self.step.report)
+            self.flight.beyond = self.flight.beyond or kept
         self.tangents = [tangents[i] for i in self.roles.tangents]
         self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)
         self.keep = _get_current_graph_task_keep_graph()
@@ -94,6 +103,7 @@ class _Backward:
         updated = {name: self.behind[i][0] for name, i in self.roles.updates.items()}
         self.updated = {name: None if seen else _taker(node) for name, node in updated.items() if not _is_frozen(node)}
         self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
+        tangents.clear()
 
     def run(self) -> list[Tensor | None]:
         """The gradients that autograd has to hand on."""

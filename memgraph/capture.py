@@ -24,6 +24,7 @@ from .known import KnowingMode
 from .nodes import returned
 from .overwritten import can_run_again
 from .refusal import explained
+from .seeding import no_seeding
 from .settle import settle
 from .sums import sum_early
 from .surrogates import copy_only_inputs
@@ -96,7 +97,8 @@ def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
-        joint = trace_joint(call, mode, wanted)
+        with no_seeding(module):
+            joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)

@@ -15,11 +15,12 @@ from torch import Tensor, fx
 
 from .errors import MemgraphError, RecordingError
 from .homes import Place
+from .letting_go import Leaving, Lent
 from .ops import Exchange, Lease, Updater, running
 from .oss.awaited import Coming
 from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
-from .times import Clock, Times, Wall
+from .times import Clock, Times, Wall, noting
 from .versions import refuse_changed, version_of
 
 
@@ -61,6 +62,8 @@ class Flight:
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
     coming: Coming | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
+    leaving: Leaving | None = None  # tells the meter when what came to backward goes
+    lent: Lent | None = None  # its outputs, which may be gone when backward begins
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
@@ -76,11 +79,16 @@ class Flight:
 
     def watched(self, tangents: Sequence[Tensor | None]) -> AbstractContextManager[None]:
         """Measure what a backward allocates, if this flight is measured; tangents that are read as they came lie there
-        for it."""
+        for it, and outputs that nobody has any more do not."""
         if self.meter is None:
             return nullcontext()
+        gone = self.lent.gone_nbytes() if self.lent is not None else 0
+        return self.meter.window(resident_bytes(self._came(tangents)) - gone)
+
+    def _came(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """The tangents that backward reads as they came."""
         pairs = zip(self.halves.tangents, tangents, strict=True)
-        return self.meter.window(resident_bytes(t for fake, t in pairs if t is not None and _fits(fake, t)))
+        return [tangent for fake, tangent in pairs if tangent is not None and _fits(fake, tangent)]
 
     def time(self, device: torch.device) -> None:
         """Measure the time of this flight."""
@@ -124,10 +132,9 @@ class Flight:
         with self._alone():
             return list(self._run(self.halves.forward, list(tensors)))
 
-    def backward(
-        self, tangents: Sequence[Tensor | None], gradients: Sequence[Tensor | None], keep: bool
-    ) -> list[Tensor]:
-        """The gradients, given the tangents; the saved values are gone afterwards, unless they shall be kept.
+    def backward(self, tangents: list[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
+        """The gradients, given the tangents, whose list is emptied; the saved values are gone afterwards, unless they
+        shall be kept.
 
         Raises:
             MemgraphError: they are gone already.
@@ -153,18 +160,19 @@ class Flight:
         else:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
+        if self.meter is not None:
+            self.leaving = Leaving(self._came(tangents), self.meter.gone)
+        tangents.clear()
         saved += [*given, *gradients]  # type: ignore[list-item]
         with self.wall:
-            results = self._backward(given, saved)
+            if self.recording is not None:
+                results = self.recording.backward(given)
+            else:
+                del given
+                with self._alone():
+                    results = list(self._run(self.halves.backward, saved))
         self.ended = True
         return results
-
-    def _backward(self, given: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
-        if self.recording is not None:
-            return self.recording.backward(given)
-        assert self.halves.backward is not None
-        with self._alone():
-            return list(self._run(self.halves.backward, saved))
 
     def times(self) -> Times | None:
         """What the flight took, if that was measured to the end."""
@@ -195,7 +203,11 @@ class Flight:
         self.land()
 
     def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
-        return half.forward(values) if self.clock is None else self.clock.run(half, values)
+        if self.clock is not None:
+            return self.clock.run(half, values)
+        if self.leaving is not None:
+            return noting(half, self.leaving)(half, values)
+        return half.forward(values)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from .fakes import fake, without_autocast
 from .fast_paths import fused_layers
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
+from .products import products
 from .surrogates import keep_workspaces
 from .trees import Spec, flatten
 from .untouched import Untouched, untouched
@@ -68,6 +69,7 @@ def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
         untouched(call.module, call.tensors) as before,
         without_checkpoint(),
         fused_layers(),
+        products(),
         seen_by_transformers(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)
@@ -173,12 +175,13 @@ class _Step:
         # The old value of a buffer that was assigned anew is not handed through: the buffer then holds another one.
         rewritten = self.entries.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
+        made = {leaf.untyped_storage()._cdata for leaf in _seen(leaves) if all(leaf is not value for value in values)}
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 refs.append(leaf)
-            elif (handed := self._handed(leaf, passed)) is not None:
+            elif (handed := self._handed(leaf, passed, made)) is not None:
                 refs.append(handed)
             else:
                 outputs.setdefault(id(leaf), leaf)
@@ -189,12 +192,14 @@ class _Step:
             self.rewritten[i] = list(outputs).index(id(values[i]))
         return list(outputs.values())
 
-    def _handed(self, leaf: Tensor, passed: Mapping[int, Tensor]) -> Ref | None:
-        """What a result is, if it is an input, or a view of one that autograd knows nothing of."""
+    def _handed(self, leaf: Tensor, passed: Mapping[int, Tensor], made: Set[int]) -> Ref | None:
+        """What a result is, if it is an input, or a view of one that autograd knows nothing of; `made` are the storages
+        of which autograd knows a view among the results."""
         for i, value in passed.items():
-            # The gradient of a parameter that is returned shall come out of the graph with the rest of it.
-            trained = self.inputs[i].kind == "parameter" and value.requires_grad and torch.is_grad_enabled()
-            if leaf is value and not trained:
+            # The gradient of a parameter that is returned shall come out of the graph with the rest of it, and that of
+            # an input with those of its views: they are summed in the order in which autograd would.
+            whole = self.inputs[i].kind == "parameter" or value.untyped_storage()._cdata in made
+            if leaf is value and not (whole and value.requires_grad and torch.is_grad_enabled()):
                 return Ref("input", i)
         views = ((i, View.of(leaf, value)) for i, value in passed.items())
         return next((Ref("input", i, view) for i, view in views if view is not None), None)
@@ -232,6 +237,11 @@ class _Step:
         self.notes.turn(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
+
+
+def _seen(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors among these that autograd has to differentiate."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()]
 
 
 def _sources(

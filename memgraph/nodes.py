@@ -104,6 +104,22 @@ def drop_detours(graph: fx.Graph, kept: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+def drop_copies(graph: fx.Graph) -> None:
+    """Let what copies a value that nobody changes any more be that value.
+
+    Neither of them is handed out, and the value is all of its storage, so that nothing lives longer than with the copy.
+    """
+    given = all_storages([*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *returned(graph)])
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = node.args[0]
+        whole = source.meta["val"].untyped_storage().nbytes() == node.meta["val"].untyped_storage().nbytes()
+        if whole and _lies(source) == _lies(node) and not (storages(node) | storages(source)) & given:
+            views = [user for user in node.users if storages(user) & storages(node)]
+            if not views:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
 def drop_unread_statistics(graph: fx.Graph) -> None:
     """Drop the running statistics that the backward of a batch norm in training is given, and does not read."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):

@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
 from .alone import ALONE
 from .apart import block_sizes, is_apart, is_profiled
@@ -31,6 +31,7 @@ from .homes import is_far
 T = TypeVar("T")
 Block = tuple[int, int]
 GIVEN = -1  # no block has this address
+GONE = "memgraph gone "  # begins the name of an event that says how many bytes of what was given have gone
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ class Meter(Protocol):
     """Measures work that is done in several pieces, each in a `window()`; what happens between them is not seen."""
 
     def window(self, given: int = 0) -> AbstractContextManager[None]:
-        """A piece of the work; `given` bytes lie there for it, that came since the last."""
+        """A piece of the work; `given` bytes lie there for it, that came since the last; fewer than 0 have gone."""
+        ...
+
+    def gone(self, nbytes: int) -> None:
+        """So many bytes that a window was given have gone; a meter may not see that itself."""
         ...
 
     def allocated(self) -> Allocation | None:
@@ -125,7 +130,12 @@ class CpuMeter:
             self._whole = False
         elif self._whole:
             seen = _blocks(results.experimental_event_tree())
-            self._seen += [(GIVEN, given), *seen, (GIVEN, -given)] if given else seen
+            left = given + sum(nbytes for address, nbytes in seen if address == GIVEN)
+            self._seen += [(GIVEN, given), *seen, (GIVEN, -left)]
+
+    def gone(self, nbytes: int) -> None:
+        with record_function(f"{GONE}{nbytes}"):
+            pass
 
     def allocated(self) -> Allocation | None:
         return _account(self._seen) if self._whole else None
@@ -154,6 +164,9 @@ class CudaMeter:
         self._net += end - start
         self._blocks = max(self._blocks, self._stats("allocated_bytes")[1])
         self._held = max(self._held, self._stats("reserved_bytes")[1])
+
+    def gone(self, nbytes: int) -> None:
+        """The allocator counts that itself."""
 
     def allocated(self) -> Allocation | None:
         return Allocation(self._peak, self._net, self._blocks, self._held)
@@ -184,7 +197,9 @@ def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:
         event = todo.pop()
         todo += event.children
         block = event.extra_fields
-        if isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
+        if event.name.startswith(GONE):
+            found.append((event.start_time_ns, GIVEN, -int(event.name.removeprefix(GONE))))
+        elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
             found.append((event.start_time_ns, block.ptr, block.alloc_size))
     return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda seen: seen[0])]
 
@@ -193,7 +208,9 @@ def _account(blocks: Iterable[Block]) -> Allocation:
     live: dict[int, int] = {}
     peak = now = 0
     for address, nbytes in blocks:
-        if nbytes > 0:
+        if address == GIVEN:
+            now += nbytes
+        elif nbytes > 0:
             live[address] = nbytes
             now += nbytes
         else:

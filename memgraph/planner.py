@@ -33,6 +33,7 @@ from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import updating
+from .letting_go import fitting
 from .lever import advised
 from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
@@ -329,9 +330,12 @@ class Planner:
         return machine, together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine, until: float | None = None) -> Choice:
-        seconds = self.wishes.seconds if until is None else max(0.0, until - time.monotonic())
+        until = time.monotonic() + self.wishes.seconds if until is None else until
         self.progress.phase("planning, passes tried", len(passes.PASSES))
-        return make_plan(trace, machine, log=self.progress.done, seconds=seconds)
+        return fitting(partial(self._searched, until), trace, machine)
+
+    def _searched(self, until: float, trace: Trace, machine: Machine) -> Choice:
+        return make_plan(trace, machine, log=self.progress.done, seconds=max(0.0, until - time.monotonic()))
 
     def _found(self, trace: Trace, machine: Machine, until: float) -> Choice:
         """The plan that was found for such a step before, or one that is searched for."""

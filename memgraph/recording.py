@@ -120,7 +120,7 @@ class Recording:
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in halves.tangents
             ]
             self.gradients, self.back = recorder.record(
-                lambda: _joined(flight, lambda: flight.backward(self.tangents, [], keep=False))
+                lambda: _joined(flight, lambda: flight.backward([*self.tangents], [], keep=False))
             )
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -78,6 +78,11 @@ LEAF = (
     "autograd refuses in eager as well",
     "clone it first, or take the op that does not work in place (inplace=False)",
 )
+TAKES_FUNCTIONS = (
+    "an op that takes functions (torch.cond, while_loop, flex_attention) can't be planned: which of them run may "
+    "depend on a tensor's value",
+    "compute both branches and choose with torch.where, or do this outside of the module",
+)
 MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
 APART = re.compile("found (at least )?two (different )?devices")
 UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
@@ -94,6 +99,7 @@ BY_OP = (
     ("aten._nested_tensor_from_mask", NESTED),
 )
 BY_TEXT = (
+    ("There was no rule registered for HigherOrderOperator", TAKES_FUNCTIONS),
     ("get value out of a tracing tensor", VALUE),
     (".numpy() is not supported", NUMPY),
     ("is not supported for tensor subclasses", VALUE),

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from passes import BrokenTrace, Choice, Forecast, Machine, Offload, Op, Stream, Trace, apply, check, predict
+from passes.lifetime import released
 from passes.slicing import resliced
 
 from .errors import PlanError
@@ -26,8 +27,9 @@ def reused(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Choice
     Raises:
         PlanError: none was, or it can't be carried out here, or is over the budget.
     """
-    bare = unpriced(trace)
-    plan = next((plan for plan in plans if plan.step == resliced(bare, plan.step)), plans[0])
+    both = [(step, unpriced(step)) for step in (trace, released(trace))]
+    matching = ((plan, step) for plan in plans for step, bare in both if plan.step == resliced(bare, plan.step))
+    plan, trace = next(matching, (plans[0], trace))
     trace = resliced(trace, plan.step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)

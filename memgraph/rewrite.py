@@ -49,7 +49,7 @@ class Rewriter:
             elif op.fn.startswith("memgraph."):
                 self.env[op.name] = self._memory_op(op)
         output = self.new.output(tuple(self.env[value] for _, value in applied.outputs))
-        output.meta = dict(self.graph.output_node().meta)
+        output.meta = self.graph.output_node().meta | {"kinds": tuple(kind for kind, _ in applied.outputs)}
         self.new.lint()
         return self.new
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +26,7 @@ from .errors import PlanError
 FORMAT = 2
 NETWORK = ("net", "latency", "strain")  # is said where there is one
 ANEW = "plan anew, without plan="
+TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ class SavedPlan:
             raise PlanError(f"the saved plan was damaged or changed since it was written; {ANEW}")
         try:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
-            numbers = facts["peak"], facts["us"], facts["bound_us"], facts["any_us"]
-            return cls(plan, step, Machine(**facts["machine"]), facts["torch"], facts["prices"], *numbers)
-        except (KeyError, TypeError, ValueError) as error:
+            names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
+            return cls(plan, step, Machine(**_typed(Machine, facts["machine"])), **_typed(cls, facts, names))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the saved plan can't be read: {error}; {ANEW}") from error
 
 
@@ -132,6 +136,24 @@ def priced(trace: Trace, machine: Machine) -> str:
 def _roomed(trace: Trace, machine: Machine) -> Machine:
     """Without the room on the far tier for more than there is: how much of it is free just then changes no plan."""
     return replace(machine, capacity=min(machine.capacity, sum(trace.nbytes.values())))
+
+
+def _typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The facts of these names, or all, for the fields of a dataclass.
+
+    Raises:
+        TypeError: one is of another type than its field, or a number that JSON has no sign for.
+        KeyError: one of the names is missing.
+    """
+    types = {field.name: TYPES[str(field.type)] for field in fields(kind) if str(field.type) in TYPES}
+    found = facts if names is None else {name: facts[name] for name in names}
+    for name, fact in found.items():
+        wanted = types.get(name, ())
+        is_number = isinstance(fact, int | float) and not isinstance(fact, bool)
+        well = is_number and math.isfinite(fact) if wanted is float else type(fact) is wanted
+        if not well:
+            raise TypeError(f"{name} is {fact!r}")
+    return found
 
 
 def _facts(machine: Machine) -> dict[str, object]:

@@ -21,7 +21,15 @@ from .desk import Desk
 from .functional import Functional
 from .in_place import write_in_place
 from .joint import Joint
-from .nodes import drop_aliases, drop_dead, drop_detours, drop_unread_statistics, gather_constants, returned
+from .nodes import (
+    drop_aliases,
+    drop_copies,
+    drop_dead,
+    drop_detours,
+    drop_unread_statistics,
+    gather_constants,
+    returned,
+)
 from .where import NOTES
 
 # What is said of a gradient that autograd hands on, and that can't go elsewhere: it is watched.
@@ -51,6 +59,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     places = [place for place in found.changed if joint.inputs[place].kind == "buffer"]
     assigned = {desk.placeholders[place] for place in joint.assigned}
     write_in_place(graph, joint.mode, [desk.placeholders[place] for place in places], assigned)
+    drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)
     graph.lint()

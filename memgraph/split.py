@@ -11,7 +11,7 @@ has read it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
 
+from passes.lifetime import RELEASED
+
 from .nodes import all_storages, returned, storages
+from .summarize import PURE_AGAIN
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -42,8 +45,8 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
     handed = tuple(zip(graph.output_node().meta["kinds"], returned(graph), strict=True))
-    outputs = [node for kind, node in handed if kind == "output"]
-    gradients = [node for kind, node in handed if kind != "output"]
+    outputs = [node for kind, node in handed if kind in ("output", RELEASED)]
+    gradients = [node for kind, node in handed if kind not in ("output", RELEASED)]
     read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
@@ -54,9 +57,18 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
-    kept = all_storages(saved)
+    kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, fakes, names, theirs)
+
+
+def _is_unread(node: fx.Node, readers: Collection[fx.Node]) -> bool:
+    """Whether ops that run again are given running statistics only to update them, which a second time is to no end.
+
+    The next forward may have changed them before this backward, as in eager.
+    """
+    again = (user.target in PURE_AGAIN and node in user.args[3:5] and node not in user.args[:3] for user in readers)
+    return bool(readers) and all(again)
 
 
 def _module(

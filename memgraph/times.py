@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -97,7 +97,7 @@ class Clock:
 
     def run(self, half: fx.GraphModule, values: list[Tensor]) -> Any:
         """What the half makes of `values`."""
-        forward = self._noting(half)
+        forward = noting(half, self._note)
         self.notes = [("", now(self.device))]
         results = forward(half, values)
         last = now(self.device)
@@ -106,12 +106,13 @@ class Clock:
             self.ops[name] += between_us(begin, end)  # backward takes what forward has saved by the same names
         return results
 
-    def _noting(self, half: fx.GraphModule) -> Any:
-        """The half's code, with a note behind every op."""
-        code = half.graph.python_code("self")
-        known = {**code.globals, "memgraph_note": self._note}
-        exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), known)
-        return known["forward"]
-
     def _note(self, name: str) -> None:
         self.notes.append((name, now(self.device)))
+
+
+def noting(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
+    """The half's code, which tells `note` the name of every op behind it, when what it read last has gone."""
+    code = half.graph.python_code("self")
+    known = {**code.globals, "memgraph_note": note}
+    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), known)
+    return known["forward"]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from passes import Op, Storage, Trace
+from passes.lifetime import RELEASED
 from passes.updates import early
 
 from .state_parts import StatePart
@@ -57,7 +58,7 @@ def with_step(
     takes so much workspace.  It reads behind each part the values `whose` the states are."""
     states = [_state(f"{STATE}_{i}", size, name, f"u8[{size}]") for i, size in enumerate(sizes)]
     states.append(_state(STATE, nbytes - sum(sizes), name))  # without a type it can't be streamed
-    gradients = dict.fromkeys(value for kind, value in trace.outputs if kind != "output")
+    gradients = dict.fromkeys(value for kind, value in trace.outputs if kind not in ("output", RELEASED))
     parameters = (op.name for op in trace.ops if op.fn == "parameter")
     owned = [*whose, *([()] * (len(states) - len(whose)))]
     reads = dict.fromkeys(read for state, values in zip(states, owned, strict=True) for read in (state.name, *values))
@@ -99,7 +100,7 @@ def _with_updates(
     done = set(inside.values())
     late = [[p for p in row if p not in done and may_be_stepped(p)] for row in rows]
     if any(late):
-        reads = (rest.name, *(value for kind, value in trace.outputs if kind != "output"))
+        reads = (rest.name, *(value for kind, value in trace.outputs if kind not in ("output", RELEASED)))
         workspace = trial.workspace(late, frozenset())
         ops = (*ops, Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace))
     return early(replace(trace, ops=ops))

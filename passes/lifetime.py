@@ -4,18 +4,23 @@
     b = view(a)
     c = mm(b, w)                       to 2, the last op that reads a value that holds it
 
-Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.
+Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.  In a
+step whose outputs are `released` these are there to the end of forward, or to the last op that reads them, and tangents
+to that: the caller has let go of them.  Numbers are never released: whoever calls backward() has its loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .trace import Op, Storage, Trace
 
 # The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
 Span = tuple[Op, Storage, int, int]
+
+
+RELEASED = "released"  # the kind of an output that its caller lets go of before backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Life:
 
 def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, ...]:
     """The life of every storage, or of `some`, in the order in which they are made."""
-    said = {"watched": "gradient", "shard": "gradient"}
+    said = {"watched": "gradient", "shard": "gradient", RELEASED: "output"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
 
     def life(op: Op, made: Storage, first: int, last: int) -> Life:
@@ -44,14 +49,31 @@ def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, .
 
 def spans(trace: Trace) -> Iterator[Span]:
     """When each storage is held, in the order in which they are made."""
-    read, end = last_reads(trace.ops), len(trace.ops) - 1
-    handed = {storage for _, value in trace.outputs for storage in trace.op[value].holds}
+    read, end, turn = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
+    handed = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
+    lent = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
-            if op.is_input:
-                yield op, made, trace.boundary if op.fn == "tangent" else 0, end
+            if op.fn == "tangent":
+                yield op, made, turn, max(turn, read[made.name]) if lent and not _is_number(op) else end
+            elif op.is_input or made.name in handed:
+                yield op, made, 0 if op.is_input else index, end
             else:
-                yield op, made, index, end if made.name in handed else read[made.name]
+                yield op, made, index, max(read[made.name], turn - 1) if made.name in lent else read[made.name]
+
+
+def released(trace: Trace) -> Trace:
+    """The step of a caller who lets go of its outputs before backward, and of what comes to backward; as it is, if it
+    has no outputs but numbers."""
+
+    def kind_of(kind: str, value: str) -> str:
+        return RELEASED if kind == "output" and not _is_number(trace.op[value]) else kind
+
+    return replace(trace, outputs=tuple((kind_of(kind, value), value) for kind, value in trace.outputs))
+
+
+def _is_number(op: Op) -> bool:
+    return op.type.endswith("[]")
 
 
 def last_reads(ops: Sequence[Op]) -> dict[str, int]:

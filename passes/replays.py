@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .lifetime import RELEASED
 from .trace import Op, Storage, Trace
 
 KEPT = "kept_for_replays"
@@ -48,7 +49,7 @@ def kept_nbytes(trace: Trace) -> int:
     libraries keep for its own stream."""
     copied = sum(made.nbytes for op in trace.ops if op.fn in ("input", "tangent") for made in op.makes)
     libraries = sum(op.nbytes for op in trace.ops if op.name == LIBRARIES) // 2  # both halves are noted down by one
-    handed = {held for kind, value in trace.outputs if kind == "output" for held in trace.op[value].holds}
+    handed = {held for kind, value in trace.outputs if kind in ("output", RELEASED) for held in trace.op[value].holds}
     update = max((op.workspace for op in trace.ops if op.phase == "update"), default=0)
     return copied + libraries + sum(trace.nbytes[held] for held in handed) + update
 

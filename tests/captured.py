@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from memgraph.capture import Captured, Output, Ref, capture, everything, operands
-from memgraph.nodes import all_storages, storages, written_by
+from memgraph.nodes import all_storages, returned, storages, written_by
 from memgraph.trees import flatten, unflatten
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -134,6 +134,8 @@ def assert_well_formed(graph: fx.Graph) -> None:
             assert node.meta["phase"] == "backward"
     changing = [node for node in nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
     assert set(changing) <= set(forward)
+    handed = zip(graph.output_node().meta["kinds"], returned(graph), strict=True)
+    assert all(node.op != "call_function" or node in forward for kind, node in handed if kind == "output")
     inputs = all_storages(graph.find_nodes(op="placeholder"))
     for node in changing:
         assert storages(node) <= inputs and all(written in node.all_input_nodes[:1] for written in written_by(node))

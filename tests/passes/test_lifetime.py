@@ -6,6 +6,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import Plan, Trace, apply, lifetimes, parse
+from passes.lifetime import released
 from tests.passes.interpreter import run
 from tests.strategies import planned, traces
 
@@ -76,6 +77,35 @@ def test_inputs_and_what_is_handed_out_stay() -> None:
 ........##...  b activation 8
 .........###.  e temporary 8
 ...........##  i gradient 8
+""",
+    )
+
+
+def test_what_is_released_goes_when_forward_ends_or_when_it_was_read() -> None:
+    text = """
+        forward:
+        d = tangent()  # f32[2] | makes d:8
+        n = tangent()  # f32[] | makes n:4
+        a = f()  # f32[2] | makes a:8
+        b = f()  # f32[2] | makes b:8
+        c = f(b)  # f32[] | makes c:4
+        backward:
+        g = h(d, n)  # makes g:8
+        e = h(g, b)  # makes e:8
+        i = h(g)  # makes i:8
+        return output a, output b, output c, gradient e
+    """
+    assert_expected_inline(
+        lives(str(released(parse(text)))),
+        """\
+.....#..  d tangent 8
+.....###  n tangent 4
+..###...  a output 8
+...####.  b output 8
+....####  c output 4
+.....###  g temporary 8
+......##  e gradient 8
+.......#  i temporary 8
 """,
     )
 

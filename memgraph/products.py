@@ -1,0 +1,77 @@
+"""The gradient of a product, which torch computes in one of two ways, by what the values are.
+
+    no zeros:   grad * result / x            bit-equal to eager, where it divides
+    a zero:     grad * all the others        bit-equal to eager, where it does not
+
+A trace sees no values, and torch takes the second way there.  In the graph both are computed, and one is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def products() -> Iterator[None]:
+    """Let `torch.prod` and `Tensor.prod` have gradients that choose as eager's do."""
+    method: Callable[..., Tensor] = torch.Tensor.prod
+
+    def prod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not _chooses(x, kwargs):
+            return method(x, *args, **kwargs)
+        dim, keepdim = _given(args, kwargs)
+        x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
+        found: Tensor = _Product.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
+        return found
+
+    def function(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return prod(input, *args, **kwargs)
+
+    with mock.patch.object(torch, "prod", function), mock.patch.object(torch.Tensor, "prod", prod):
+        yield
+
+
+def _chooses(x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the way depends on values, and the result is a tensor of its own."""
+    if kwargs.get("out") is not None or isinstance(kwargs.get("dim"), str):
+        return False
+    return x.requires_grad and torch.is_grad_enabled() and x.dim() > 0 and (x.is_floating_point() or x.is_complex())
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, bool]:
+    dim = args[0] if args else kwargs.get("dim")
+    return dim, bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        result = torch.ops.aten.prod.default(x) if dim is None else torch.ops.aten.prod.dim_int(x, dim, keepdim)
+        ctx.save_for_backward(x, result)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, result = ctx.saved_tensors
+        zeros = (x == 0).sum()
+        careful = _careful(x, grad, ctx.dim, ctx.keepdim)
+        if ctx.dim is None:
+            careful = torch.where(zeros > 1, torch.zeros_like(x), careful)
+        elif not ctx.keepdim:
+            grad, result = grad.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
+        return torch.where(zeros == 0, grad * (result / x).conj(), careful), None, None
+
+
+def _careful(x: Tensor, grad: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """The way that torch takes in a trace."""
+    with torch.enable_grad():
+        again = x.detach().requires_grad_()
+        made = torch.ops.aten.prod.default(again) if dim is None else torch.ops.aten.prod.dim_int(again, dim, keepdim)
+    return torch.autograd.grad(made, again, grad)[0]
