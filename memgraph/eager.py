@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Captured, Ref
-from .nodes import changes_inputs
+from .nodes import written_by
 from .trees import flatten, tensors_of
 from .versions import refuse_changed, version_of
 
@@ -50,7 +50,7 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
 def _written(captured: Captured) -> set[str]:
     """The names of the buffers that forward changes."""
     graph = captured.graph.graph
-    changed = {node.args[0] for node in graph.nodes if changes_inputs(node)}
+    changed = {value for node in graph.nodes for value in written_by(node)}
     inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     return {role.name for node, role in inputs if node in changed and role.kind == "buffer"}
 

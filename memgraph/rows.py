@@ -24,7 +24,7 @@ from .capture import Captured, Ref, capture, operands
 from .errors import CaptureError
 from .expected import Expected
 from .microbatches import INSTEAD, MicroBatches, Part, is_cut, or_zero, parts_of, rows_of
-from .nodes import changes_inputs, returned
+from .nodes import returned, written_by
 from .shared import Shared
 from .summarize import summarize
 from .targets import Targets
@@ -176,7 +176,7 @@ class _Trial:
 
     def _refuse_changes(self, captured: Captured) -> None:
         graph = captured.graph.graph
-        changed = {node.args[0] for node in graph.nodes if changes_inputs(node)}
+        changed = {value for node in graph.nodes for value in written_by(node)}
         for node, role in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
             if node in changed:
                 raise CaptureError(

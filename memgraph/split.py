@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
 
-from .nodes import all_storages, changes_inputs, returned, storages
+from .nodes import all_storages, changes_inputs, returned, storages, written_by
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
@@ -54,9 +54,15 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
-    kept = all_storages(saved) - all_storages(filter(changes_inputs, graph.nodes))
+    kept = all_storages(saved) - all_storages(value for node in graph.nodes for value in _changed(node))
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, fakes, names, theirs)
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    """What it writes to, itself included where it is that."""
+    is_said = changes_inputs(node) and node.target._schema.is_mutable  # type: ignore[union-attr]
+    return [*written_by(node), *([node] if is_said else [])]
 
 
 def _module(
