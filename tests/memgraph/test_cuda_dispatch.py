@@ -12,8 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import memgraph
 from memgraph import planner, probe
+from memgraph.far_update import FarUpdate
 from memgraph.known import KnowingMode
 from memgraph.nodes import aten
+from memgraph.pieces import cut
+from memgraph.strands import PARAMETER, Strand, Subject
 from memgraph.summarize import summarize
 from tests.fates import all_given_up
 
@@ -127,3 +130,26 @@ def test_cudnns_batch_norm_runs_once_where_it_updates_statistics(training: bool)
     graph.graph.output_node().meta["kinds"] = ["output", "output"]
     once = {op.fn: op.once for op in summarize(graph.graph).ops if op.fn.startswith("aten")}
     assert once == {"aten.cudnn_batch_norm.default": training, "aten.add.Tensor": training}
+
+
+@pytest.mark.parametrize(("device", "hosted", "most"), [(GPU, False, 20), (GPU, True, 2000), (CPU, False, 2000)])
+def test_an_update_in_low_precision_is_cut_as_finely_as_a_cpu_wants_it_on_a_cpu_alone(
+    device: torch.device, hosted: bool, most: int
+) -> None:
+    with KnowingMode():
+        weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device=device)
+        states = [torch.empty(4096, 4096, device=device) for _ in range(2)]
+    tensors = dict(zip((PARAMETER, "exp_avg", "exp_avg_sq"), (weight, *states), strict=True))
+    strands = {name: Strand(tensor, None, (0, 1), written=True) for name, tensor in tensors.items()}
+    subject = Subject(weight, 0, {}, {}, strands, hosted=hosted)
+    windows = cut([subject.row], 16 << 20)
+    pieces = [piece for window in windows for piece in window]
+    assert most / 2 < len(pieces) <= most if most > 20 else len(pieces) == len(windows) <= most
+    assert sum(piece.count for piece in pieces) == weight.numel()
+
+
+@pytest.mark.parametrize(("device", "nbytes"), [(GPU, 128 << 20), (CPU, 16 << 20)])
+def test_windows_of_a_gpu_are_large_enough_for_its_link(device: torch.device, nbytes: int) -> None:
+    with KnowingMode():
+        weight = nn.Parameter(torch.empty(1 << 16, 1 << 16, device=device))
+    assert FarUpdate(torch.optim.SGD([weight])).window == nbytes
