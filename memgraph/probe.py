@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs import keep, kept
-from .device import keeping_freed_memory, returns_freed_memory
+from .device import keeping_freed_memory, release_cached, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors
 from .notice import notice
@@ -78,11 +78,11 @@ class Prober:
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
         found = _read(kept(lasting)) if lasts else None
         if found is None and _touched(node) <= self.limit:
-            found = _probe(node, self._cool(_device(node)))
+            found = _probed_with_room(node, self._cool(_device(node)))
             if found is not None and lasts:
                 keep(lasting, _written(found))
         if found is None:
-            return Probed(Cost(roofline(node, _touched(node), self.limit)), None)
+            return Probed(Cost(roofline(node, _touched(node), self.limit), _spare(node)), None)
         _known[key] = found
         return found
 
@@ -164,8 +164,32 @@ def _read(written: Any) -> Probed | None:
     return Probed(Cost(written["us"], written["workspace"]), tuple(made))
 
 
+def _probed_with_room(node: fx.Node, before: Callable[[], object]) -> Probed | None:
+    """What running the op shows; once more if memory was short, without what the ops before it have left behind."""
+    for _ in range(2):
+        try:
+            return _probe(node, before)
+        except torch.OutOfMemoryError:
+            release_cached(_device(node))
+    notice(f"no memory is left to run {node.target} by itself, so that its workspace is guessed")
+    return None
+
+
+def _spare(node: fx.Node) -> int:
+    """The workspace of an op that could not be run, guessed: on a GPU a copy of its largest tensor, as kernels make one
+    that want another layout.  Not yet run on a GPU."""
+    if _device(node).type != "cuda":
+        return 0
+    near = [value for source in (*node.all_input_nodes, node) for value in tensors(source)]
+    return max(value.untyped_storage().nbytes() for value in near)
+
+
 def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
-    """Run the op of `node` on made-up values, as a step would; None if that was to no avail."""
+    """Run the op of `node` on made-up values, as a step would; None if that was to no avail.
+
+    Raises:
+        OutOfMemoryError: the device has not the memory.
+    """
     device = _device(node)
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # of all GPUs there would be a warning
     with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
@@ -175,6 +199,8 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
             if isinstance(node.target, Segment):
                 run()  # with what tuning takes, which later ones do without
             result, allocated = measured(run, device)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:
