@@ -59,7 +59,7 @@ class Norms(nn.Module):
         self.body = nn.Sequential(*(part for group in parts for part in group))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().mean()  # type: ignore[no-any-return]
+        return self.body(x).square().mean()
 
 
 class Layers(nn.Module):
@@ -70,7 +70,7 @@ class Layers(nn.Module):
         self.body = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.GELU())))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().mean()  # type: ignore[no-any-return]
+        return self.body(x).square().mean()
 
 
 def attention(device: torch.device) -> str:
@@ -113,7 +113,7 @@ def _least(
 ) -> str:
     """Train under little more than the least budget; with `state`, some of the state must be far then."""
     model = make().to(device)
-    wishes = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
+    wishes: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
     try:
         memgraph.plan(model, x.to(device), budget=1, lower=None, time_limit=SEARCH, **wishes)
         raise WrongError("a budget of one byte is enough")

@@ -27,7 +27,7 @@ def attention(q: Tensor) -> Tensor:
     """Forward and backward, as autograd has them done on a GPU in float32."""
     out, sums, seed, offset = aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
     backward = aten._scaled_dot_product_efficient_attention_backward
-    return backward(out, q, q, q, None, out, sums, seed, offset, 0.1, [True, True, True, False])[0]  # type: ignore[no-any-return]
+    return backward(out, q, q, q, None, out, sums, seed, offset, 0.1, [True, True, True, False])[0]
 
 
 def node_of(graph: fx.GraphModule, target: Any) -> fx.Node:
