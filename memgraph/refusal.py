@@ -61,6 +61,10 @@ UNDESCRIBED = (
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
+GENERATOR = (
+    "an op draws from a torch.Generator of the module's own, which torch can trace from 2.13 on",
+    "take a newer torch, or draw from the default generator",
+)
 MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
 APART = re.compile("found (at least )?two (different )?devices")
 UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
@@ -80,6 +84,7 @@ BY_TEXT = (
     ("get value out of a tracing tensor", VALUE),
     ("is not supported for tensor subclasses", VALUE),
     ("Cannot access data pointer of Tensor", NO_FAKE),
+    ("argument of type: <class 'torch._C.Generator'>", GENERATOR),
     (
         "modified by an inplace operation",
         ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),

@@ -77,8 +77,9 @@ def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensor
         with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
             return (*result[:3], result[3].new_empty(1))
     if func is aten.mkldnn_rnn_layer_backward.default:
-        with mode:
-            return (*result[:4], torch.empty_like(result[3]), *result[5:])
+        with mode:  # whatever it reads it makes float32, which the fake ones are from torch 2.13 on
+            made = [torch.empty_like(one, dtype=torch.float32) if one.dtype != torch.float32 else one for one in result]
+            return (*made[:4], torch.empty_like(made[3]), *made[5:])
     if func in SEEDS_ON_HOST:
         first, last = SEEDS_ON_HOST[func], SEEDS_ON_HOST[func] + 2
         with mode:
