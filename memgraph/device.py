@@ -75,6 +75,15 @@ def release_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def releasing_cached(device: torch.device) -> Iterator[None]:
+    """Afterwards give back blocks that no step asks for, as are left where ops were priced one at a time."""
+    try:
+        yield
+    finally:
+        release_cached(device)
+
+
 def block_nbytes(nbytes: int, device: torch.device) -> int:
     """The bytes that the device's allocator takes for a storage of `nbytes`: a GPU's are blocks of 512."""
     return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK if device.type == "cuda" else nbytes

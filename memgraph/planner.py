@@ -27,7 +27,7 @@ from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
-from .device import device_of, hold_to, release_cached, return_freed_memory, unused_nbytes
+from .device import device_of, hold_to, releasing_cached, return_freed_memory, unused_nbytes
 from .errors import BudgetError, CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
@@ -143,11 +143,8 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none is good for this call.
         """
-        with ALONE:
-            try:
-                return self._step(args, kwargs, wanted)
-            finally:
-                release_cached(self.device)  # of blocks that no step asks for: ops were priced one at a time
+        with ALONE, releasing_cached(self.device):
+            return self._step(args, kwargs, wanted)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
         """What this call's step is planned on: its text with prices, and the machine.
