@@ -7,7 +7,7 @@ READY = .venv/ready
 
 WITHIN ?= 720
 
-.PHONY: demo test slow check bench gpu versions newest clean
+.PHONY: demo test slow check bench gpu gpu-smoke versions newest clean
 .NOTPARALLEL: # a benchmark wants the machine for itself
 
 demo: bench-demo
@@ -43,13 +43,17 @@ bench-%: $(READY)
 # Uses PYTHON as it is, for the torch that was built for this machine's GPU.  It wants no network, and ends within ten
 # minutes, whatever hangs: what there is no time for is left out of the table, and what the tests leave of theirs is the
 # benchmarks'.  Each is a process of its own, since a fault of the device ends the process that it meets.
-gpu:
+gpu: gpu-smoke
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
 		{ echo "make gpu wants a CUDA device and a torch that sees it; $(PYTHON) has none here (PYTHON= names another)"; exit 1; }
 	begin=$$(date +%s); left() { echo $$((begin + $$1 - $$(date +%s))); }; failed=0; \
 		timeout -k 5 -s INT $$(left 100) $(PYTHON) -m pytest -m gpu tests/kernels || failed=1; \
 		timeout -k 5 -s INT $$(left 200) $(PYTHON) -m pytest -m gpu tests/gpu || failed=1; \
 		timeout -k 5 -s INT $$(left 575) $(PYTHON) -m benchmarks.gpu --seconds $$(left 545) || failed=1; exit $$failed
+
+# A minute: each case in a process of its own, a line each.
+gpu-smoke:
+	$(PYTHON) -m benchmarks.smoke
 
 # The versions in constraints.txt are those the tests were run with; without them pip takes the newest of everything.
 $(READY): pyproject.toml constraints.txt

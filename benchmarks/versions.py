@@ -45,6 +45,7 @@ CORE = (
         for name in (
             "private_names", "capture", "capture_errors", "layers", "storages", "law", "autograd", "backward",
             "stream", "stream_module", "windows", "fused", "modes", "module", "signature", "effects", "hooks", "calls",
+            "kernels", "cuda_dispatch", "device",
         )
     ),
 )  # fmt: skip

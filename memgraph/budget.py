@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import torch
 
-from .device import memory_nbytes, unused_nbytes
+from .device import headroom_nbytes, memory_nbytes, unused_nbytes
 
 UNITS = {
     "": 1,
@@ -53,7 +53,7 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
         ValueError: it can't be read, is not positive, or is more than the device has.
     """
     if budget is None:
-        return unused_nbytes(device) + resident
+        return max(0, unused_nbytes(device) - headroom_nbytes(device)) + resident
     return asked_nbytes(budget, device, BUDGET)
 
 

@@ -21,6 +21,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
 KEPT = 4 << 20  # the same while ops are priced
 CPU = torch.device("cpu")
+HEADROOM = 1 << 30  # bytes of a GPU
 CUDA_BLOCK = 512  # bytes; what the caching allocator rounds up to
 
 _returns = False
@@ -42,10 +43,13 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def unused_nbytes(device: torch.device) -> int:
-    """The bytes of the device's memory that can be had now; of a GPU's, also those that torch keeps for later use."""
+    """The bytes of the device's memory that can be had now; of a GPU's, also those that torch keeps for later use, and
+    no more than the process may take."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        given = torch.cuda.memory_allocated(device)
+        kept = torch.cuda.memory_reserved(device) - given
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * memory_nbytes(device))
+        return max(0, min(int(torch.cuda.mem_get_info(device)[0]) + kept, allowed - given))
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # too many open files, say
@@ -54,6 +58,34 @@ def unused_nbytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_nbytes(device))
     return memory_nbytes(device)
+
+
+def headroom_nbytes(device: torch.device) -> int:
+    """The bytes that a budget of all unused memory leaves free.  Not yet run on a GPU.
+
+    On a GPU kernels that are loaded later, collectives and what lies between the allocator's blocks want some.
+    """
+    if device.type != "cuda":
+        return 0
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in settings.replace(" ", "").lower():  # next to nothing lies between blocks
+        return HEADROOM
+    return max(HEADROOM, memory_nbytes(device) * 3 // 100)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back what torch keeps of a GPU's memory for later use, so that blocks of other sizes can be had."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def releasing_cached(device: torch.device) -> Iterator[None]:
+    """Afterwards give back blocks that no step asks for, as are left where ops were priced one at a time."""
+    try:
+        yield
+    finally:
+        release_cached(device)
 
 
 def block_nbytes(nbytes: int, device: torch.device) -> int:

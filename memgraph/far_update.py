@@ -33,6 +33,7 @@ from .window_bytes import Far, WindowBytes, window_bytes
 from .windowed import Windowed
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
+ON_GPU = 128 << 20  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
 SHARE = 64  # of what is trained is one
 
 
@@ -55,8 +56,9 @@ class FarUpdate:
     def window(self) -> int:
         """Bytes of a window, for who plans an update of what is trained now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        nbytes = sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
-        return min(LARGEST, max(SMALLEST, nbytes // SHARE))
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        largest = ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
+        return min(largest, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
 
     @property
     def current(self) -> int:

@@ -83,6 +83,7 @@ def parted(
     for subject in subjects:
         if isinstance(where, Host) and hosted(subject.parameter) and _is_alike(subject):
             _see_from_host(subject, stepper, where)
+            subject.hosted = True
             there.append(subject)
         else:
             here.append(subject)

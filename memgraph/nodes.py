@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
+STATISTICS = ("running_mean", "running_var")  # which batch norms change without saying so
 
 
 def tensors(node: fx.Node) -> list[Tensor]:
@@ -52,14 +53,17 @@ def changes_inputs(node: fx.Node) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that it writes to, as far as its schema says so."""
+    """The values that it writes to, as its schema says, or as is known of batch norms that update statistics."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None or not changes_inputs(node):
         return []
     given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
     aliases = {argument.name: argument.alias_info for argument in schema.arguments}
-    written = [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
-    return [value for value in written if isinstance(value, fx.Node)]
+    if schema.is_mutable:
+        names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
+    else:  # cudnn_batch_norm and the like
+        names = [*STATISTICS] if given.get("training", True) else []
+    return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
 
 
 def derived(node: fx.Node, mode: FakeTensorMode) -> Any:

@@ -27,7 +27,7 @@ from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture
-from .device import device_of, hold_to, return_freed_memory, unused_nbytes
+from .device import device_of, hold_to, releasing_cached, return_freed_memory, unused_nbytes
 from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
@@ -139,7 +139,7 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none is good for this call.
         """
-        with ALONE, forgotten_sources(), Progress() as self.progress:
+        with ALONE, forgotten_sources(), releasing_cached(self.device), Progress() as self.progress:
             return self._step(args, kwargs, wanted)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:

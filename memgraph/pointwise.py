@@ -27,6 +27,15 @@ OPTIONS = ("differentiable", "capturable")  # with which no update is run in win
 EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
 
 
+def is_exact(parameter: Tensor, hosted: bool = False) -> bool:
+    """Whether results do not depend on where an update of the parameter is cut; `hosted`: the host updates it.
+
+    A GPU's kernels compute each element in the same way, whatever stands beside it.  A CPU's take whole vectors of
+    elements and the rest one by one, which rounds otherwise in low precision.  Not yet run on a GPU.
+    """
+    return parameter.dtype in EXACT or (parameter.device.type == "cuda" and not hosted)
+
+
 def by_elements(kind: type[optim.Optimizer]) -> bool:
     """Whether an optimizer of this class changes each element by itself: it is one of the list, or its class says so,
     with `pointwise = True`.  A class that is derived from such a one may do otherwise, and says so again."""

@@ -59,6 +59,9 @@ NAMES: Mapping[str, str] = {
     "torch._neg_view": "ops are priced on tensors that are as lazily negated as the step's",
     "torch.ops.aten._native_batch_norm_legit_functional": "batch norm in training, made functional",
     "torch.ops.aten._native_batch_norm_legit_functional.default": "batch norm in training, made functional",
+    "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "its seeds lie on the host, where fake ones don't",
+    "torch.ops.aten._efficient_attention_forward": "its seeds lie on the host, where fake ones don't",
     # Running
     "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
     "torch._C._will_engine_execute_node": "gradients that backward(inputs=...) does not ask for are not written",

@@ -29,9 +29,10 @@ from passes import Trace
 
 from .apart import apart
 from .costs import keep, kept
-from .device import keeping_freed_memory, returns_freed_memory
+from .device import keeping_freed_memory, release_cached, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors, written_by
+from .notice import notice
 from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
@@ -113,12 +114,12 @@ class Prober:
         found = _read(kept(lasting)) if lasts else None
         if (found is None or (times and not found.is_timed)) and _touched(node) <= self.limit:
             self._tell(node)
-            ran = apart(partial(_probe, node, self._cool(_device(node)) if times else None))
+            ran = apart(partial(_probed_with_room, node, self._cool(_device(node)) if times else None))
             if ran is not None and lasts:
                 keep(lasting, _written(ran))
             found = ran or found
         if found is None:
-            return Probed(Cost(roofline(node, _touched(node), self.limit)), None)
+            return Probed(Cost(roofline(node, _touched(node), self.limit), _spare(node)), None)
         return _remembered(key, found)
 
     def _tell(self, node: fx.Node) -> None:
@@ -230,10 +231,33 @@ def _read(written: Any) -> Probed | None:
     return Probed(Cost(written["us"], written["workspace"]), tuple(made), is_timed="once" not in written)
 
 
+def _probed_with_room(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
+    """What running the op shows; once more if memory was short, without what the ops before it have left behind."""
+    for _ in range(2):
+        try:
+            return _probe(node, before)
+        except torch.OutOfMemoryError:
+            release_cached(_device(node))
+    notice(f"no memory is left to run {node.target} by itself, so that its workspace is guessed")
+    return None
+
+
+def _spare(node: fx.Node) -> int:
+    """The workspace of an op that could not be run, guessed: on a GPU a copy of its largest tensor, as kernels make one
+    that want another layout.  Not yet run on a GPU."""
+    if _device(node).type != "cuda":
+        return 0
+    near = [value for source in (*node.all_input_nodes, node) for value in tensors(source)]
+    return max(value.untyped_storage().nbytes() for value in near)
+
+
 def _probe(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
     """What the op of `node` takes on the made-up values that need most; None if it runs on none.
 
     Zeros are indices wherever there is something, but no pivots; of a mask, what is set may be looked up first.
+
+    Raises:
+        OutOfMemoryError: the device has not the memory.
     """
     zeros = _run_on(node, before, 0, False)
     masked = any(value.dtype == torch.bool for source in node.all_input_nodes for value in tensors(source))
@@ -256,6 +280,8 @@ def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, tru
             if isinstance(node.target, Segment):
                 run()  # with what tuning takes, which later ones do without
             result, allocated = measured(run, device)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:  # a profiler has been started meanwhile

@@ -73,6 +73,10 @@ UNDESCRIBED = (
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
+GENERATOR = (
+    "an op draws from a torch.Generator of the module's own, which torch can trace from 2.13 on",
+    "take a newer torch, or draw from the default generator",
+)
 LEAF = (
     "forward changes in place a leaf that requires a gradient (a parameter, or an input that no op has made), which "
     "autograd refuses in eager as well",
@@ -105,6 +109,7 @@ BY_TEXT = (
     ("is not supported for tensor subclasses", VALUE),
     ("no fake impl registered", NO_FAKE),
     ("Cannot access data pointer of Tensor", NO_FAKE),
+    ("argument of type: <class 'torch._C.Generator'>", GENERATOR),
     (
         "modified by an inplace operation",
         ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),

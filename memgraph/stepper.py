@@ -13,6 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,8 @@ class Stepper:
             if any(group == i for group, _, _ in pieces)
         ]
         try:
-            unhooked(type(one))(one)
+            with _numbers_on_host(one):
+                unhooked(type(one))(one)
             return [one.state.get(piece) for _, piece, _ in pieces]
         finally:
             one.state, one.param_groups = defaultdict(dict), []
@@ -137,6 +139,13 @@ class Temporaries:
         return max(
             (2 * self.fixed + math.ceil(self.each * large + self.before * small) for small, large in pairs), default=0
         )
+
+
+def _numbers_on_host(optimizer: optim.Optimizer) -> AbstractContextManager[Any]:
+    """Have torch's own optimizers make their numbers on the host whatever the caller's default device is, as they do by
+    themselves from torch 2.13 on."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return torch.device("cpu") if own and torch.get_default_device().type != "cpu" else nullcontext()
 
 
 def obstacle(optimizer: optim.Optimizer) -> str:

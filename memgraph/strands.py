@@ -21,7 +21,7 @@ from .homes import Form, Home, Place, Where, form_of, place_of
 from .movement import bring_home
 from .overlap import span_of
 from .pieces import Row
-from .pointwise import EXACT
+from .pointwise import is_exact
 from .stepper import Stepper
 
 Whose = Callable[[Tensor], bool]  # of a parameter
@@ -71,6 +71,7 @@ class Subject:
     numbers: Mapping[str, torch.device] = field(default_factory=dict)  # where such belong, if they are made elsewhere
     keys: tuple[str, ...] = ()  # of the state, once it was updated
     left: int = 0  # pieces that are not yet done
+    hosted: bool = False  # the host updates it
 
     @property
     def missing(self) -> dict[str, torch.dtype]:
@@ -95,7 +96,7 @@ class Subject:
         moved = tuple(strand.tensor.dtype.itemsize for strand in strands if strand.roomy(whole=False))
         resident = tuple(strand.tensor.dtype.itemsize for strand in strands if not strand.roomy(whole=False))
         fresh = tuple(dtype.itemsize for dtype in self.missing.values())
-        return Row(self.parameter.numel(), moved, resident, fresh, self.parameter.dtype in EXACT)
+        return Row(self.parameter.numel(), moved, resident, fresh, is_exact(self.parameter, self.hosted))
 
 
 def subjects_of(

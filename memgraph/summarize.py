@@ -20,7 +20,7 @@ from passes.wire import WORKSPACE
 
 from .device import block_nbytes
 from .inductor import Segment
-from .nodes import changed_storages, is_random, returned, storages, tensors
+from .nodes import changed_storages, is_random, returned, storages, tensors, written_by
 from .ops import accumulate, state_nbytes, update
 
 SHORT = {
@@ -97,7 +97,8 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         storage = value.untyped_storage()
         if storage._cdata not in names:
             names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
-            nbytes = 0 if FAR in node.meta else block_nbytes(storage.nbytes(), value.device)
+            # Of its first result's device: attention's seeds lie on the host, unless a CUDA graph is recorded.
+            nbytes = 0 if FAR in node.meta else block_nbytes(storage.nbytes(), values[0].device)
             makes.append(Storage(names[storage._cdata], nbytes))
         holds.append(names[storage._cdata])
     cost = price(node) if node.op == "call_function" else Cost()
@@ -148,7 +149,8 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     if has_own_generator(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    changes = node.target in (accumulate, update, OPS.gather.default) or (schema is not None and schema.is_mutable)
+    changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_by(node))
+    changes = changes or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
 
 

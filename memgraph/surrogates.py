@@ -30,6 +30,9 @@ COPY_STORAGES = (
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 )
+# Where the two numbers by which dropout is drawn again stand among their results: backward reads them on the host, and
+# with them on the device, where the fake ones are, the process would end.  Not yet run on a GPU.
+SEEDS_ON_HOST = {aten._scaled_dot_product_efficient_attention.default: 2, aten._efficient_attention_forward.default: 2}
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
@@ -74,8 +77,14 @@ def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensor
         with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
             return (*result[:3], result[3].new_empty(1))
     if func is aten.mkldnn_rnn_layer_backward.default:
+        with mode:  # whatever it reads it makes float32, which the fake ones are from torch 2.13 on
+            made = [torch.empty_like(one, dtype=torch.float32) if one.dtype != torch.float32 else one for one in result]
+            return (*made[:4], torch.empty_like(made[3]), *made[5:])
+    if func in SEEDS_ON_HOST:
+        first, last = SEEDS_ON_HOST[func], SEEDS_ON_HOST[func] + 2
         with mode:
-            return (*result[:4], torch.empty_like(result[3]), *result[5:])
+            seeds = [torch.empty((), dtype=seed.dtype, device="cpu") for seed in result[first:last]]
+        return (*result[:first], *seeds, *result[last:])
     if func in COPY_STORAGES and result.stride() == args[0].stride():  # not so if its elements overlap
         result.untyped_storage().resize_(args[0].untyped_storage().nbytes())
     return result

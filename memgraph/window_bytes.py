@@ -16,7 +16,7 @@ from torch import Tensor, optim
 
 from .homes import place_of
 from .pieces import Piece, Row, Window, cut
-from .pointwise import EXACT
+from .pointwise import is_exact
 from .stepper import Stepper, Temporaries
 from .strands import Whose
 
@@ -112,7 +112,7 @@ def _row(
         elif dtype is not None:
             tensors.append((dtype, far.states(parameter) or (there is not None and place_of(there) is not None)))
     moved, resident = (tuple(dtype.itemsize for dtype, away in tensors if away is side) for side in (True, False))
-    return Row(parameter.numel(), moved, resident, tuple(fresh), parameter.dtype in EXACT)
+    return Row(parameter.numel(), moved, resident, tuple(fresh), is_exact(parameter))
 
 
 def _bytes(drafts: Sequence[Draft], nbytes: int, apart: bool) -> WindowBytes:

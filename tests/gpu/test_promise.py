@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def trained(case: Case, budget: int | None, **wishes: Any) -> tuple[list[torch.Tensor], Any]:
-    """The parameters after some steps, and the compiled module's plan if there is a budget."""
+    """The parameters and buffers after some steps, and the compiled module's plan if there is a budget."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     model, batch = fresh(case)
     model.cuda()
@@ -32,7 +32,7 @@ def trained(case: Case, budget: int | None, **wishes: Any) -> tuple[list[torch.T
         optimizer.zero_grad()
     torch.cuda.synchronize()
     plan = step.plan if isinstance(step, memgraph.CompiledModule) else None
-    return [parameter.detach().cpu() for parameter in model.parameters()], plan
+    return [value.detach().cpu() for value in (*model.parameters(), *model.buffers())], plan
 
 
 def part_of(plan: memgraph.Report, share: float) -> int:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
+import memgraph
+from memgraph import CaptureError
 from tests.alike import Fact, assert_alike, batch, both, steps, tight
 from tests.nets import Function, Plain
 
@@ -94,6 +97,16 @@ class Own(nn.Module):
         return self.last(F.dropout(h, 0.3)).sin()
 
 
+OLD = TorchVersion(torch.__version__) < "2.13"  # which can't trace a generator
+
+
+@pytest.mark.skipif(not OLD, reason="torch 2.13 and later trace generators")
+def test_a_generator_of_the_modules_own_is_refused_where_torch_cant_trace_it() -> None:
+    with pytest.raises(CaptureError, match=r"draws from a torch\.Generator of the module's own"):
+        memgraph.plan(Own(), batch(), budget="1GB")
+
+
+@pytest.mark.skipif(OLD, reason="torch 2.12 and earlier can't trace a generator")
 @both
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_generator_of_the_modules_own_goes_on_as_in_eager(twice: bool) -> None:

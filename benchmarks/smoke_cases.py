@@ -1,0 +1,171 @@
+"""The cases of the smoke: each trains a small model on a GPU under the least budget there is, beside eager.
+
+    python -m benchmarks.smoke_cases norms cuda   ->   1.2 MB measured of 1.3 forecast, bits as eager's
+
+What is compared are losses, parameters and buffers after some steps, and measured <= forecast <= budget.  None has been
+run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from memgraph import planner
+from memgraph.report import Report
+from passes import Stream
+from passes.schedule import Fate
+from tests.fates import given_up
+
+STEPS = 4
+WIDTH = 128
+SEARCH = 1.0  # seconds for a plan, good or not
+
+
+class WrongError(Exception):
+    """What should hold of a case and does not."""
+
+
+class Attention(nn.Module):
+    """Blocks of attention with dropout, as GPT2's and BERT's have it in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+            x = x + out(
+                F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True).transpose(1, 2).flatten(2)
+            )
+        return x.float().square().mean()
+
+
+class Norms(nn.Module):
+    """Convolutions with batch norms, whose running statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+        self.body = nn.Sequential(*(part for group in parts for part in group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+class Layers(nn.Module):
+    """Linear layers of some size, for state and activations that go away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.GELU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+def attention(device: torch.device) -> str:
+    """float32 attention with dropout: its backward reads its seeds on the host."""
+    return _least(Attention, torch.randn(4, 128, WIDTH), device)
+
+
+def norms(device: torch.device) -> str:
+    """Batch norms: their running statistics are updated once, whatever is recomputed."""
+    return _least(Norms, torch.randn(8, 8, 32, 32), device)
+
+
+def offload(device: torch.device) -> str:
+    """Every activation goes to pinned memory and comes back."""
+    with mock.patch.object(planner, "make_plan", given_up(Fate.STALL)):
+        text, report = _compared(Layers, torch.randn(1024, 512), device, 8 << 30)
+    if not any(op.fn.startswith("memgraph.offload") for op in report.forecast.trace.ops):
+        raise WrongError(f"nothing was sent away; {text}")
+    return text
+
+
+def half(device: torch.device) -> str:
+    """bfloat16, for which a GPU takes the attention of cuDNN or flash: by its nature not the same bits twice."""
+    return _least(lambda: Attention().bfloat16(), torch.randn(4, 128, WIDTH).bfloat16(), device, close=2e-2)
+
+
+def far_home(device: torch.device) -> str:
+    """Parameters and states of an optimizer live far, and are updated in windows."""
+    return _least(Layers, torch.randn(64, 512), device, state=True)
+
+
+def recording(device: torch.device) -> str:
+    """A step as CUDA graphs, recorded and replayed."""
+    text, _ = _compared(Attention, torch.randn(4, 128, WIDTH), device, 8 << 30, cuda_graphs=True)
+    return text
+
+
+def _least(
+    make: Callable[[], nn.Module], x: Tensor, device: torch.device, state: bool = False, close: float = 0
+) -> str:
+    """Train under little more than the least budget; with `state`, some of the state must be far then."""
+    model = make().to(device)
+    wishes: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
+    try:
+        memgraph.plan(model, x.to(device), budget=1, lower=None, time_limit=SEARCH, **wishes)
+        raise WrongError("a budget of one byte is enough")
+    except memgraph.BudgetError as error:
+        budget = int(error.smallest * 1.05)
+    text, report = _compared(make, x, device, budget, state, close)
+    if state and not any(isinstance(decision, Stream) for decision in report.plan):
+        raise WrongError(f"nothing of the state is far; {text}")
+    return text
+
+
+def _compared(
+    make: Callable[[], nn.Module], x: Tensor, device: torch.device, budget: int, state: bool = False,
+    close: float = 0, **wishes: Any,
+) -> tuple[str, Report]:  # fmt: skip
+    """What came of a few steps beside eager's; what does not hold is an error."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    expected, _ = _trained(make, x.to(device), None, state, {})
+    found, report = _trained(make, x.to(device), budget, state, wishes)
+    assert report is not None
+    text = f"{(report.measured or 0) / 1e6:.2f} MB measured of {report.peak / 1e6:.2f} forecast"
+    if report.measured is None or not report.measured <= report.peak <= report.budget:
+        raise WrongError(f"{text}, of a budget of {report.budget}")
+    if all(map(torch.equal, found, expected)):
+        return f"{text}, bits as eager's", report
+    most = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    if not most <= close:
+        raise WrongError(f"{text}, but results differ from eager's by up to {most:.3g}")
+    return f"{text}, within {most:.1g} of eager's", report
+
+
+def _trained(
+    make: Callable[[], nn.Module], x: Tensor, budget: int | None, state: bool, wishes: dict[str, Any]
+) -> tuple[list[Tensor], Report | None]:
+    """Losses, and parameters and buffers at the end, on the host; and the plan, if there is a budget."""
+    torch.manual_seed(0)
+    model = make().to(x.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if state and budget is not None:
+        wishes = {**wishes, "optimizer": optimizer}
+    called = model if budget is None else memgraph.compile(model, budget, lower=None, time_limit=SEARCH, **wishes)
+    losses = []
+    for seed in range(STEPS):
+        torch.manual_seed(seed)
+        loss = called(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    facts = [value.detach().double().cpu() for value in (*losses, *model.parameters(), *model.buffers())]
+    return facts, called.plan if isinstance(called, memgraph.CompiledModule) else None
+
+
+if __name__ == "__main__":
+    print(globals()[sys.argv[1]](torch.device("cpu") if sys.argv[2] == "cpu" else torch.device("cuda", 0)))
