@@ -25,7 +25,7 @@ COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager 
 
 
 def main(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Print one table; exit with 1 if a captured step takes more than eager, or a budget of its peak does not do."""
+    """Print one table; exit with 1 if a step takes more than eager, or does not fit a budget of its peak."""
     table, over = Table(*COLUMNS, box=None), 0
     for case in CASES:
         if not names or case.name in names:

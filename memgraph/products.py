@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 @contextmanager
@@ -38,8 +39,8 @@ def products() -> Iterator[None]:
 
 
 def _chooses(x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the way depends on values, and the result is a tensor of its own."""
-    if kwargs.get("out") is not None or isinstance(kwargs.get("dim"), str):
+    """Whether the way depends on values that a trace does not see; other threads have real ones."""
+    if not isinstance(x, FakeTensor) or kwargs.get("out") is not None or isinstance(kwargs.get("dim"), str):
         return False
     return x.requires_grad and torch.is_grad_enabled() and x.dim() > 0 and (x.is_floating_point() or x.is_complex())
 

@@ -11,6 +11,7 @@ Torch's own code may do all of it: only who calls from elsewhere is refused.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -35,6 +36,7 @@ INSTEAD = (
     "seed outside of the module, or draw from a torch.Generator that the module makes in __init__ and seeds nowhere "
     "else"
 )
+TRACING = threading.local()  # whose `on` is there in the thread that traces
 DATA: Any = torch._C.TensorBase.data
 
 
@@ -44,20 +46,25 @@ def no_seeding(module: nn.Module) -> Iterator[None]:
 
     All generators are afterwards as they were.
     """
+    default = torch.default_generator
     with _disable_current_modes():
-        known = [("torch.default_generator", torch.default_generator), *_generators(module)]
-        before = [generator.get_state() for _, generator in known]
+        seed, state = default.initial_seed(), default.get_state()
+        own = [(name, generator, generator.get_state()) for name, generator in _generators(module)]
     try:
         with _guarded():
             yield
         with _disable_current_modes():
-            for (name, generator), state in zip(known, before, strict=True):
-                if not torch.equal(generator.get_state(), state):
-                    raise CaptureError(f"forward seeds {name}, which would be done once: {INSTEAD}")
+            # Other threads may draw from it, but not forward, whose numbers are no real ones.
+            changed = ["torch.default_generator"] if default.initial_seed() != seed else []
+            changed += [name for name, generator, before in own if not torch.equal(generator.get_state(), before)]
+        if changed:
+            raise CaptureError(f"forward seeds {changed[0]}, which would be done once: {INSTEAD}")
     finally:
         with _disable_current_modes():
-            for (_, generator), state in zip(known, before, strict=True):
-                generator.set_state(state)
+            if default.initial_seed() != seed:
+                default.set_state(state)
+            for _, generator, before in own:
+                generator.set_state(before)
 
 
 def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
@@ -70,6 +77,8 @@ def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
 @contextmanager
 def _guarded() -> Iterator[None]:
     with ExitStack() as stack:
+        TRACING.on = True
+        stack.callback(vars(TRACING).clear)
         stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator)))
         stack.enter_context(mock.patch.object(torch, "Generator", _Refused))
         for device in (torch.cuda, torch.cuda.random):
@@ -130,7 +139,9 @@ def _refuse(what: str, place: str) -> NoReturn:
 
 
 def _asker() -> str | None:
-    """The line that asks, unless it is torch's or memgraph's own."""
+    """The line that asks, unless it is torch's or memgraph's own, or of another thread than that which traces."""
+    if not hasattr(TRACING, "on"):
+        return None
     frame = sys._getframe(1)
     while frame is not None and _passes_on(frame.f_code):
         frame = frame.f_back  # type: ignore[assignment]
