@@ -8,7 +8,7 @@ step.report, step.times   what the flight took, if it was one that is measured
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -74,27 +74,28 @@ class Step:
 
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
-        measured, if this flight is: also what only prepares it."""
+        measured, if this flight is: also what only prepares it, but for the numbers that ranks compare."""
         meter = meter_of(self.device) if self.report.measured is None else None
-        flight = None
+        with _window(meter):
+            flight = self._begun(tensors, meter)
+        flight.meeting = self.meet() if self.meet is not None else None
+        if flight.coming is not None:
+            flight.met()
         try:
-            with meter.window() if meter is not None else nullcontext():
-                flight = self._begun(tensors, meter)
+            with _window(meter):
+                if flight.coming is not None:
+                    flight.coming.open()
                 if self.halves.backward is not None:
                     return list(Run.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
                 return flight.forward(tensors, self.roles.outputs)
         finally:
-            if flight is not None and self.halves.backward is None:
+            if self.halves.backward is None:
                 self.land(flight)
 
     def _begun(self, tensors: Sequence[Tensor], meter: Meter | None) -> Flight:
-        """A flight that is ready to run forward."""
+        """A flight whose state is where it belongs, and that is measured or timed if it is to be."""
         flight = self._boarded(tensors)
         flight.meter = meter
-        flight.meeting = self.meet() if self.meet is not None else None
-        if flight.coming is not None:
-            flight.met()
-            flight.coming.open()
         if meter is not None:
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
@@ -235,3 +236,8 @@ class Step:
     def shard(self, bucket: int) -> Tensor | None:
         """This rank's part of a bucket, if backward has left it there."""
         return self.inside.parts.get(bucket) if self.inside is not None else None
+
+
+def _window(meter: Meter | None) -> AbstractContextManager[None]:
+    """In which is measured what is allocated, if anything is measured at all."""
+    return meter.window() if meter is not None else nullcontext()
