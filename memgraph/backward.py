@@ -21,7 +21,7 @@ from .errors import MemgraphError
 from .flight import Flight
 from .notice import notice
 from .peak import resident_bytes
-from .signature import has_hooks, in_process_group, is_watched
+from .signature import has_hooks, in_process_group
 
 if TYPE_CHECKING:
     from .step import Step
@@ -79,13 +79,14 @@ class _Backward:
         self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)
         self.keep = _get_current_graph_task_keep_graph()
         self.behind = ctx.next_functions  # is made anew whenever it is read
-        seen = in_process_group() or self.flight.shared
+        shared = self.flight.shared
         self.takers = [
-            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not seen else None
+            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not shared else None
             for role in self.roles.gradients
         ]
         self.fused = self.step.fused if self.roles.updates else None
         updated = {name: self.behind[i][0] for name, i in self.roles.updates.items()}
+        seen = shared or in_process_group()  # where somebody may want to average the gradient before it is used
         self.updated = {name: None if seen else _taker(node) for name, node in updated.items() if not _is_frozen(node)}
         self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
 
@@ -140,7 +141,7 @@ class _Backward:
             return 0
         rows = zip(self.roles.gradients, self.takers, strict=True)
         places = [self.roles.target(role) for role, taker in rows if role.kind == "gradient" and taker is None]
-        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not is_watched(parameter)]
+        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not has_hooks(parameter)]
         return resident_bytes(parameter.grad for parameter in left if parameter.grad is not None)
 
     def _there(self) -> list[Tensor | None]:
@@ -193,7 +194,11 @@ class _Backward:
 
 
 def _taker(node: Any) -> Tensor | None:
-    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
+    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it.
+
+    A data-parallel wrapper hooks the node itself, as DDP does: it is called all the same, after the step's own node,
+    and reads what is in `.grad` by then.
+    """
     parameter: Tensor | None = getattr(node, "variable", None)
     if parameter is None or has_hooks(parameter) or _is_frozen(node):
         return None
@@ -213,7 +218,7 @@ def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
     """What autograd hands on of a gradient that eager would not have made: nothing; but zeros to a hook, and to what
     comes before the module, which would be called all the same."""
     leaf = getattr(node, "variable", None)
-    return gradient.zero_() if leaf is None or is_watched(leaf) else None
+    return gradient.zero_() if leaf is None or has_hooks(leaf) else None
 
 
 def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:

@@ -76,6 +76,15 @@ class CompiledModule(Shared):
         return self._latest.report
 
     @property
+    def plans(self) -> tuple[Report, ...]:
+        """The reports of all kinds of calls whose plans are kept, the one that was used longest ago first.
+
+        A call that adds to gradients is another kind than one that makes them, and so is one of another shape, or
+        without gradients.  There are none before the first call.
+        """
+        return tuple(step.report for step in list(self._steps.values()))
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that was given to `memgraph.compile`."""
         if self._planner.wishes.optimizer is None:

@@ -58,7 +58,7 @@ from .residence import Key, Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
-from .signature import has_gradients, watched
+from .signature import has_gradients, read_later, watched
 from .slots import HomeSlots, Slot, slots, unread
 from .split import split
 from .state_parts import StatePart, state_parts
@@ -269,7 +269,7 @@ class Planner:
             if not is_elsewhere(error):
                 raise
             raise elsewhere(error, args, kwargs, self.device) from error
-        mark_watched(captured, watched(self.module))
+        mark_watched(captured, read_later(self.module))
         return captured
 
     def _fused(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
