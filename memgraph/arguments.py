@@ -71,6 +71,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "reduction": one_of(
         "mean", "sum", None, advice='give "mean", "sum", or None if the loss is that of the whole batch'
     ),
+    "accumulate": Rule((bool, NoneType), "give True or False, or None to be warned if it does not fit"),
     "fuse_update": FLAG,
     "host_update": FLAG,
     "lower": one_of("auto", "inductor", None),

@@ -155,7 +155,8 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
-        return tensors, ((guard, self._planner.groups), has_gradients(parameters), self._wanted)
+        adds = bool(self._planner.wishes.accumulate) or has_gradients(parameters)
+        return tensors, ((guard, self._planner.groups), adds, self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
@@ -168,7 +169,7 @@ class CompiledModule(Shared):
         steps: OrderedDict[Key, Step] = self._steps
         with ALONE:
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._made(args, kwargs)
+                steps[key] = self._made(args, kwargs, key)
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             steps[key] = steps[key].better()
@@ -176,10 +177,11 @@ class CompiledModule(Shared):
                 steps.popitem(last=False)
             return self._used(key, steps[key])
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", len(self._steps))
-        step = self._planner.step(args, kwargs, self._wanted)
+        guard, adds, wanted = key
+        step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step

@@ -18,28 +18,29 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
+from passes import Choice, Machine, Plan, Stream, Trace, apply, make_plan, predict
 from passes.exchanges import placed, sequence
 from passes.replays import with_kept
 
 from .accumulation import accumulating, mark_watched
+from .adding import Adding, adding, else_known, over, warn
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
 from .capture import Captured, Wanted, capture, scalars
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
-from .errors import BudgetError, CaptureError, RecordingError
+from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
 from .fusing import updating
+from .groups import groups_of, trained_by
 from .lever import advised
 from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
 from .lower import Lowering
 from .oss import OSS
 from .oss.exchanged import exchanging
-from .oss.far_shards import shard_parts
 from .oss.gathering import arrivals, gathering
 from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
@@ -61,7 +62,7 @@ from .rows import refuse_mixing
 from .signature import has_gradients, read_later, watched
 from .slots import HomeSlots, Slot, slots, unread
 from .split import split
-from .state_parts import StatePart, state_parts
+from .state_parts import StatePart
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, ground, linked, tier_name
@@ -90,25 +91,8 @@ class Planner:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Who is in each of the optimizer's groups: with another one it takes more, and other states live far. And what
-        forward gathers of what is frozen, and which of that has states."""
-        optimizer = self.wishes.optimizer
-        if optimizer is None:
-            return ()
-        found = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
-        if self.sharded is not None:
-            return *found, self.sharded.awaited.frozen, self.sharded.updates.rested
-        return *found, tuple(id(p) for p in optimizer.state if isinstance(p, Tensor) and not p.requires_grad)
-
-    def _trained(self, captured: Captured) -> Trained:
-        names = {role.name for role in captured.outputs if role.kind == "gradient"}
-        parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
-        optimizer = self.wishes.optimizer
-        if self.sharded is not None:
-            self.sharded.follow()
-            return Trained(parameters, shard_parts(self.sharded), captured=captured)
-        parts = state_parts(optimizer, self.wishes.fuse) if optimizer is not None else []
-        return Trained(parameters, parts, captured=captured)
+        """Who is in each of the optimizer's groups: see `groups_of`."""
+        return groups_of(self.wishes.optimizer)
 
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
@@ -135,8 +119,9 @@ class Planner:
             # Without a far tier it is not the optimizer that keeps all on the device.
             self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
-        """The step of this call, planned and ready.
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None) -> Step:
+        """The step of this call, planned and ready; `like` is that of the same call when gradients were there, or were
+        not.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -144,7 +129,7 @@ class Planner:
             PlanError: plans were given, and none is good for this call.
         """
         with ALONE:
-            return self._step(args, kwargs, wanted)
+            return self._step(args, kwargs, wanted, like)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
         """What this call's step is planned on: its text with prices, and the machine.
@@ -157,17 +142,19 @@ class Planner:
             _, graph, trained = self._begun(args, kwargs, wanted)
             return self._price(graph, trained)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None) -> Step:
         begin = time.perf_counter()
-        captured, graph, trained = self._begun(args, kwargs, wanted)
-        together = self._together(trained)
+        captured, graph, trained = self._begun(args, kwargs, wanted, like)
+        together, later = self._together(trained), self._later(captured, graph, trained)
         try:
-            machine, choice = self._plan(graph, trained)
+            machine, choice = self._plan(graph, trained, like.adding if like is not None else None)
         except passes.BudgetError as error:
-            alone = graph is captured.graph.graph and trained.parameters and not trained.updates
-            later = accumulating(captured, watched(self.module)) if alone else None
-            raise self._over(self._advised(error, captured, args, kwargs, wanted), later, trained) from None
+            smallest = partial(self._smallest, later, trained) if later is not None else None
+            raise over(self._advised(error, captured, args, kwargs, wanted), smallest) from None
+        found = self._adding(later, choice, trained) if later is not None and not self.wishes.plans else None
         step = self._made(captured, graph, machine, choice, trained, begin)
+        if found is not None:
+            step.adding, step.report = found.plan, replace(step.report, adding=found.needed)
         if step.lowering is not None:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
@@ -179,7 +166,7 @@ class Planner:
         return step
 
     def _begun(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None
     ) -> tuple[Captured, fx.Graph, Trained]:
         """The call, captured, and the graph of the step that is to be planned: it adds to gradients if there are some,
         and updates if that is asked for."""
@@ -188,12 +175,15 @@ class Planner:
             refuse_hooks(self.module)
             if self.sharded is not None:
                 self.sharded.awaited.capturing(self.module.parameters())
-            captured = self._capture(args, kwargs, scalars if self.fused else wanted)
-            captured, trained = self._fused(captured, self._trained(captured))
+            again = like is not None and self.fused is None and self.sharded is None
+            captured = like.captured if like is not None and again else self._capture(args, kwargs, wanted)
+            captured, trained = self._fused(
+                captured, trained_by(captured, self.module, self.wishes.optimizer, self.wishes.fuse)
+            )
             captured, trained = self._exchanging(captured, trained)
         if (together := self._together(trained)) is not None:
             meet(together.exchange, self.device, NEW)()
-        adds = has_gradients(self.module.parameters())
+        adds = self.wishes.accumulate or has_gradients(self.module.parameters())
         graph = accumulating(captured, watched(self.module)) if adds else captured.graph.graph
         return captured, graph, trained
 
@@ -256,11 +246,26 @@ class Planner:
             new = self._made(step.captured, graph, machine, found, trained, begin)
         except RecordingError:
             return step
+        new.adding, new.report = step.adding, replace(new.report, adding=step.report.adding)
         if step.home_slots is not None:
             step.home_slots.replaced(new.home_slots)
         return new
 
+    def _later(self, captured: Captured, graph: fx.Graph, trained: Trained) -> fx.Graph | None:
+        """The graph of the same call when there are gradients to add to, if that is another one and may be met."""
+        if graph is not captured.graph.graph or not trained.parameters or trained.updates:
+            return None
+        return None if self.wishes.accumulate is False else accumulating(captured, watched(self.module))
+
+    def _adding(self, later: fx.Graph, choice: Choice, trained: Trained) -> Adding:
+        """What such a call needs; if no plan for it is found, that is said."""
+        trace, machine = self._price(later, trained)
+        found = adding(trace, machine, choice.plan, partial(self._chosen, trained=trained))
+        warn(found, machine.budget)
+        return found
+
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
+        wanted = scalars if self.fused else wanted
         try:
             with capturing(self.module):
                 refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)
@@ -312,26 +317,20 @@ class Planner:
         with capturing(self.module):
             return advised(error, self.module, args, kwargs, wanted, captured.graph.graph, machine)
 
-    def _over(self, error: passes.BudgetError, later: fx.Graph | None, trained: Trained) -> BudgetError:
-        """The error, with what the same call needs `later`, when there are gradients to add to."""
-        if later is None:
-            return BudgetError(str(error), error.budget, error.smallest)
-        needed = self._smallest(later, trained)
-        smallest = max(error.smallest, needed)
-        text = f"A call that adds to gradients, as with accumulation, needs {needed}: budget={smallest} does for both."
-        return BudgetError(f"{error}\n{text}", error.budget, smallest)
-
     def _smallest(self, graph: fx.Graph, trained: Trained) -> int:
         try:
             return self._plan(graph, trained)[1].forecast.peak
         except passes.BudgetError as error:
             return error.smallest
 
-    def _plan(self, graph: fx.Graph, trained: Trained) -> tuple[Machine, Choice]:
+    def _plan(self, graph: fx.Graph, trained: Trained, known: Plan | None = None) -> tuple[Machine, Choice]:
         trace, machine = self._price(graph, trained)
-        search = partial(reused, self.wishes.plans) if self.wishes.plans else self._search
+        return machine, self._chosen(trace, machine, trained, known)
+
+    def _chosen(self, trace: Trace, machine: Machine, trained: Trained, known: Plan | None = None) -> Choice:
+        search = partial(reused, self.wishes.plans) if self.wishes.plans else else_known(self._search, known)
         together = self._together(trained)
-        return machine, together.choice(trace, machine, search) if together else search(trace, machine)
+        return together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine) -> Choice:
         return make_plan(trace, machine, seconds=self.wishes.seconds)

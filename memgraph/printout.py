@@ -45,6 +45,7 @@ def _verdict(report: Report) -> str:
     lines = [
         _bytes(report),
         *_held(report),
+        *_adding(report),
         f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
         f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
@@ -79,6 +80,13 @@ def _held(report: Report) -> list[str]:
         return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+
+
+def _adding(report: Report) -> list[str]:
+    """What the next call needs if gradients are there by then, and there is no room for that."""
+    if report.adding <= report.budget:
+        return []
+    return [f"a call that adds to gradients needs {report.adding} B, over the budget, and will be refused"]
 
 
 def _exchanged(report: Report) -> list[str]:

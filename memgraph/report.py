@@ -40,6 +40,7 @@ class Report:
         recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
         uncompiled: segments that Inductor could not compile, and that run op by op.
         blocks: on a GPU, the most bytes that torch's allocator had given out while `measured` was found.
+        adding: bytes that the same call needs when there are gradients to add to; 0 if it was not asked for.
         held: the most that it had of the device then, with what was free between.
     """
 
@@ -58,6 +59,7 @@ class Report:
     recorded: str = ""
     blocks: int = 0
     held: int = 0
+    adding: int = 0
 
     @property
     def predicted_us(self) -> float:

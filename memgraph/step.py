@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from passes import Plan
+
 from .backward import Run, Unforeseen
 from .call import Output
 from .capture import Captured
@@ -56,6 +58,7 @@ class Step:
         self.replays: Replays | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
         self.insists = False  # on being recorded
+        self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
         self.captured = captured
         self.halves = halves
         self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used

@@ -37,12 +37,13 @@ def sweep(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto",
+    accumulate: bool | None = None, fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto",
     pinned: str | int | float | None = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
-    It is the step as the module stands now; one that adds to gradients needs more than one that makes them.
+    It is the step as the module stands now; one that adds to gradients needs more than one that makes them, and is what
+    `accumulate=True` asks for.
 
     Args:
         budgets: what to plan for, each as in `compile`; by default what the step needs as it is, the smallest budget
@@ -56,7 +57,8 @@ def sweep(
     # A budget of a byte, so that the links are measured.
     asked = wishes(
         1, optimizer=optimizer, offload=offload, spill_dir=spill_dir, time_limit=time_limit, wire_dtype=wire_dtype,
-        fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
+        accumulate=accumulate, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
+        cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     several = read("budgets", budgets)  # all of them, before anything is captured

@@ -41,6 +41,7 @@ class Wishes:
     strict: bool = False  # the allocator refuses more than the budget
     hosts: bool = False  # the host may update states that live there
     pinned: int | None = None  # bytes of the host's memory that may be pinned in all
+    accumulate: bool | None = None  # whether gradients may be there to be added to; None if that is yet to be seen
     graphs: bool | str = False  # whether steps are recorded as CUDA graphs
 
 
@@ -62,6 +63,7 @@ def wishes(budget: Budget, **given: Any) -> Wishes:
         lower=own["lower"],
         strict=own.get("strict", False),
         hosts=own["host_update"],
+        accumulate=own["accumulate"],
         pinned=pinned_nbytes(own["pinned"]),
         graphs=own["cuda_graphs"],
     )
@@ -74,6 +76,10 @@ def _refuse_mixed(own: Mapping[str, Any]) -> None:
         raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
     if optimizer is None and hosts:
         raise ValueError("host_update=True wants the optimizer that steps there; give optimizer=")
+    if fuses and own["accumulate"]:
+        raise ValueError(
+            "accumulate=True adds to gradients, and fuse_update=True leaves none to be added to: give one of them"
+        )
     if fuses and hosts:
         raise ValueError(
             "host_update=True lets the host step once backward has ended, and fuse_update=True updates in backward: "
