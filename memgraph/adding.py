@@ -8,7 +8,7 @@ has no room for that is named before the first step, and not after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,14 +37,14 @@ class Adding:
     plan: Plan | None
 
 
-def adding(trace: Trace, machine: Machine, plan: Plan, search: Search) -> Adding:
-    """Look for a plan of the step that adds to gradients: as it is, with the `plan` of the step that adds to none, with
-    the quick passes, and only then, if one is possible, with a `search`."""
-    for known in ((), plan):
+def adding(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search) -> Adding:
+    """Look for a plan of the step that adds to gradients: `tries` that cost nothing, as that of the step that adds to
+    none, the quick passes, and only then, if one is possible, a `search`; that alone, if there are no tries."""
+    for known in tries:
         peak = peak_with(known, trace, machine)
         if peak is not None and peak <= machine.budget:
             return Adding(peak, known)
-    for find in (_quick, search):
+    for find in (_quick, search) if tries else (search,):
         try:
             choice = find(trace, machine)
         except passes.BudgetError as error:

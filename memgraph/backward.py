@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from .call import Output
-from .company import join
+from .company import handed_on, join
 from .errors import MemgraphError
 from .flight import Flight
 from .notice import notice
@@ -95,6 +95,8 @@ class _Backward:
         step, flight = self.step, self.flight
         if flight.meter is not None:
             flight.absent = min(flight.absent, step.absent(self.tensors))
+            if flight.shared:
+                step.accompany(flight, self.tensors)
         apart: Mapping[int, Tensor] = {}
         if step.home_slots is not None:
             apart, places = step.home_slots.before(self.takers, self.roles.adds)
@@ -114,7 +116,10 @@ class _Backward:
         finally:
             if not self.keep or self.roles.updates:
                 step.land(flight)
-        return self._given(gradients)
+        given = self._given(gradients)
+        if flight.shared:
+            handed_on([gradient for gradient in given if gradient is not None])
+        return given
 
     def _warn(self) -> None:
         """No plan counts a graph that is kept, nor gradients beside others; a step that has no room for these runs all

@@ -6,6 +6,7 @@ this flight is measured.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -60,6 +61,7 @@ class Flight:
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
     coming: Coming | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
+    given: Sequence[int] = ()  # the places, among the tensors that it reads, of what the caller gives
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
@@ -71,6 +73,8 @@ class Flight:
         self.seen: list[tuple[Tensor, int]] = []
         self.beyond = ""  # why it takes more than was forecast, if it does
         self.absent = 0  # bytes that were forecast to be there before it, and are not
+        self.others = 0  # bytes that other open flights held beside it, at most
+        self._handed: list[weakref.ref[Tensor]] = []  # what its caller gave, and what it returned
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
     def measure(self, device: torch.device) -> None:
@@ -109,8 +113,13 @@ class Flight:
         del values[outputs:]
         self.ended = self.halves.backward is None
         theirs = [*tensors, *values]
+        self._handed = [weakref.ref(theirs[i]) for i in (*self.given, *range(len(tensors), len(theirs)))]
         self.seen = [(theirs[i], version_of(theirs[i])) for i in self.halves.read]
         return values
+
+    def handed(self) -> list[Tensor]:
+        """What of its inputs and outputs is still there."""
+        return [tensor for ref in self._handed if (tensor := ref()) is not None]
 
     def _forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.recording is not None:

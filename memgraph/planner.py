@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 import passes
 from passes import Choice, Machine, Plan, Stream, Trace, apply, make_plan, predict
 from passes.exchanges import placed, sequence
+from passes.forwards import as_it_is_nbytes, plan_forwards
 from passes.replays import with_kept
 
 from .accumulation import accumulating, mark_watched
@@ -55,14 +56,13 @@ from .recording import recorder_of
 from .refusal import elsewhere, is_elsewhere, refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
-from .residence import Key, Residence
+from .residence import Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
 from .rows import refuse_mixing
 from .signature import has_gradients, read_later, watched
-from .slots import HomeSlots, Slot, slots, unread
+from .slots import HomeSlots, slots, unread
 from .split import split
-from .state_parts import StatePart
 from .step import Step
 from .summarize import summarize
 from .tiers import far_tier, ground, linked, tier_name
@@ -154,7 +154,8 @@ class Planner:
         found = self._adding(later, choice, trained) if later is not None and not self.wishes.plans else None
         step = self._made(captured, graph, machine, choice, trained, begin)
         if found is not None:
-            step.adding, step.report = found.plan, replace(step.report, adding=found.needed)
+            plan = found.plan if self.wishes.forwards == 1 else None
+            step.adding, step.report = plan, replace(step.report, adding=found.needed)
         if step.lowering is not None:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
@@ -184,7 +185,7 @@ class Planner:
         if (together := self._together(trained)) is not None:
             meet(together.exchange, self.device, NEW)()
         adds = self.wishes.accumulate or has_gradients(self.module.parameters())
-        graph = accumulating(captured, watched(self.module)) if adds else captured.graph.graph
+        graph = self._accumulating(captured) if adds else captured.graph.graph
         return captured, graph, trained
 
     def _made(
@@ -208,7 +209,10 @@ class Planner:
         report = Report(
             machine, choice, planned_us=us, counted=counted, lowered=lowered, apart_us=apart_us, uncompiled=refused
         )
-        home_slots = self._home_slots(its, unread(planned, captured), captured, choice, trained.parts)
+        home_slots = None
+        if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.home for slot in its):
+            states = FarStates.of(self.update, choice.forecast.trace, trained.parts)
+            home_slots = HomeSlots(self.residence, its, captured, states, unread(planned, captured))
         step = Step(captured, split(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
@@ -216,15 +220,6 @@ class Planner:
         if self.recorder is not None:
             let_record(step, planned, self.recorder, self.wishes.graphs is True)
         return step
-
-    def _home_slots(
-        self, its: Sequence[Slot], idle: Mapping[Key, Tensor], captured: Captured, choice: Choice,
-        parts: Sequence[StatePart],
-    ) -> HomeSlots | None:  # fmt: skip
-        """Where the plan lets state live far, if it does."""
-        if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
-            return None
-        return HomeSlots(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
 
     def _again(self, graph: fx.Graph, trained: Trained, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -253,14 +248,19 @@ class Planner:
 
     def _later(self, captured: Captured, graph: fx.Graph, trained: Trained) -> fx.Graph | None:
         """The graph of the same call when there are gradients to add to, if that is another one and may be met."""
-        if graph is not captured.graph.graph or not trained.parameters or trained.updates:
-            return None
-        return None if self.wishes.accumulate is False else accumulating(captured, watched(self.module))
+        adds = graph is not captured.graph.graph or self.wishes.accumulate is False
+        return None if adds or not trained.parameters or trained.updates else self._accumulating(captured)
+
+    def _accumulating(self, captured: Captured) -> fx.Graph:
+        """The graph that adds to gradients, but for those that autograd adds: of several open forwards, all."""
+        alone = self.wishes.forwards == 1
+        return accumulating(captured, watched(self.module) if alone else dict(self.module.named_parameters()))
 
     def _adding(self, later: fx.Graph, choice: Choice, trained: Trained) -> Adding:
         """What such a call needs; if no plan for it is found, that is said."""
         trace, machine = self._price(later, trained)
-        found = adding(trace, machine, choice.plan, partial(self._chosen, trained=trained))
+        tries = ((), choice.plan) if self.wishes.forwards == 1 else ()
+        found = adding(trace, machine, tries, partial(self._chosen, trained=trained))
         warn(found, machine.budget)
         return found
 
@@ -333,12 +333,12 @@ class Planner:
         return together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine) -> Choice:
-        return make_plan(trace, machine, seconds=self.wishes.seconds)
+        return plan_forwards(trace, machine, self.wishes.forwards, partial(make_plan, seconds=self.wishes.seconds))
 
     def _price(self, graph: fx.Graph, trained: Trained) -> tuple[Trace, Machine]:
         together = self._together(trained)
         machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
-        if self.device.type == "cpu" and predict(summarize(graph), machine).peak > self.budget:
+        if self.device.type == "cpu" and self._needs(summarize(graph), machine) > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = with_network(machine, self.sharded, together)
@@ -350,7 +350,7 @@ class Planner:
             trace = self._with_update(trace, graph, trained)
             trace = with_kept(trace) if self.wishes.graphs is True else trace
         trace = together.trace(trace) if together else trace
-        if predict(trace, machine).peak > machine.budget:
+        if self._needs(trace, machine) > machine.budget:
             if self._lowers:
                 trace = self._lowering(graph, trace, prober).shared()
             wishes, sizes = self.wishes, sizes_of(trace)
@@ -360,6 +360,9 @@ class Planner:
             if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
+
+    def _needs(self, trace: Trace, machine: Machine) -> int:
+        return as_it_is_nbytes(trace, machine, self.wishes.forwards)
 
     def _with_update(self, trace: Trace, graph: fx.Graph, trained: Trained) -> Trace:
         if self.sharded is not None:

@@ -45,6 +45,7 @@ def _verdict(report: Report) -> str:
     lines = [
         _bytes(report),
         *_held(report),
+        *_several(report),
         *_adding(report),
         f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
         f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
@@ -80,6 +81,14 @@ def _held(report: Report) -> list[str]:
         return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+
+
+def _several(report: Report) -> list[str]:
+    """What several open forwards have come to."""
+    if report.forwards < 2:
+        return []
+    over = f", over the budget; forwards={report.forwards} plans for them" * (report.together > report.budget)
+    return [f"{report.forwards} forwards were open at once: forecast {mb(report.together)} together{over}"]
 
 
 def _adding(report: Report) -> list[str]:

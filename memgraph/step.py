@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 
 from passes import Plan
+from passes.forwards import waiting_nbytes
 
+from . import company
 from .backward import Run, Unforeseen
 from .call import Output
 from .capture import Captured
+from .company import beside, held_nbytes
 from .errors import MemgraphError, RecordingError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
 from .fusing import update_nodes
 from .lower import Lowering
+from .notice import notice
 from .oss.inside import Inside
+from .peak import resident_bytes
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
@@ -72,11 +77,16 @@ class Step:
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
         flight = self._boarded(tensors)
+        flight.given = self.roles.varying
+        others = beside(flight, frozenset(id(tensors[i]) for i in self.roles.owners))
+        first = len(others) >= self.report.forwards  # so many have not been open before
+        if others:
+            self._accompanied(flight, others, tensors)
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()
             flight.coming.open()
-        if self.report.measured is None:
+        if self.report.measured is None or first:
             flight.measure(self.device)
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
@@ -88,6 +98,34 @@ class Step:
             return flight.forward(tensors, self.roles.outputs)
         finally:
             self.land(flight)
+
+    def _accompanied(self, flight: Flight, others: Sequence[Flight], tensors: Sequence[Tensor]) -> None:
+        """Warn before a forward beside other open ones if all of them may be more than the budget, and note how many
+        there are."""
+        flight.others = held_nbytes(others, tensors)
+        trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
+        gradients = waiting_nbytes(trace) * (2 if self.adds_itself else 1)
+        together = self.report.peak - trace.others + flight.others + gradients
+        if together > budget:
+            notice(
+                f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
+                f"{budget}; with forwards={count} they are planned to keep it"
+            )
+        more = max(self.report.together, together)
+        self.report = replace(self.report, forwards=max(self.report.forwards, count), together=more)
+
+    @property
+    def adds_itself(self) -> bool:
+        """Whether backward adds to gradients, unless other flights are open, and is planned to."""
+        trace = self.report.forecast.trace
+        return self.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
+
+    def accompany(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
+        """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
+        that wait to be summed, and those in `.grad` of which no forecast knew."""
+        others = beside(flight, frozenset(id(tensors[i]) for i in self.roles.owners))
+        there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
+        flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
 
     def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
         """What the next flight flies with: it is made once the step has run op by op, and was measured."""
@@ -142,9 +180,11 @@ class Step:
         allocated = flight.land()
         if allocated is not None:
             blocks, held = allocated.blocks, allocated.held
-            company = "another step was open with it" if flight.shared else ""
-            report = replace(self.report, beyond=flight.beyond or company, blocks=blocks, held=held)
-            self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
+            said = f"{self.report.forwards} forwards were open at once" if flight.shared else ""
+            before = self.report.measured or 0  # where several are open, the one that came to most counts
+            report = replace(self.report, beyond=flight.beyond or said, blocks=blocks, held=held)
+            report = report.with_measured(allocated.peak + flight.others, flight.absent, flight.states)
+            self.report = report if before <= (report.measured or 0) else self.report
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
 

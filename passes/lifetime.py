@@ -4,7 +4,8 @@
     b = view(a)
     c = mm(b, w)                       to 2, the last op that reads a value that holds it
 
-Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.
+Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.  What
+other open forwards hold is gone before the update.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .trace import Op, Storage, Trace
+from .trace import OTHERS, Op, Storage, Trace
 
 # The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
 Span = tuple[Op, Storage, int, int]
@@ -45,11 +46,13 @@ def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, .
 def spans(trace: Trace) -> Iterator[Span]:
     """When each storage is held, in the order in which they are made."""
     read, end = last_reads(trace.ops), len(trace.ops) - 1
+    ended = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), end + 1) - 1 if trace.others else end
     handed = {storage for _, value in trace.outputs for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
             if op.is_input:
-                yield op, made, trace.boundary if op.fn == "tangent" else 0, end
+                last = ended if op.name == OTHERS else end
+                yield op, made, trace.boundary if op.fn == "tangent" else 0, last
             else:
                 yield op, made, index, end if made.name in handed else read[made.name]
 
