@@ -57,8 +57,8 @@ class Run(torch.autograd.Function):
         results: list[Tensor | None] = [None] * len(ctx.parameters)
         more = any(tangent is not None and i not in step.roles.tangents for i, tangent in enumerate(tangents))
         if more or any(tangents[i] is None for i in step.captured.hoped):
-            if step.roles.updates:
-                step.land(ctx.flight)
+            if step.roles.updates or not _get_current_graph_task_keep_graph():
+                step.land(ctx.flight)  # which holds what no backward will read any more
             results[:] = ctx.unforeseen(tangents)
         else:
             for role, gradient in zip(step.roles.gradients, _Backward(ctx, tangents).run(), strict=True):
