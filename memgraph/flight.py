@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
+from .anomaly import finds_nan, run_checked
 from .errors import MemgraphError, RecordingError
 from .homes import Place
 from .ops import Exchange, Lease, Updater, running
@@ -161,7 +162,7 @@ class Flight:
             results = self.recording.backward(given)
         else:
             with self._alone(resident_bytes(given)):
-                results = list(self._run(self.halves.backward, saved))
+                results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
 
@@ -189,6 +190,12 @@ class Flight:
 
     def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
         return half.forward(values) if self.clock is None else self.clock.run(half, values)
+
+    def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+        if not finds_nan():
+            return self._run(half, values)
+        self.beyond, self.clock = "torch's anomaly mode looked at each gradient", None
+        return run_checked(half, values, self.halves.names)
 
     @contextmanager
     def _alone(self, given: int = 0) -> Iterator[None]:
