@@ -62,6 +62,7 @@ class Step:
         self.lowering: Lowering | None = None  # what of it is compiled
         self.replays: Replays | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
+        self.metered = 0  # forwards that were open at once, at most, when one of them was measured
         self.insists = False  # on being recorded
         self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
         self.captured = captured
@@ -79,19 +80,19 @@ class Step:
         flight = self._boarded(tensors)
         flight.given = self.roles.varying
         others = beside(flight, frozenset(id(tensors[i]) for i in self.roles.owners))
-        first = len(others) >= self.report.forwards  # so many have not been open before
         if others:
             self._accompanied(flight, others, tensors)
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()
             flight.coming.open()
-        if self.report.measured is None or first:
+        if self.report.measured is not None and self.times is None:
+            flight.time(self.device)
+        elif self.report.measured is None or self.metered <= len(others):  # nor have so many open ones been measured
+            self.metered = len(others) + 1
             flight.measure(self.device)
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
-        elif self.times is None:
-            flight.time(self.device)
         if self.halves.backward is not None:
             return list(Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
         try:

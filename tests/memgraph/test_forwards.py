@@ -49,7 +49,7 @@ def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, cou
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = memgraph.compile(ours, int(share * full), accumulate=False, **wishes)
-        for _ in range(2):
+        for _ in range(4):  # the third may have another plan
             for one in (model, theirs):
                 one.zero_grad()
                 loop(one, given)
@@ -68,7 +68,7 @@ def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
     wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
     budget = int(0.7 * memgraph.plan(net(), given[0], budget=ROOM, **wishes).peak)
     model = memgraph.compile(ours, budget, **wishes)
-    for _ in range(2):
+    for _ in range(4):
         summed(model, given)
         summed(theirs, given)
     gradients = [p.grad for p in ours.parameters() if p.grad is not None]
