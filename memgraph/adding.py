@@ -8,19 +8,23 @@ has no room for that is named before the first step, and not after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
 
 import passes
-from passes import BrokenTrace, Choice, Machine, Plan, Trace, apply, check, make_plan, predict
+from passes import BrokenTrace, Choice, Machine, Op, Plan, Storage, Trace, apply, check, make_plan, predict
 from passes.gaps import Gaps
 from passes.pipeline import QUICK
 from passes.program import Program
 
 from .errors import BudgetError
 from .notice import notice
+from .peak import resident_bytes
 
+LEFT = "left_gradients"
 Search = Callable[[Trace, Machine], Choice]
 
 
@@ -63,6 +67,17 @@ def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
         check(applied)
         return predict(applied, machine).peak
     return None
+
+
+def with_left(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
+    """The step with the gradients that lie there and are none of its own, as those of a training while its model is
+    evaluated."""
+    own = set(map(id, trained))
+    left = [one.grad for one in module.parameters() if one.grad is not None and id(one) not in own]
+    if not (nbytes := resident_bytes(left)):
+        return trace
+    op = Op(LEFT, "buffer", makes=(Storage(LEFT, nbytes),), holds=(LEFT,), where="gradients of other steps")
+    return replace(trace, ops=(op, *trace.ops))
 
 
 def warn(found: Adding, budget: int) -> None:

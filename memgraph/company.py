@@ -22,11 +22,12 @@ _open: list[tuple[weakref.ref[Flight], frozenset[int]]] = []  # with the paramet
 _waiting = 0  # bytes of gradients that autograd has of open flights, until the backward that made them ends
 
 
-def beside(flight: Flight | None, parameters: frozenset[int]) -> list[Flight]:
-    """The other flights over one of these parameters, by id, whose backward is outstanding."""
+def beside(flight: Flight, parameters: Iterable[Tensor]) -> list[Flight]:
+    """The other flights over one of these parameters whose backward is outstanding."""
     with _LOCK:
         there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
-        return [other for other, theirs in there if other is not flight and not theirs.isdisjoint(parameters)]
+        mine = set(map(id, parameters)) if there else set()
+        return [other for other, theirs in there if other is not flight and not theirs.isdisjoint(mine)]
 
 
 def held_nbytes(flights: Iterable[Flight], own: Iterable[Tensor]) -> int:
@@ -51,7 +52,7 @@ def handed_on(gradients: Sequence[Tensor]) -> None:
         _wait(-nbytes)
 
     _wait(nbytes)
-    torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 def _wait(nbytes: int) -> None:

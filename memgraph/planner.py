@@ -24,7 +24,7 @@ from passes.forwards import as_it_is_nbytes, plan_forwards
 from passes.replays import with_kept
 
 from .accumulation import accumulating, mark_watched
-from .adding import Adding, adding, else_known, over, warn
+from .adding import Adding, adding, else_known, over, warn, with_left
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
@@ -154,8 +154,7 @@ class Planner:
         found = self._adding(later, choice, trained) if later is not None and not self.wishes.plans else None
         step = self._made(captured, graph, machine, choice, trained, begin)
         if found is not None:
-            plan = found.plan if self.wishes.forwards == 1 else None
-            step.adding, step.report = plan, replace(step.report, adding=found.needed)
+            step.adding, step.report = found.plan, replace(step.report, adding=found.needed)
         if step.lowering is not None:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
@@ -262,7 +261,7 @@ class Planner:
         tries = ((), choice.plan) if self.wishes.forwards == 1 else ()
         found = adding(trace, machine, tries, partial(self._chosen, trained=trained))
         warn(found, machine.budget)
-        return found
+        return found if tries else replace(found, plan=None)  # one forward alone may fit with what several do not
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
         wanted = scalars if self.fused else wanted
@@ -349,6 +348,7 @@ class Planner:
             trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
             trace = self._with_update(trace, graph, trained)
             trace = with_kept(trace) if self.wishes.graphs is True else trace
+            trace = trace if together or self.wishes.plans else with_left(trace, self.module, trained.parameters)
         trace = together.trace(trace) if together else trace
         if self._needs(trace, machine) > machine.budget:
             if self._lowers:
@@ -382,9 +382,9 @@ class Planner:
     @property
     def _lowers(self) -> bool:
         """Whether Inductor compiles parts of the step; not where ranks would each find others worth it."""
-        if self.sharded is not None and not self.sharded.exchange.is_alone:
-            return False
-        return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
+        several = self.sharded is not None and not self.sharded.exchange.is_alone
+        asked = self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
+        return asked and not several
 
     def _with_homes(self, machine: Machine, trained: Trained) -> Machine:
         """The machine with room for state in the far tier, if state can live there: of shards, states alone. No

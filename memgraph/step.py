@@ -79,7 +79,7 @@ class Step:
         """The module's tensor outputs, given its parameters, buffers and inputs."""
         flight = self._boarded(tensors)
         flight.given = self.roles.varying
-        others = beside(flight, frozenset(id(tensors[i]) for i in self.roles.owners))
+        others = beside(flight, map(tensors.__getitem__, self.roles.owners))
         if others:
             self._accompanied(flight, others, tensors)
         flight.meeting = self.meet() if self.meet is not None else None
@@ -124,7 +124,7 @@ class Step:
     def accompany(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
         """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
         that wait to be summed, and those in `.grad` of which no forecast knew."""
-        others = beside(flight, frozenset(id(tensors[i]) for i in self.roles.owners))
+        others = beside(flight, map(tensors.__getitem__, self.roles.owners))
         there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
         flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.peak import measured, resident_bytes
+from tests.alike import same_gradients
 from tests.smallest import smallest_of
 
 ROOM = "1GB"
@@ -55,7 +56,7 @@ def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, cou
                 loop(one, given)
         ours.zero_grad()
         _, allocated = measured(lambda: loop(model, given))  # all that torch gives, the loss included
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert same_gradients(ours, theirs)
     report = model.plan
     assert allocated is not None and report.measured is not None
     assert resident_bytes([*ours.parameters(), *given]) + allocated.peak <= report.peak <= report.budget
@@ -75,7 +76,7 @@ def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
     there = resident_bytes([*ours.parameters(), *given, *gradients])
     _, allocated = measured(lambda: summed(model, given))
     summed(theirs, given)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert same_gradients(ours, theirs)
     assert allocated is not None and there + allocated.peak <= model.plan.peak <= budget
 
 
@@ -130,7 +131,7 @@ def test_what_fits_is_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize("other", [{"fuse_update": True}, {"cuda_graphs": True}])
-def test_what_knows_of_one_forward_is_refused(other: dict[str, bool]) -> None:
+def test_what_knows_of_one_forward_is_refused(other: dict[str, Any]) -> None:
     model = net()
     with pytest.raises(ValueError, match="forwards="):
         memgraph.compile(model, ROOM, optimizer=torch.optim.SGD(model.parameters()), forwards=2, **other)

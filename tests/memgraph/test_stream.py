@@ -148,7 +148,7 @@ def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
         optimizer.step()
         return torch.stack(made).detach()
 
-    wishes = {"forwards": 2, "accumulate": False}
+    wishes: dict[str, Any] = {"forwards": 2, "accumulate": False}
     Twins(budget=least(**wishes), **wishes).train(4, step)
 
 
