@@ -1,4 +1,4 @@
-"""Nine models under shares of eager's activation peak: bit-equal to eager, measured <= forecast <= budget.
+"""Twelve models under shares of eager's activation peak: bit-equal to eager, measured <= forecast <= budget.
 
     python -m benchmarks.models [NAME ...] [--share 0.3]
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from memgraph import BudgetError
 from tests.promise import trial
-from tests.zoo import CASES
+from tests.zoo import BESIDE, CASES
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 COLUMNS = (
@@ -45,7 +45,7 @@ def main(names: Annotated[list[str] | None, typer.Argument()] = None, share: lis
         *COLUMNS, title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}", box=None
     )
     broken = 0
-    for case in CASES:
+    for case in (*CASES, *BESIDE):
         for part in (share or SHARES) if not names or case.name in names else ():
             try:
                 row = trial(case, part)

@@ -61,7 +61,13 @@ class Run(torch.autograd.Function):
                 step.land(ctx.flight)  # which holds what no backward will read any more
             results[:] = ctx.unforeseen(tangents)
         else:
-            for role, gradient in zip(step.roles.gradients, _Backward(ctx, tangents).run(), strict=True):
+            backward = _Backward(ctx, tangents)
+            try:
+                with backward.flight.watched(backward.tangents):
+                    gradients = backward.run()
+            finally:
+                backward.land()
+            for role, gradient in zip(step.roles.gradients, gradients, strict=True):
                 results[step.roles.target(role)] = gradient
         return None, None, None, *results
 
@@ -113,13 +119,15 @@ class _Backward:
             if self.fused is not None:
                 self.fused.failed(error)
             raise
-        finally:
-            if not self.keep or self.roles.updates:
-                step.land(flight)
         given = self._given(gradients)
         if flight.shared:
             handed_on([gradient for gradient in given if gradient is not None])
         return given
+
+    def land(self) -> None:
+        """The flight is over, unless another backward may go through it."""
+        if not self.keep or self.roles.updates:
+            self.step.land(self.flight)
 
     def _warn(self) -> None:
         """No plan counts a graph that is kept, nor gradients beside others; a step that has no room for these runs all

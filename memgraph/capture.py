@@ -22,6 +22,7 @@ from .functional import make_functional
 from .joint import trace_joint
 from .known import KnowingMode
 from .nodes import returned
+from .overwritten import can_run_again
 from .refusal import explained
 from .settle import settle
 from .sums import sum_early
@@ -40,7 +41,8 @@ class Captured:
     outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
     those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
     backward updates by itself, `exchanged` those whose gradients it averages over ranks, `gathers` the buckets of which
-    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from.
+    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from.  `custom` is
+    whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.
     """
 
     graph: fx.GraphModule
@@ -55,6 +57,7 @@ class Captured:
     sources: Mapping[Output, frozenset[int]] = field(default_factory=dict)
     exchanged: tuple[str, ...] = ()
     gathers: frozenset[int] = frozenset()
+    custom: bool = False
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
@@ -76,8 +79,17 @@ def capture(
 ) -> Captured:
     """The step of `module(*args, **kwargs)`; no real tensor is read or written.
 
-    With `grad` it includes the backward from those differentiable outputs that are `wanted`.
+    With `grad` it includes the backward from those differentiable outputs that are `wanted`; or from all, where these
+    are a guess, and a forward that is run again for the others would make other values of them.
     """
+    captured = _captured(module, args, kwargs, grad, wanted)
+    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
+    if is_sure or wanted not in (losses, scalars) or can_run_again(captured):
+        return captured
+    return _captured(module, args, kwargs, grad, everything)
+
+
+def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted) -> Captured:
     call = Call.of(module, args, kwargs)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
@@ -91,7 +103,7 @@ def capture(
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     hoped = _hoped(graph, tangents) if wanted is losses else ()
-    return Captured(graph, *found, hoped, sources=joint.sources)
+    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom)
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -22,8 +22,8 @@ _open: list[tuple[weakref.ref[Flight], frozenset[int]]] = []  # with the paramet
 _waiting = 0  # bytes of gradients that autograd has of open flights, until the backward that made them ends
 
 
-def beside(flight: Flight, parameters: Iterable[Tensor]) -> list[Flight]:
-    """The other flights over one of these parameters whose backward is outstanding."""
+def beside(parameters: Iterable[Tensor], flight: Flight | None = None) -> list[Flight]:
+    """The flights, but for this one, over one of these parameters whose backward is outstanding."""
     with _LOCK:
         there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
         mine = set(map(id, parameters)) if there else set()

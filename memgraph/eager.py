@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .alone import ALONE
 from .capture import Captured, Ref
 from .checkpoint import without_checkpoint
-from .nodes import changes_inputs
+from .overwritten import overwritten
 from .trees import flatten, tensors_of
 from .versions import refuse_changed, version_of
 
@@ -26,10 +26,10 @@ Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradients:
     """Note what forward depends on; the result turns the outputs' gradients into those of parameters, buffers and
     inputs."""
-    state = torch.get_rng_state()
+    generator = torch.default_generator.clone_state()  # which takes none of the tensors' memory
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    written = _written(captured)
-    buffers = {name: buffer.clone() if name in written else buffer for name, buffer in module.named_buffers()}
+    written = {role.name for role in overwritten(captured).values()}
+    held = dict(module.named_buffers())
     given = tensors_of(flatten((args, kwargs))[0])
     seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -37,26 +37,20 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         refuse_changed(seen)
         with ALONE, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
-            torch.set_rng_state(state)
+            torch.set_rng_state(generator.get_state())
             if on_gpu:
                 torch.cuda.set_rng_state_all(on_gpu)
+            # What is written was written already; what it held before is in none of the outputs (see overwritten.py).
+            buffers = {name: buffer.clone() if name in written else buffer for name, buffer in held.items()}
             named = dict(module.named_parameters())
             # A checkpoint would run a part in backward, on the module's own buffers, or refuse to be asked by `grad`.
             with without_checkpoint():
                 result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
         gradients = _differentiate(outputs, [*named.values(), *given], tangents)
-        return [*gradients[: len(named)], *[None] * len(buffers), *gradients[len(named) :]]
+        return [*gradients[: len(named)], *[None] * len(held), *gradients[len(named) :]]
 
     return run
-
-
-def _written(captured: Captured) -> set[str]:
-    """The names of the buffers that forward changes."""
-    graph = captured.graph.graph
-    changed = {node.args[0] for node in graph.nodes if changes_inputs(node)}
-    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
-    return {role.name for node, role in inputs if node in changed and role.kind == "buffer"}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from .errors import MemgraphError, RecordingError
 from .homes import Place
 from .ops import Exchange, Lease, Updater, running
 from .oss.awaited import Coming
-from .peak import Allocation, Meter, meter_of, resident_bytes
+from .peak import Allocation, Meter, resident_bytes
 from .split import Halves
 from .times import Clock, Times
 from .versions import refuse_changed, version_of
@@ -78,9 +78,13 @@ class Flight:
         self._handed: list[weakref.ref[Tensor]] = []  # what its caller gave, and what it returned
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
-    def measure(self, device: torch.device) -> None:
-        """Measure the bytes of this flight."""
-        self.meter = meter_of(device)
+    def watched(self, tangents: Sequence[Tensor | None]) -> AbstractContextManager[None]:
+        """Measure what a backward allocates, if this flight is measured; tangents that are read as they came lie there
+        for it."""
+        if self.meter is None:
+            return nullcontext()
+        pairs = zip(self.halves.tangents, tangents, strict=True)
+        return self.meter.window(resident_bytes(t for fake, t in pairs if t is not None and _fits(fake, t)))
 
     def time(self, device: torch.device) -> None:
         """Measure the time of this flight."""
@@ -161,7 +165,7 @@ class Flight:
         if self.recording is not None:
             results = self.recording.backward(given)
         else:
-            with self._alone(resident_bytes(given)):
+            with self._alone():
                 results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
@@ -198,15 +202,13 @@ class Flight:
         return run_checked(half, values, self.halves.names)
 
     @contextmanager
-    def _alone(self, given: int = 0) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
-        window = self.meter.window(given) if self.meter is not None else nullcontext()
         with (
             running(self.lease, self.sent, self.update, self.exchange, self.coming),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
-            window,
             self.explained(),
         ):
             yield
@@ -214,7 +216,12 @@ class Flight:
 
 def _like(fake: Tensor, tangent: Tensor | None) -> Tensor:
     """A tangent as the graph was captured with it: zeros for none, and with the strides of the output."""
-    if tangent is not None and tangent.stride() == fake.stride():
+    if tangent is not None and _fits(fake, tangent):
         return tangent
     shaped = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return shaped.zero_() if tangent is None else shaped.copy_(tangent)
+
+
+def _fits(fake: Tensor, tangent: Tensor) -> bool:
+    """Whether the graph reads a tangent as it came."""
+    return tangent.stride() == fake.stride()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -43,7 +44,8 @@ from .where import Notes
 @dataclass(frozen=True, eq=False)
 class Joint:
     """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`;
-    `sources` says of each gradient to which outputs eager has it lead back."""
+    `sources` says of each gradient to which outputs eager has it lead back.  `custom` is whether an autograd.Function
+    of Python's made one of them, which may hold what no graph shows."""
 
     graph: fx.GraphModule
     mode: KnowingMode
@@ -54,6 +56,7 @@ class Joint:
     spec: Spec
     differentiable: tuple[int, ...]
     sources: Mapping[Output, frozenset[int]]
+    custom: bool
 
 
 def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
@@ -102,6 +105,7 @@ class _Step:
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
         self.sources: dict[Output, frozenset[int]] = {}
+        self.custom = False
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
         self.left: Contents  # in the module's attributes, when forward has ended
 
@@ -109,7 +113,8 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        return Joint(graph, self.mode, *roles, self.leaves, self.spec, self.differentiable, self.sources)
+        found = self.leaves, self.spec, self.differentiable, self.sources, self.custom
+        return Joint(graph, self.mode, *roles, *found)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -183,6 +188,8 @@ class _Step:
         """The gradients of what requires one, for tangents that become further placeholders."""
         found = {i: output for i, output in enumerate(outputs) if output.requires_grad}
         self.differentiable = tuple(found)
+        behind = nodes_behind(output.grad_fn for output in found.values())
+        self.custom = any(isinstance(node, BackwardCFunction) for node in behind)
         needed = [i for i, value in enumerate(values) if value.requires_grad]
         asked = self.wanted(found) if needed else ()
         if not asked:

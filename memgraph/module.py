@@ -130,7 +130,7 @@ class CompiledModule(Shared):
         if self._latest is not None and self._latest is not step:
             self._latest.rest()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, self._unforeseen(step.captured, args, kwargs))
+        outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
         return step.captured.result(outputs, tensors)
 
     def refuse_torn(self) -> None:

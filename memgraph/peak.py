@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile
 
 from .alone import ALONE
+from .apart import block_sizes, is_apart, is_profiled
 from .homes import is_far
 
 T = TypeVar("T")
@@ -48,8 +50,13 @@ class Allocation:
 def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
     """What the work returns, and what it allocated; None where a profiler of the caller's is in the way.
 
-    Two profilers can't run at once: a second one silently ends the first.
+    Two profilers can't run at once: a second one silently ends the first.  In a thread that `apart` has started it is
+    in nobody's way; there the work must not free what was there before it.
     """
+    if is_apart() and torch.device(device).type == "cpu":
+        result, sizes = block_sizes(work)
+        sums = [0, *accumulate(sizes)]
+        return result, Allocation(max(sums), sums[-1])
     meter = meter_of(torch.device(device))
     with meter.window():
         result = work()
@@ -106,7 +113,7 @@ class CpuMeter:
             yield from self._window(given)
 
     def _window(self, given: int) -> Iterator[None]:
-        if _profiler_enabled():
+        if is_profiled():
             self._whole = False
             yield
             return

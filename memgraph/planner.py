@@ -28,7 +28,7 @@ from .adding import Adding, adding, else_known, over, warn, with_left
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
-from .capture import Captured, Wanted, capture, scalars
+from .capture import Captured, Wanted, capture
 from .device import device_of, hold_to, return_freed_memory, unused_nbytes
 from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
@@ -70,6 +70,7 @@ from .times import Times
 from .trained import Trained
 from .truth import correct
 from .update import with_price, with_update
+from .wanted import update_roots
 from .wishes import Wishes
 
 
@@ -264,7 +265,7 @@ class Planner:
         return found if tries else replace(found, plan=None)  # one forward alone may fit with what several do not
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
-        wanted = scalars if self.fused else wanted
+        wanted = update_roots if self.fused else wanted
         try:
             with capturing(self.module):
                 refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)

@@ -67,11 +67,16 @@ def _bytes(report: Report) -> str:
     found = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
     alike = len(set(map(mb, found))) < len(set(found))
     forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in found]
-    said = f"forecast {forecast}, measured {(*measured, 'not yet')[0]}, budget {budget}"
+    said = f"forecast {forecast}, measured {(*measured, _unmeasured(report))[0]}, budget {budget}"
     if report.measured is None or report.measured <= min(report.peak, report.budget):
         return f"fits: {said}"
     verdict = "over the budget" if report.measured > report.budget else "over the forecast"
     return f"{verdict}: {said}; {report.beyond or 'which should not be: please report it'}"
+
+
+def _unmeasured(report: Report) -> str:
+    """What stands in the place of the bytes that were measured."""
+    return f"not yet ({report.unmeasured})" if report.unmeasured else "not yet"
 
 
 def _held(report: Report) -> list[str]:

@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .apart import apart
 from .costs import keep, kept
 from .device import keeping_freed_memory, returns_freed_memory
 from .inductor import Segment
 from .nodes import makes_nothing, tensors
-from .notice import notice
 from .peak import measured, resident_bytes
 from .roofline import roofline
 from .setting import setting
@@ -53,6 +53,9 @@ class Probed:
 
 _known: dict[str, Probed] = {}
 
+# Arguments that say how much there is of something: a kernel that finds nothing to do takes no workspace.
+COUNTS = ("bag_size",)
+
 
 class Prober:
     """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes."""
@@ -78,7 +81,7 @@ class Prober:
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
         found = _read(kept(lasting)) if lasts else None
         if found is None and _touched(node) <= self.limit:
-            found = _probe(node, self._cool(_device(node)))
+            found = apart(partial(_probe, node, self._cool(_device(node))))
             if found is not None and lasts:
                 keep(lasting, _written(found))
         if found is None:
@@ -165,21 +168,34 @@ def _read(written: Any) -> Probed | None:
 
 
 def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
-    """Run the op of `node` on made-up values, as a step would; None if that was to no avail."""
+    """What the op of `node` takes on the made-up values that need most; None if it runs on none.
+
+    Zeros are indices wherever there is something, but no pivots; of a mask, what is set may be looked up first.
+    """
+    zeros = _run_on(node, before, 0, False)
+    masked = any(value.dtype == torch.bool for source in node.all_input_nodes for value in tensors(source))
+    if zeros is not None and not masked:
+        return zeros
+    ones = _run_on(node, before, 0 if zeros is not None else 1, True)
+    found = [one for one in (zeros, ones) if one is not None]
+    return max(found, key=lambda one: (one.cost.workspace, one.cost.us), default=None)
+
+
+def _run_on(node: fx.Node, before: Callable[[], object], number: int, truth: bool) -> Probed | None:
+    """Run the op of `node`, as a step would, on integers and truth values of one kind; None if that was to no avail."""
     device = _device(node)
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])  # of all GPUs there would be a warning
     with torch.no_grad(), drawing, torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
         try:
-            args, kwargs = _made_up(node, device)
+            args, kwargs = _made_up(node, device, number, truth)
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # with what tuning takes, which later ones do without
             result, allocated = measured(run, device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
-        if allocated is None:
-            notice("a profiler is running, so that the workspace of ops can't be measured: forecasts may be too low")
-            return None
+        if allocated is None:  # a profiler has been started meanwhile
+            return apart(partial(_run_on, node, before, number, truth))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
         del result, results
@@ -188,22 +204,39 @@ def _probe(node: fx.Node, before: Callable[[], object]) -> Probed | None:
         return Probed(Cost(us, max(0, allocated.peak - nbytes)), made)
 
 
-def _made_up(node: fx.Node, device: torch.device) -> Any:
+def _made_up(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:
     """The op's arguments, with tensors for what it reads."""
     fill = _fill_storage if node.target in COPY_STORAGES else _fill
+    counts = _counts(node)
 
     def make(read: fx.Node) -> Any:
         if "val" not in read.meta:  # a generator of the module's own, which shall not be drawn from
             return torch.Generator(device)
-        return tree_map(lambda value: fill(value) if isinstance(value, Tensor) else value, read.meta["val"])
+        integer = 1 if read in counts else number
+        make_one = partial(_made_up_one, fill=fill, number=integer, truth=truth)
+        return tree_map(lambda value: make_one(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
     return map_arg((node.args, dict(node.kwargs)), make)
 
 
-def _fill(fake: Tensor) -> Tensor:
+def _counts(node: fx.Node) -> set[object]:
+    """What the op reads as counts."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return set()
+    given = zip(node.target._schema.arguments, node.args, strict=False)
+    return {read for argument, read in given if argument.name in COUNTS and isinstance(read, fx.Node)}
+
+
+def _made_up_one(fake: Tensor, fill: Callable[[Tensor, float], Tensor], number: int, truth: bool) -> Tensor:
     """A real tensor like `fake`, of numbers that are valid as indices where they may be indices."""
+    integer = float(truth if fake.dtype == torch.bool else number)
+    return fill(fake, 0.5 if fake.is_floating_point() else integer)
+
+
+def _fill(fake: Tensor, number: float) -> Tensor:
+    """A real tensor like `fake`, full of one number."""
     value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return _lazy(value.fill_(0.5 if fake.is_floating_point() else 0), fake)
+    return _lazy(value.fill_(number), fake)
 
 
 def _lazy(value: Tensor, fake: Tensor) -> Tensor:
@@ -212,9 +245,9 @@ def _lazy(value: Tensor, fake: Tensor) -> Tensor:
     return torch._neg_view(value) if fake.is_neg() else value
 
 
-def _fill_storage(fake: Tensor) -> Tensor:
+def _fill_storage(fake: Tensor, number: float) -> Tensor:
     """The same in a storage as large as that of `fake`, and at its place there."""
     value = torch.zeros(fake.untyped_storage().nbytes(), dtype=torch.uint8, device=fake.device)
     numbers = torch.empty(0, dtype=fake.dtype, device=fake.device)
     numbers.set_(value.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
-    return _lazy(numbers.fill_(0.5 if fake.is_floating_point() else 0), fake)
+    return _lazy(numbers.fill_(number), fake)

@@ -44,6 +44,7 @@ class Report:
         together: bytes that they were forecast to take with what the others really held; 0 if there was ever but one.
         adding: bytes that the same call needs when there are gradients to add to; 0 if it was not asked for.
         held: the most that it had of the device then, with what was free between.
+        unmeasured: why the last step that should have been measured was not; empty once one was, and before.
     """
 
     machine: Machine
@@ -64,6 +65,7 @@ class Report:
     adding: int = 0
     forwards: int = 1
     together: int = 0
+    unmeasured: str = ""
 
     @property
     def predicted_us(self) -> float:
@@ -101,7 +103,9 @@ class Report:
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
         there -= self.forecast.trace.others  # which are there only if they are open, and are measured then
-        return replace(self, measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0)))
+        return replace(
+            self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
+        )
 
     def with_update(self, nbytes: int) -> Report:
         """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""

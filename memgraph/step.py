@@ -8,6 +8,7 @@ step.report, step.times   what the flight took, if it was one that is measured
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +30,7 @@ from .fusing import update_nodes
 from .lower import Lowering
 from .notice import notice
 from .oss.inside import Inside
-from .peak import resident_bytes
+from .peak import Meter, meter_of, resident_bytes
 from .recording import Recorder, Recording, Replays
 from .report import Report
 from .roles import Roles
@@ -75,30 +76,44 @@ class Step:
         given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
         self.roles = Roles.of(captured, given, self.update_ops.values())
 
-    def __call__(self, tensors: Sequence[Tensor], unforeseen: Unforeseen) -> list[Tensor]:
-        """The module's tensor outputs, given its parameters, buffers and inputs."""
+    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
+        """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
+        measured, if this flight is: also what only prepares it."""
+        others = beside(map(tensors.__getitem__, self.roles.owners))
+        meter = self._meter(len(others))
+        flight = None
+        try:
+            with meter.window() if meter is not None else nullcontext():
+                flight = self._begun(tensors, meter, others)
+                if self.halves.backward is not None:
+                    return list(Run.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
+                return flight.forward(tensors, self.roles.outputs)
+        finally:
+            if flight is not None and self.halves.backward is None:
+                self.land(flight)
+
+    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[Flight]) -> Flight:
+        """A flight that is ready to run forward."""
         flight = self._boarded(tensors)
-        flight.given = self.roles.varying
-        others = beside(flight, map(tensors.__getitem__, self.roles.owners))
+        flight.given, flight.meter = self.roles.varying, meter
         if others:
             self._accompanied(flight, others, tensors)
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()
             flight.coming.open()
-        if self.report.measured is not None and self.times is None:
-            flight.time(self.device)
-        elif self.report.measured is None or self.metered <= len(others):  # nor have so many open ones been measured
+        if meter is not None:
             self.metered = len(others) + 1
-            flight.measure(self.device)
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
-        if self.halves.backward is not None:
-            return list(Run.apply(self, flight, unforeseen, *tensors))  # type: ignore[no-untyped-call]
-        try:
-            return flight.forward(tensors, self.roles.outputs)
-        finally:
-            self.land(flight)
+        elif self.times is None:
+            flight.time(self.device)
+        return flight
+
+    def _meter(self, others: int) -> Meter | None:
+        """What measures a flight beside others: the first one, and once that was timed, the first beside so many."""
+        first = self.report.measured is None or (self.times is not None and self.metered <= others)
+        return meter_of(self.device) if first else None
 
     def _accompanied(self, flight: Flight, others: Sequence[Flight], tensors: Sequence[Tensor]) -> None:
         """Warn before a forward beside other open ones if all of them may be more than the budget, and note how many
@@ -124,7 +139,7 @@ class Step:
     def accompany(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
         """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
         that wait to be summed, and those in `.grad` of which no forecast knew."""
-        others = beside(flight, map(tensors.__getitem__, self.roles.owners))
+        others = beside(map(tensors.__getitem__, self.roles.owners), flight)
         there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
         flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
 
@@ -178,7 +193,10 @@ class Step:
                 waited = self.fused.waited
                 times = times.without({op: waited.get(name, 0.0) for op, name in self.update_ops.items()})
             self.times, self.report = times, replace(self.report, measured_us=times.us)
+        was_metered, ended = flight.meter is not None, flight.ended
         allocated = flight.land()
+        if was_metered and ended and allocated is None:
+            self.report = replace(self.report, unmeasured="a profiler was running, whose place the meter would take")
         if allocated is not None:
             blocks, held = allocated.blocks, allocated.held
             said = f"{self.report.forwards} forwards were open at once" if flight.shared else ""

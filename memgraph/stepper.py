@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from .apart import apart
 from .errors import UpdateError
 from .peak import measured, resident_bytes
 from .pointwise import POINTWISE, unhooked
@@ -96,7 +97,7 @@ class Stepper:
         for _ in range(STEPS):
             given = [(group, piece, state) for piece, state in zip(pieces, states, strict=True)]
             before = _held(states)
-            found, seen = measured(functools.partial(self._step, given), self.device)
+            found, seen = apart(functools.partial(measured, functools.partial(self._step, given), self.device))
             states = [state or {} for state in found]
             most = max(most, seen.peak - (_held(states) - before) if seen else 0)
         return most + twin_nbytes(self.optimizer)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .apart import apart
 from .costs import once
 from .device import keeping_freed_memory
 from .peak import measured, resident_bytes
@@ -164,14 +165,21 @@ class Trial:
     def _run(self, kinds: Sequence[Kind]) -> int:
         alone = self._alone(kinds)
         try:
-            allocated = [measured(lambda: type(alone).step(alone), kinds[0].device)[1] for _ in range(STEPS)]
+            first, *later = [apart(partial(_stepped, alone, kinds[0].device)) for _ in range(STEPS)]
         except Exception as error:
             raise untried(alone, error) from error
         kept = resident_bytes(state_tensors(alone))
         if len(kinds) == 1:
             self.states[kinds[0]] = kept
-        first, *later = [seen.peak if seen else 0 for seen in allocated]
         return max(0, first - kept, *later) + twin_nbytes(alone)  # which an update in backward takes as well
+
+
+def _stepped(alone: torch.optim.Optimizer, device: torch.device) -> int:
+    """The most that a step allocates; the states of the one before stay until it has ended."""
+    before = list(state_tensors(alone))
+    _, allocated = measured(lambda: type(alone).step(alone), device)
+    del before
+    return allocated.peak if allocated else 0
 
 
 def sorted_options(group: Mapping[str, object]) -> dict[str, object]:

@@ -48,6 +48,11 @@ def scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
 
 
+def update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+    """The scalars, where backward updates parameters: a gradient for anything else is refused."""
+    return scalars(outputs)
+
+
 def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:
     """All autograd nodes that the roots lead to, with them."""
     waiting = [root for root in roots if root is not None]

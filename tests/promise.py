@@ -59,13 +59,15 @@ def trial(case: Case, share: float, **wishes: Any) -> Trial:
     """
     eager = _eager(case)
     model, batch = fresh(case)
-    there = resident_bytes([*model.parameters(), *model.buffers(), *_tensors(batch)])
+    there = resident_bytes([*model.parameters(), *model.buffers(), *tensors_of_batch(batch)])
     budget = there + int(share * eager_peak_of(case))
-    planned = memgraph.compile(model, budget, loss=case.loss, **wishes)
-    ours = _train(model, lambda: batch.of(planned))
+    planned = memgraph.compile(model, budget, loss=None if case.beside else case.loss, **wishes)
+    ours = _train(model, lambda: case.loss(batch.of(planned)) if case.beside else batch.of(planned))
     report = planned.plan
     kinds = [type(decision).__name__ for decision in report.plan]
-    held = resident_bytes([*model.parameters(), *model.buffers(), *_tensors(batch)])  # what lives on disk is not
+    held = resident_bytes(
+        [*model.parameters(), *model.buffers(), *tensors_of_batch(batch)]
+    )  # what lives on disk is not
     staging = int(report.forecast.by_kind["staging"].max(initial=0))
     return Trial(
         budget, there + eager_peak_of(case), report.peak, held + ours.peak + staging, report.measured,
@@ -108,5 +110,6 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
     return Training([*facts, *(p.detach() for p in model.parameters()), *model.buffers()], peak, us)
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def tensors_of_batch(batch: Any) -> list[Tensor]:
+    """What a model is called with."""
     return [leaf for leaf in tree_leaves((batch.args, dict(batch.kwargs))) if isinstance(leaf, Tensor)]

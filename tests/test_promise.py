@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.promise import Trial, trial
-from tests.zoo import CASES, Case
+from tests.zoo import BESIDE, CASES, Case
 
 # What a forecast may be above the measured: a page on transformers, 3 % where kernels choose their workspace as they run.
 CONVOLUTIONS = ("resnet", "unet")
@@ -13,7 +13,7 @@ SECONDS = 2.0  # for a plan, of which the promise is kept whether or not a bette
 
 
 @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *BESIDE), ids=lambda case: case.name)
 def test_the_budget_is_kept_and_training_is_equal(case: Case, share: float) -> None:
     assert_kept(case, trial(case, share, time_limit=SECONDS))
 
@@ -28,7 +28,8 @@ def test_so_it_is_when_plans_are_searched_to_the_end(case: Case, share: float) -
 def assert_kept(case: Case, found: Trial) -> None:
     assert found.equal
     assert found.measured <= found.forecast <= found.budget
-    assert found.forecast - found.measured <= (0.03 * found.measured if case.name in CONVOLUTIONS else 4096)
+    loose = case.name in CONVOLUTIONS or case.beside  # the loop has dropped what lies beside the loss
+    assert found.forecast - found.measured <= (0.03 * found.measured if loose else 4096)
     assert found.first is not None and found.first <= found.forecast
 
 

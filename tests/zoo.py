@@ -1,4 +1,4 @@
-"""The models of the promise: nine kinds of training step in which activations, not parameters, fill the memory.
+"""The models of the promise: kinds of training step in which activations, not parameters, fill the memory.
 
     model, batch = fresh(case)
     case.loss(batch.of(model)).backward()
@@ -40,12 +40,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch for it, and a loss on what it returns. Both are drawn from torch's global generator."""
+    """A model, a batch for it, and a loss on what it returns. Both are drawn from torch's global generator.
+
+    A model that returns its loss `beside` other outputs is compiled as it is, and not together with a loss."""
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     loss: Callable[[Any], Tensor]
+    beside: bool = False
 
 
 def fresh(case: Case, seed: int = 0) -> tuple[nn.Module, Batch]:
@@ -175,6 +178,76 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class Inverted(nn.Module):
+    """Wide between narrow ends, a convolution for each channel, and a norm behind each."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * inputs
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, wide, 3, stride, padding=1, groups=wide, bias=False), nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True), nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return x + y if x.shape == y.shape else y
+
+
+class MobileNet(nn.Module):
+    """Returns its loss and what that is made of, and keeps running statistics."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True))
+        sizes = [(8, 8, 1), (8, 8, 1), (8, 12, 2), (12, 12, 1), (12, 16, 2), (16, 16, 1)]
+        self.blocks = nn.Sequential(*(Inverted(*size) for size in sizes))
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return F.cross_entropy(logits, labels), logits
+
+
+class Queue(nn.Module):
+    """Contrasts what it is given with a queue, which it writes by slice after it has read it."""
+
+    queue: Tensor
+
+    def __init__(self, width: int = 48, layers: int = 12, length: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+        self.register_buffer("queue", F.normalize(torch.randn(length, width), dim=1))
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        found = F.normalize(self.layers(x).mean(1), dim=1)
+        logits = found @ self.queue.clone().t()
+        with torch.no_grad():
+            self.queue[: len(x)] = found
+        return F.cross_entropy(10 * logits, targets), logits
+
+
+class Twice(nn.Module):
+    """Sees two pictures with one encoder, norms in it, and follows their mean in a buffer that it reads first."""
+
+    centre: Tensor
+
+    def __init__(self, width: int = 12, features: int = 16) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            *convolved(3, width, 3), nn.BatchNorm2d(width), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(width, features),
+        )  # fmt: skip
+        self.register_buffer("centre", torch.zeros(features))
+
+    def forward(self, one: Tensor, other: Tensor) -> dict[str, Tensor]:
+        left, right = self.encoder(one) - self.centre, self.encoder(other) - self.centre
+        with torch.no_grad():
+            self.centre.lerp_((left + right).mean(0), 0.1)
+        return {"loss": (left - right).square().mean() - left.std(0).mean(), "left": left, "right": right}
+
+
 def gpt2() -> nn.Module:
     return nets.gpt2(vocab_size=512, n_positions=128, n_embd=128, n_layer=4, n_head=4, use_cache=False)
 
@@ -266,13 +339,23 @@ CASES = (
     Case("unet", UNet, lambda: Batch((torch.randn(4, 3, 64, 64),)), lambda images: images.square().mean()),
 )
 
+# Models that return their loss beside what it is made of, and write to buffers.
+BESIDE = (
+    Case("mobilenet", MobileNet, lambda: Batch((torch.randn(8, 3, 32, 32), torch.arange(8))), lambda out: out[0], True),
+    Case("queue", Queue, lambda: Batch((torch.randn(16, 64, 48), torch.arange(16))), lambda out: out[0], True),
+    Case(
+        "twice", Twice, lambda: Batch((torch.randn(4, 3, 32, 32), torch.randn(4, 3, 32, 32))), lambda out: out["loss"],
+        True,
+    ),
+)  # fmt: skip
+
 
 def main() -> None:
     """Print what each model weighs, where its eager step peaks, and how long that takes."""
-    print(f"{'model':8}{'parameters':>14}{'peak':>14}{'ratio':>8}{'step':>10}")
-    for case in CASES:
+    print(f"{'model':10}{'parameters':>14}{'peak':>14}{'ratio':>8}{'step':>10}")
+    for case in (*CASES, *BESIDE):
         parameters, peak = resident_bytes(fresh(case)[0].parameters()), eager_peak(case)
-        print(f"{case.name:8}{parameters:14,}{peak:14,}{peak / parameters:8.1f}{milliseconds(case):7.0f} ms")
+        print(f"{case.name:10}{parameters:14,}{peak:14,}{peak / parameters:8.1f}{milliseconds(case):7.0f} ms")
 
 
 def milliseconds(case: Case, steps: int = 3) -> float:

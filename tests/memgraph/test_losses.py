@@ -153,9 +153,6 @@ def test_a_loss_of_other_outputs_behind_a_checkpoint_inside(reentrant: bool) -> 
     assert_alike(loop, Checkpointed)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="what forward itself has changed is taken for a change of the caller's"
-)
 def test_a_loss_of_other_outputs_of_a_forward_that_changes_its_input() -> None:
     def function(linear: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         x.mul_(0.5)
@@ -172,9 +169,6 @@ def test_a_loss_of_other_outputs_of_a_forward_that_changes_its_input() -> None:
     assert_alike(loop, lambda: Function(function))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the second run of the plain module begins with the buffers that the first one left"
-)
 def test_a_retained_loss_of_other_outputs_of_a_forward_that_changes_its_buffers() -> None:
     class Centred(nn.Module):
         mean: Tensor
@@ -223,7 +217,6 @@ def test_the_first_planned_step_after_the_warning_is_measured() -> None:
     assert compiled.plan.measured <= compiled.plan.peak
 
 
-@pytest.mark.xfail(strict=True, reason="the generator's state is noted for a second forward, and not counted")
 def test_what_is_noted_for_a_loss_of_other_outputs_is_within_the_forecast() -> None:
     class Table(nn.Module):
         rows: Tensor

@@ -172,7 +172,7 @@ def test_an_optimizer_of_sparse_gradients_is_refused_by_name() -> None:
         memgraph.compile(module, ROOM, optimizer=optim.SparseAdam(list(module.parameters())))(batch())
 
 
-def test_planning_under_a_profiler_warns_and_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_under_a_profiler_finds_the_same_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     optimizer = optim.AdamW(module.parameters())
 
@@ -187,6 +187,5 @@ def test_planning_under_a_profiler_warns_and_is_not_remembered(monkeypatch: pyte
     expected = workspaces()
     assert sum(map(bool, expected)) > 1
     monkeypatch.setattr(probe, "_known", {})
-    with torch.autograd.profiler.profile(), pytest.warns(RuntimeWarning, match="a profiler is running"):
-        workspaces()
-    assert workspaces() == expected
+    with torch.autograd.profiler.profile():
+        assert workspaces() == expected
