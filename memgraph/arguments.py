@@ -71,6 +71,12 @@ ARGUMENTS: Mapping[str, Rule] = {
     "reduction": one_of(
         "mean", "sum", None, advice='give "mean", "sum", or None if the loss is that of the whole batch'
     ),
+    "accumulate": Rule((bool, NoneType), "give True or False, or None to be warned if it does not fit"),
+    "forwards": Rule(
+        (int,),
+        "give the number of forwards that are open at once, 1 if each has its backward before the next",
+        lambda count: count > 0,
+    ),
     "fuse_update": FLAG,
     "host_update": FLAG,
     "lower": one_of("auto", "inductor", None),

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from .call import Output
-from .company import join
+from .company import handed_on, join
 from .errors import MemgraphError
 from .flight import Flight
 from .letting_go import Lent, lets_go, refuse_kept
 from .notice import notice
 from .peak import resident_bytes
-from .signature import has_hooks, in_process_group, is_watched
+from .signature import has_hooks, in_process_group
 
 if TYPE_CHECKING:
     from .step import Step
@@ -63,8 +63,8 @@ class Run(torch.autograd.Function):
         results: list[Tensor | None] = [None] * len(ctx.parameters)
         more = any(tangent is not None and i not in step.roles.tangents for i, tangent in enumerate(tangents))
         if more or any(tangents[i] is None for i in step.captured.hoped):
-            if step.roles.updates:
-                step.land(ctx.flight)
+            if step.roles.updates or not _get_current_graph_task_keep_graph():
+                step.land(ctx.flight)  # which holds what no backward will read any more
             results[:] = ctx.unforeseen(tangents)
         else:
             backward = _Backward(ctx, tangents)
@@ -94,13 +94,14 @@ class _Backward:
         self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)
         self.keep = _get_current_graph_task_keep_graph()
         self.behind = ctx.next_functions  # is made anew whenever it is read
-        seen = in_process_group() or self.flight.shared
+        shared = self.flight.shared
         self.takers = [
-            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not seen else None
+            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not shared else None
             for role in self.roles.gradients
         ]
         self.fused = self.step.fused if self.roles.updates else None
         updated = {name: self.behind[i][0] for name, i in self.roles.updates.items()}
+        seen = shared or in_process_group()  # where somebody may want to average the gradient before it is used
         self.updated = {name: None if seen else _taker(node) for name, node in updated.items() if not _is_frozen(node)}
         self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
         tangents.clear()
@@ -110,6 +111,8 @@ class _Backward:
         step, flight = self.step, self.flight
         if flight.meter is not None:
             flight.absent = min(flight.absent, step.absent(self.tensors))
+            if flight.shared:
+                step.accompany(flight, self.tensors)
         apart: Mapping[int, Tensor] = {}
         if step.home_slots is not None:
             apart, places = step.home_slots.before(self.takers, self.roles.adds)
@@ -126,7 +129,10 @@ class _Backward:
             if self.fused is not None:
                 self.fused.failed(error)
             raise
-        return self._given(gradients)
+        given = self._given(gradients)
+        if flight.shared:
+            handed_on([gradient for gradient in given if gradient is not None])
+        return given
 
     def land(self) -> None:
         """The flight is over, unless another backward may go through it."""
@@ -158,7 +164,7 @@ class _Backward:
             return 0
         rows = zip(self.roles.gradients, self.takers, strict=True)
         places = [self.roles.target(role) for role, taker in rows if role.kind == "gradient" and taker is None]
-        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not is_watched(parameter)]
+        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not has_hooks(parameter)]
         return resident_bytes(parameter.grad for parameter in left if parameter.grad is not None)
 
     def _there(self) -> list[Tensor | None]:
@@ -211,7 +217,11 @@ class _Backward:
 
 
 def _taker(node: Any) -> Tensor | None:
-    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it."""
+    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it.
+
+    A data-parallel wrapper hooks the node itself, as DDP does: it is called all the same, after the step's own node,
+    and reads what is in `.grad` by then.
+    """
     parameter: Tensor | None = getattr(node, "variable", None)
     if parameter is None or has_hooks(parameter) or _is_frozen(node):
         return None
@@ -231,7 +241,7 @@ def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
     """What autograd hands on of a gradient that eager would not have made: nothing; but zeros to a hook, and to what
     comes before the module, which would be called all the same."""
     leaf = getattr(node, "variable", None)
-    return gradient.zero_() if leaf is None or is_watched(leaf) else None
+    return gradient.zero_() if leaf is None or has_hooks(leaf) else None
 
 
 def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:

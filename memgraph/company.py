@@ -9,11 +9,56 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from .flight import Flight
+from .homes import is_far
 
 _LOCK = threading.Lock()
 _open: list[tuple[weakref.ref[Flight], frozenset[int]]] = []  # with the parameters of each, by id
+_waiting = 0  # bytes of gradients that autograd has of open flights, until the backward that made them ends
+
+
+def beside(parameters: Iterable[Tensor], flight: Flight | None = None) -> list[Flight]:
+    """The flights, but for this one, over one of these parameters whose backward is outstanding."""
+    with _LOCK:
+        there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
+        mine = set(map(id, parameters)) if there else set()
+        return [other for other, theirs in there if other is not flight and not theirs.isdisjoint(mine)]
+
+
+def held_nbytes(flights: Iterable[Flight], own: Iterable[Tensor]) -> int:
+    """The bytes of the device that open flights hold until their backward, but for those of tensors of one's `own`:
+    what they have saved, and what of their inputs and outputs is still there."""
+    held = [tensor for flight in flights for tensor in (*(flight.saved or ()), *flight.handed())]
+    mine = {tensor.untyped_storage().data_ptr() for tensor in own}
+    found = {storage.data_ptr(): storage.nbytes() for storage in (x.untyped_storage() for x in held if not is_far(x))}
+    return sum(nbytes for address, nbytes in found.items() if address not in mine)
+
+
+def waiting_nbytes() -> int:
+    """The bytes of gradients that backward has made for several flights, and that autograd has yet to sum."""
+    return _waiting
+
+
+def handed_on(gradients: Sequence[Tensor]) -> None:
+    """Count gradients that autograd holds until the running backward ends."""
+    nbytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients if not is_far(gradient))
+
+    def ended() -> None:
+        _wait(-nbytes)
+
+    _wait(nbytes)
+    torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+
+def _wait(nbytes: int) -> None:
+    global _waiting
+    with _LOCK:
+        _waiting += nbytes
 
 
 def join(flight: Flight, parameters: frozenset[int]) -> None:

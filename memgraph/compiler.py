@@ -35,8 +35,8 @@ def compile(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", strict: bool = False,
-    pinned: Budget = None, cuda_graphs: bool | str = False,
+    accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
+    lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
 ) -> CompiledModule:  # fmt: skip
     """A module that trains like `model`, and whose step stays under `budget`.
 
@@ -83,6 +83,13 @@ def compile(
         reduction: "mean" or "sum", for scalars that `model` returns: what they are of those of the parts.  With it
             `loss` is computed in parts as well.  A mean is one over rows, or of a cross entropy of torch's that is
             returned as it is over the targets that count.
+        accumulate: whether backward may find gradients to add to, as in a loop that accumulates them, or zeroes them
+            with `set_to_none=False`.  True plans each step for that from the first call on, so that a budget without
+            room for it is refused then.  None plans the first call without them, looks whether one with them fits as
+            well, and warns if it does not, with the bytes.  False does not look: such a call is planned when it comes.
+        forwards: the number of forwards that are open at once, before the backward of the first: 2 for a siamese loss,
+            for chosen and rejected answers, for real and generated pictures.  Each is planned for its share, so that
+            all of them together keep the budget.  Not with `fuse_update`, `cuda_graphs=True`, `plan` or OSS.
         fuse_update: let backward update each parameter of `optimizer` as soon as its gradient is whole, so that there
             is never a full set of gradients.  `optimizer.step()` is called as ever, and finds nothing to do.  The loss
             has to be what the module returns, and is differentiated as it is.  `clip_grad_norm_` of the compiled
@@ -136,8 +143,8 @@ def compile(
     """
     asked = wishes(
         budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
-        wire_dtype=wire_dtype, fuse_update=fuse_update, host_update=host_update, lower=lower, strict=strict,
-        pinned=pinned, cuda_graphs=cuda_graphs,
+        wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
+        host_update=host_update, lower=lower, strict=strict, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
@@ -150,14 +157,14 @@ def plan(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto", pinned: Budget = None,
-    cuda_graphs: bool | str = False, **kwargs: Any,
+    accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
+    lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
     asked = wishes(
         budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
-        wire_dtype=wire_dtype, fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned,
-        cuda_graphs=cuda_graphs,
+        wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
+        host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
 
@@ -182,6 +189,8 @@ def planner_of(model: nn.Module, asked: Wishes) -> Planner:
             raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
         if isinstance(optimizer, OSS) and asked.lower == "inductor" and not optimizer.exchange.is_alone:
             raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
+        if isinstance(optimizer, OSS) and asked.forwards > 1:
+            raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")
         if isinstance(optimizer, OSS) and asked.hosts:
             raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
         if asked.fuse:

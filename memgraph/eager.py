@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .alone import ALONE
 from .capture import Captured, Ref
+from .checkpoint import without_checkpoint
 from .overwritten import overwritten
 from .trees import flatten, tensors_of
 from .versions import refuse_changed, version_of
@@ -34,14 +36,16 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         refuse_changed(seen)
-        with torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
+        with ALONE, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
             torch.set_rng_state(generator.get_state())
             if on_gpu:
                 torch.cuda.set_rng_state_all(on_gpu)
             # What is written was written already; what it held before is in none of the outputs (see overwritten.py).
             buffers = {name: buffer.clone() if name in written else buffer for name, buffer in held.items()}
             named = dict(module.named_parameters())
-            result = torch.func.functional_call(module, named | buffers, args, kwargs)
+            # A checkpoint would run a part in backward, on the module's own buffers, or refuse to be asked by `grad`.
+            with without_checkpoint():
+                result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
         gradients = _differentiate(outputs, [*named.values(), *given], tangents)
         return [*gradients[: len(named)], *[None] * len(held), *gradients[len(named) :]]

@@ -6,6 +6,7 @@ this flight is measured.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
+from .anomaly import finds_nan, run_checked
 from .errors import MemgraphError, RecordingError
 from .homes import Place
 from .letting_go import Leaving, Lent
@@ -64,6 +66,7 @@ class Flight:
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     leaving: Leaving | None = None  # tells the meter when what came to backward goes
     lent: Lent | None = None  # its outputs, which may be gone when backward begins
+    given: Sequence[int] = ()  # the places, among the tensors that it reads, of what the caller gives
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
@@ -75,6 +78,8 @@ class Flight:
         self.seen: list[tuple[Tensor, int]] = []
         self.beyond = ""  # why it takes more than was forecast, if it does
         self.absent = 0  # bytes that were forecast to be there before it, and are not
+        self.others = 0  # bytes that other open flights held beside it, at most
+        self._handed: list[weakref.ref[Tensor]] = []  # what its caller gave, and what it returned
         self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
 
     def watched(self, tangents: Sequence[Tensor | None]) -> AbstractContextManager[None]:
@@ -123,8 +128,13 @@ class Flight:
         del values[outputs:]
         self.ended = self.halves.backward is None
         theirs = [*tensors, *values]
+        self._handed = [weakref.ref(theirs[i]) for i in (*self.given, *range(len(tensors), len(theirs)))]
         self.seen = [(theirs[i], version_of(theirs[i])) for i in self.halves.read]
         return values
+
+    def handed(self) -> list[Tensor]:
+        """What of its inputs and outputs is still there."""
+        return [tensor for ref in self._handed if (tensor := ref()) is not None]
 
     def _forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.recording is not None:
@@ -170,7 +180,7 @@ class Flight:
             else:
                 del given
                 with self._alone():
-                    results = list(self._run(self.halves.backward, saved))
+                    results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
 
@@ -208,6 +218,12 @@ class Flight:
         if self.leaving is not None:
             return noting(half, self.leaving)(half, values)
         return half.forward(values)
+
+    def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+        if not finds_nan():
+            return self._run(half, values)
+        self.beyond, self.clock = "torch's anomaly mode looked at each gradient", None
+        return run_checked(half, values, self.halves.names)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

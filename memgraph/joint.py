@@ -209,7 +209,7 @@ class _Step:
         found = {i: output for i, output in enumerate(outputs) if output.requires_grad}
         self.differentiable = tuple(found)
         behind = nodes_behind(output.grad_fn for output in found.values())
-        self.custom = any(isinstance(node, BackwardCFunction) for node in behind)
+        self.custom = any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in behind)
         needed = [i for i, value in enumerate(values) if value.requires_grad]
         asked = self.wanted(found) if needed else ()
         if not asked:
@@ -237,6 +237,11 @@ class _Step:
         self.notes.turn(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
+
+
+def _is_ours(node: BackwardCFunction) -> bool:
+    """Whether it is of a function that the capture itself has put there."""
+    return str(type(node)._forward_cls.__module__).startswith("memgraph.")  # type: ignore[attr-defined]
 
 
 def _seen(leaves: Sequence[Any]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from .capture import Captured
 from .eager import eager_gradients
 from .entry import refuse_leaves, rewrite
 from .errors import FusedError, NoPlanError
-from .group_key import groups_of
+from .groups import groups_of
 from .kinds import Kinds
 from .notice import notice
 from .planner import Planner
@@ -80,6 +80,15 @@ class CompiledModule(Shared):
                 "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
         return self._latest.reported
+
+    @property
+    def plans(self) -> tuple[Report, ...]:
+        """The reports of all kinds of calls whose plans are kept, the one that was used longest ago first.
+
+        A call that adds to gradients is another kind than one that makes them, and so is one of another shape, or
+        without gradients.  There are none before the first call.
+        """
+        return tuple(step.report for step in list(self._steps.values()))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -153,7 +162,8 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
-        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), has_gradients(parameters), self._wanted)
+        adds = bool(self._planner.wishes.accumulate) or has_gradients(parameters)
+        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), adds, self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
@@ -166,7 +176,7 @@ class CompiledModule(Shared):
         steps: OrderedDict[Key, Step] = self._steps
         with ALONE:
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._made(args, kwargs)
+                steps[key] = self._made(args, kwargs, key)
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             steps[key] = steps[key].better()
@@ -174,12 +184,13 @@ class CompiledModule(Shared):
                 steps.popitem(last=False)
             return self._used(key, steps[key])
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
         if warning := self._kinds.warning(args, kwargs):
             notice(warning)
-        step = self._planner.step(args, kwargs, self._wanted)
+        guard, adds, wanted = key
+        step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step

@@ -7,41 +7,39 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Choice, Machine, Stream, Trace, apply, make_plan, predict
+from passes import Choice, Machine, Plan, Stream, Trace, apply, make_plan, predict
 from passes.exchanges import placed, sequence
+from passes.forwards import as_it_is_nbytes, plan_forwards
 from passes.replays import with_kept
 
-from .accumulation import accumulating, mark_watched
+from .accumulation import accumulating
+from .adding import Adding, adding, else_known, warn, with_left
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
-from .capture import Captured, Wanted, capture
+from .capture import Captured, Wanted
 from .device import device_of, hold_to, releasing_cached, return_freed_memory, unused_nbytes
 from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
 from .fused import FusedUpdate
-from .fusing import updating
+from .groups import trained_by
 from .letting_go import fitting
 from .lever import advised
 from .libraries import libraries_nbytes, with_libraries
 from .links import sizes_of
 from .lower import Lowering
 from .oss import OSS
-from .oss.exchanged import exchanging
-from .oss.far_shards import shard_parts
-from .oss.gathering import arrivals, gathering
 from .oss.meeting import NEW, digest, excuse, meet, telling_failure
 from .oss.network import with_network
 from .oss.step_bytes import far_nbytes, with_sharded_update
@@ -56,19 +54,18 @@ from .progress import Progress
 from .recent import Recent
 from .recordable import let_record
 from .recording import recorder_of
-from .refusal import elsewhere, is_elsewhere, refuse_hooks
+from .refusal import refuse_hooks
 from .replan import as_measured, replanned
 from .report import Report
-from .residence import Key, Residence
+from .residence import Residence
 from .reuse import reused
 from .rewrite import fake_mode, rewrite
-from .rows import refuse_mixing
 from .signature import has_gradients, watched
-from .slots import HomeSlots, Slot, slots, unread
+from .slots import HomeSlots, slots, unread
 from .sources import forgotten_sources
 from .split import split
-from .state_parts import StatePart, state_parts
 from .step import Step
+from .step_graph import captured_call, with_collectives, with_updates
 from .summarize import summarize
 from .tiers import far_tier, ground, linked, tier_name
 from .times import Times
@@ -96,16 +93,6 @@ class Planner:
         by_itself = optimizer is not None and not wishes.fuse
         self._first_update = FirstUpdate(optimizer, self.device) if optimizer is not None and by_itself else None
 
-    def _trained(self, captured: Captured) -> Trained:
-        names = {role.name for role in captured.outputs if role.kind == "gradient"}
-        parameters = [parameter for name, parameter in self.module.named_parameters() if name in names]
-        optimizer = self.wishes.optimizer
-        if self.sharded is not None:
-            self.sharded.follow()
-            return Trained(parameters, shard_parts(self.sharded), captured=captured)
-        parts = state_parts(optimizer, self.wishes.fuse) if optimizer is not None else []
-        return Trained(parameters, parts, captured=captured)
-
     def _look(self) -> None:
         """Where the module lies, and what that means for the budget and the far tier; it may be moved later."""
         owned = [*self.module.parameters(), *self.module.buffers()]
@@ -131,8 +118,9 @@ class Planner:
             # Without a far tier it is not the optimizer that keeps all on the device.
             self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
-        """The step of this call, planned and ready.
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None) -> Step:
+        """The step of this call, planned and ready; `like` is that of the same call when gradients were there, or were
+        not.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -140,7 +128,7 @@ class Planner:
             PlanError: plans were given, and none is good for this call.
         """
         with ALONE, forgotten_sources(), releasing_cached(self.device), Progress() as self.progress:
-            return self._step(args, kwargs, wanted)
+            return self._step(args, kwargs, wanted, like)
 
     def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
         """What this call's step is planned on: its text with prices, and the machine.
@@ -153,20 +141,23 @@ class Planner:
             _, graph, trained = self._begun(args, kwargs, wanted)
             return self._price(graph, trained)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Step:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None) -> Step:
         begin = time.perf_counter()
-        captured, graph, trained = self._begun(args, kwargs, wanted)
-        together = self._together(trained)
+        captured, graph, trained = self._begun(args, kwargs, wanted, like)
+        together, later = self._together(trained), self._later(captured, graph, trained)
         captured_s, until = time.perf_counter() - begin, time.monotonic() + self.wishes.seconds
         self.progress.bound(until)
         try:
-            machine, choice = self._plan(graph, trained, until)
+            machine, choice = self._plan(graph, trained, until, like.adding if like is not None else None)
         except passes.BudgetError as error:
             few = leaves_time(len(graph.nodes), captured_s, until)
             advised = partial(self._advised, captured=captured, args=args, kwargs=kwargs, wanted=wanted)
-            later = partial(self._later, captured, graph, trained, until)
-            raise over_budget(error, advised if few else lambda error: error, later) from None
+            needed = partial(self._smallest, later, trained, until) if later is not None else lambda: None
+            raise over_budget(error, advised if few else lambda error: error, needed) from None
+        found = self._adding(later, choice, trained, until) if later is not None and not self.wishes.plans else None
         step, plain = self._made(captured, graph, machine, choice, trained, begin), choice.captured.trace
+        if found is not None:
+            step.adding, step.report = found.plan, replace(step.report, adding=found.needed)
         if step.lowering is not None:
             choice = step.lowering.stated(choice, machine)
         step.report = replace(step.report, choice=choice, pages_us=pages_us(choice.forecast, machine))
@@ -178,23 +169,26 @@ class Planner:
         return step
 
     def _begun(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None
     ) -> tuple[Captured, fx.Graph, Trained]:
-        """The call, captured, and the graph of the step that is to be planned: it adds to gradients if there are some,
-        and updates if that is asked for."""
+        """The call, captured, and the graph that is planned: it adds to gradients, and updates, if it is to."""
         with telling_failure(self.sharded, self.module.parameters()):
             self._look()
             refuse_hooks(self.module)
             if self.sharded is not None:
                 self.sharded.awaited.capturing(self.module.parameters())
+            again = like is not None and self.fused is None and self.sharded is None
             self.progress.phase("capturing forward and backward")
-            captured = self._capture(args, kwargs, update_roots if self.fused else wanted)
-            captured, trained = self._fused(captured, self._trained(captured))
-            captured, trained = self._exchanging(captured, trained)
+            wanted = update_roots if self.fused else wanted
+            call = self.module, args, kwargs, wanted, self.device
+            captured = like.captured if like is not None and again else captured_call(*call)
+            trained = trained_by(captured, self.module, self.wishes.optimizer, self.wishes.fuse)
+            captured, trained = with_updates(captured, trained, self.module, self.fused)
+            captured, trained = with_collectives(captured, trained, self.module, self.sharded)
         if (together := self._together(trained)) is not None:
             meet(together.exchange, self.device, NEW)()
-        adds = has_gradients(self.module.parameters())
-        graph = accumulating(captured, watched(self.module)) if adds else captured.graph.graph
+        adds = self.wishes.accumulate or has_gradients(self.module.parameters())
+        graph = self._accumulating(captured) if adds else captured.graph.graph
         return captured, graph, trained
 
     def _made(
@@ -217,7 +211,10 @@ class Planner:
             machine, choice, planned_us=(time.perf_counter() - begin) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=self.wishes.optimizer is not None, uncompiled=refused,
         )  # fmt: skip
-        home_slots = self._home_slots(its, unread(planned, captured), captured, choice, trained.parts)
+        home_slots = None
+        if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.home for slot in its):
+            states = FarStates.of(self.update, choice.forecast.trace, trained.parts)
+            home_slots = HomeSlots(self.residence, its, captured, states, unread(planned, captured))
         step = Step(captured, split(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
@@ -225,15 +222,6 @@ class Planner:
         if self.recorder is not None:
             let_record(step, planned, self.recorder, self.wishes.graphs is True)
         return step
-
-    def _home_slots(
-        self, its: Sequence[Slot], idle: Mapping[Key, Tensor], captured: Captured, choice: Choice,
-        parts: Sequence[StatePart],
-    ) -> HomeSlots | None:  # fmt: skip
-        """Where the plan lets state live far, if it does."""
-        if not any(isinstance(decision, Stream) for decision in choice.plan) and not any(slot.home for slot in its):
-            return None
-        return HomeSlots(self.residence, its, captured, FarStates.of(self.update, choice.forecast.trace, parts), idle)
 
     def _again(self, graph: fx.Graph, trained: Trained, plain: Trace, step: Step, times: Times) -> Step:
         """The step of a plan that is better, now that its times are known; the same step if there is none.
@@ -260,39 +248,28 @@ class Planner:
         except RecordingError:
             return step
         new.replan, new.recent = step.replan, Recent(step.recent.looks, step.recent.steps)
+        new.adding, new.report = step.adding, replace(new.report, adding=step.report.adding)
         if step.home_slots is not None:
             step.home_slots.replaced(new.home_slots)
         return new
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> Captured:
-        try:
-            with capturing(self.module):
-                refuse_mixing(self.module, args, kwargs, unused_nbytes(self.device) // 2)
-                captured = capture(self.module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
-        except RuntimeError as error:
-            if not is_elsewhere(error):
-                raise
-            raise elsewhere(error, args, kwargs, self.device) from error
-        mark_watched(captured, watched(self.module))
-        return captured
+    def _later(self, captured: Captured, graph: fx.Graph, trained: Trained) -> fx.Graph | None:
+        """The graph of the same call when there are gradients to add to, if that is another one and may be met."""
+        adds = graph is not captured.graph.graph or self.wishes.accumulate is False
+        return None if adds or not trained.parameters or trained.updates else self._accumulating(captured)
 
-    def _fused(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
-        """The step with updates in backward, if they are asked for."""
-        if self.fused is None or not captured.differentiable:
-            return captured, trained
-        captured, updates = updating(captured, self.module, self.fused.optimizer)
-        return captured, replace(trained, updates=updates)
+    def _accumulating(self, captured: Captured) -> fx.Graph:
+        """The graph that adds to gradients, but for those that autograd adds: of several open forwards, all."""
+        alone = self.wishes.forwards == 1
+        return accumulating(captured, watched(self.module) if alone else dict(self.module.named_parameters()))
 
-    def _exchanging(self, captured: Captured, trained: Trained) -> tuple[Captured, Trained]:
-        """The step that sums gradients over the ranks of a sharded optimizer in backward, and gathers in forward."""
-        if self.sharded is None:
-            return captured, trained
-        named = dict(self.module.named_parameters())
-        captured = exchanging(captured, self.sharded.inside.parcels(named))
-        if trained.parameters:
-            captured = gathering(captured, arrivals(self.sharded, named))
-        buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
-        return captured, replace(trained, shards=buckets, gathers=captured.gathers)
+    def _adding(self, later: fx.Graph, choice: Choice, trained: Trained, until: float) -> Adding:
+        """What such a call needs; if no plan for it is found, that is said."""
+        trace, machine = self._price(later, trained, until)
+        tries = ((), choice.plan) if self.wishes.forwards == 1 else ()
+        found = adding(trace, machine, tries, partial(self._chosen, trained=trained, until=until))
+        warn(found, machine.budget)
+        return found if tries else replace(found, plan=None)  # one forward alone may fit with what several do not
 
     def _meet(self, exchanged: str) -> Callable[[], None]:
         """Begin to ask whether all ranks are about to exchange this, and await the same."""
@@ -316,35 +293,45 @@ class Planner:
         with capturing(self.module):
             return advised(error, self.module, args, kwargs, wanted, captured.graph.graph, machine)
 
-    def _later(self, captured: Captured, graph: fx.Graph, trained: Trained, until: float) -> int | None:
-        """What the same call needs when there are gradients to add to; None if there are already, or never will be."""
-        if graph is not captured.graph.graph or not trained.parameters or trained.updates:
-            return None
-        adding = accumulating(captured, watched(self.module))
-        return smallest_of(lambda: self._plan(adding, trained, until)[1].forecast)
+    def _smallest(self, graph: fx.Graph, trained: Trained, until: float) -> int:
+        return smallest_of(lambda: self._plan(graph, trained, until)[1].forecast)
 
-    def _plan(self, graph: fx.Graph, trained: Trained, until: float) -> tuple[Machine, Choice]:
+    def _plan(
+        self, graph: fx.Graph, trained: Trained, until: float, known: Plan | None = None
+    ) -> tuple[Machine, Choice]:
         trace, machine = self._price(graph, trained, until)
-        search = partial(reused, self.wishes.plans) if self.wishes.plans else partial(self._found, until=until)
+        return machine, self._chosen(trace, machine, trained, until, known)
+
+    def _chosen(
+        self, trace: Trace, machine: Machine, trained: Trained, until: float, known: Plan | None = None
+    ) -> Choice:
+        found = else_known(partial(self._found, until=until), known)
+        search = partial(reused, self.wishes.plans) if self.wishes.plans else found
         together = self._together(trained)
-        return machine, together.choice(trace, machine, search) if together else search(trace, machine)
+        return together.choice(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine, until: float | None = None) -> Choice:
         until = time.monotonic() + self.wishes.seconds if until is None else until
         self.progress.phase("planning, passes tried", len(passes.PASSES))
-        return fitting(partial(self._searched, until), trace, machine)
+        search = partial(self._searched, until)
+        if self.wishes.forwards > 1:  # while one of them runs, the caller has the outputs of the others
+            return plan_forwards(trace, machine, self.wishes.forwards, search)
+        return fitting(search, trace, machine)
 
     def _searched(self, until: float, trace: Trace, machine: Machine) -> Choice:
         return make_plan(trace, machine, log=self.progress.done, seconds=max(0.0, until - time.monotonic()))
 
     def _found(self, trace: Trace, machine: Machine, until: float) -> Choice:
-        """The plan that was found for such a step before, or one that is searched for."""
-        return planned(trace, machine, self.wishes.options, partial(self._search, until=until))
+        """The plan that was found for such a step before, or one that is searched for; always the latter for several
+        open forwards, since no kept plan knows what the others hold."""
+        search = partial(self._search, until=until)
+        alone = self.wishes.forwards == 1
+        return planned(trace, machine, self.wishes.options, search) if alone else search(trace, machine)
 
     def _price(self, graph: fx.Graph, trained: Trained, until: float = math.inf) -> tuple[Trace, Machine]:
         together = self._together(trained)
         machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
-        bare = predict(summarize(graph), machine).peak
+        bare = self._needs(summarize(graph), machine)
         if self.device.type == "cpu" and bare > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
@@ -358,8 +345,9 @@ class Planner:
             trace = with_libraries(placed(summarize(graph, prober), not machine.hides), self.device)
             trace = self._with_update(trace, graph, trained)
             trace = with_kept(trace) if self.wishes.graphs is True else trace
+            trace = trace if together or self.wishes.plans else with_left(trace, self.module, trained.parameters)
         trace = together.trace(trace) if together else trace
-        if predict(trace, machine).peak > machine.budget:
+        if self._needs(trace, machine) > machine.budget:
             trace = trace if prober.times else prober.timed(trace, graph)
             if self._lowers:
                 trace = self._lowering(graph, trace, prober).shared()
@@ -371,6 +359,9 @@ class Planner:
             if machine.turns and machine.homes and self.wishes.optimizer and not (trained.updates or self.sharded):
                 trace = with_price(trace, self.wishes.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
+
+    def _needs(self, trace: Trace, machine: Machine) -> int:
+        return as_it_is_nbytes(trace, machine, self.wishes.forwards)
 
     def _with_update(self, trace: Trace, graph: fx.Graph, trained: Trained) -> Trace:
         if self.sharded is not None:
@@ -391,9 +382,9 @@ class Planner:
     @property
     def _lowers(self) -> bool:
         """Whether Inductor compiles parts of the step; not where ranks would each find others worth it."""
-        if self.sharded is not None and not self.sharded.exchange.is_alone:
-            return False
-        return self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
+        several = self.sharded is not None and not self.sharded.exchange.is_alone
+        asked = self.wishes.lower == "inductor" or (self.wishes.lower == "auto" and self.device.type == "cuda")
+        return asked and not several
 
     def _with_homes(self, machine: Machine, trained: Trained) -> Machine:
         """The machine with room for state in the far tier, if state can live there: of shards, states alone. No

@@ -46,6 +46,8 @@ def _verdict(report: Report) -> str:
     lines = [
         _bytes(report),
         *_held(report),
+        *_several(report),
+        *_adding(report),
         f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
         f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
@@ -85,6 +87,21 @@ def _held(report: Report) -> list[str]:
         return [room] if report.machine.device.startswith("cuda") else []
     over = ", over the budget" if report.held > report.budget else ""
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+
+
+def _several(report: Report) -> list[str]:
+    """What several open forwards have come to."""
+    if report.forwards < 2:
+        return []
+    over = f", over the budget; forwards={report.forwards} plans for them" * (report.together > report.budget)
+    return [f"{report.forwards} forwards were open at once: forecast {mb(report.together)} together{over}"]
+
+
+def _adding(report: Report) -> list[str]:
+    """What the next call needs if gradients are there by then, and there is no room for that."""
+    if report.adding <= report.budget:
+        return []
+    return [f"a call that adds to gradients needs {report.adding} B, over the budget, and will be refused"]
 
 
 def _exchanged(report: Report) -> list[str]:

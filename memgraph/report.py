@@ -43,6 +43,9 @@ class Report:
         recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
         uncompiled: segments that Inductor could not compile, and that run op by op.
         blocks: on a GPU, the most bytes that torch's allocator had given out while `measured` was found.
+        forwards: how many forwards were open at once, at most.
+        together: bytes that they were forecast to take with what the others really held; 0 if there was ever but one.
+        adding: bytes that the same call needs when there are gradients to add to; 0 if it was not asked for.
         held: the most that it had of the device then, with what was free between.
         unmeasured: why the last step that should have been measured was not; empty once one was, and before.
     """
@@ -64,6 +67,9 @@ class Report:
     recorded: str = ""
     blocks: int = 0
     held: int = 0
+    adding: int = 0
+    forwards: int = 1
+    together: int = 0
     unmeasured: str = ""
 
     @property
@@ -101,6 +107,7 @@ class Report:
         finds there, but for `absent` bytes; `states`: those that were there, if it has made others."""
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
+        there -= self.forecast.trace.others  # which are there only if they are open, and are measured then
         return replace(
             self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
         )
@@ -108,6 +115,7 @@ class Report:
     def with_update(self, nbytes: int) -> Report:
         """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""
         there = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
+        there -= self.forecast.trace.others
         return replace(self, measured=max(self.measured or 0, there + nbytes))
 
     @property

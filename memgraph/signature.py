@@ -47,14 +47,15 @@ def has_gradients(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
 
 
-def is_watched(parameter: Tensor) -> bool:
-    """Whether somebody is told of the parameter's gradient, so that autograd itself has to accumulate it."""
-    return has_hooks(parameter) or in_process_group()
-
-
 def watched(module: nn.Module) -> set[str]:
-    """The names of its parameters of which that is so."""
-    return {name for name, parameter in module.named_parameters() if is_watched(parameter)}
+    """The names of the parameters whose gradient somebody is told of, so that autograd itself has to accumulate it."""
+    return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
+
+
+def read_later(module: nn.Module) -> set[str]:
+    """The names of the parameters whose gradient somebody may read from `.grad` before the optimizer does, so that it
+    stays on the device."""
+    return {name for name, _ in module.named_parameters()} if in_process_group() else watched(module)
 
 
 def kernel_modes() -> Hashable:
@@ -76,7 +77,8 @@ def kernel_modes() -> Hashable:
 
 
 def in_process_group() -> bool:
-    """Whether a data-parallel wrapper may hear of gradients: its hooks on the accumulation can't be seen."""
+    """Whether a data-parallel wrapper may be told that gradients are there: its hooks on the accumulation can't be
+    seen."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

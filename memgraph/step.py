@@ -15,16 +15,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from passes import Plan
+from passes.forwards import waiting_nbytes
+
+from . import company
 from .backward import Run, Unforeseen
 from .call import Output
 from .capture import Captured
+from .company import beside, held_nbytes
 from .errors import MemgraphError, RecordingError
 from .flight import Flight, Tier
 from .fused import FusedUpdate
 from .fusing import update_nodes
 from .lower import Lowering
+from .notice import notice
 from .oss.inside import Inside
-from .peak import Meter, meter_of
+from .peak import Meter, meter_of, resident_bytes
 from .recent import Recent, flight_us
 from .recording import Recorder, Recording, Replays
 from .report import Report
@@ -61,7 +67,9 @@ class Step:
         self.lowering: Lowering | None = None  # what of it is compiled
         self.replays: Replays | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
+        self.metered = 0  # forwards that were open at once, at most, when one of them was measured
         self.insists = False  # on being recorded
+        self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
         self.captured = captured
         self.halves = halves
         self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used
@@ -75,9 +83,10 @@ class Step:
     def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
         measured, if this flight is: also what only prepares it, but for the numbers that ranks compare."""
-        meter = meter_of(self.device) if self.report.measured is None else None
+        others = beside(map(tensors.__getitem__, self.roles.owners))
+        meter = self._meter(len(others))
         with _window(meter):
-            flight = self._begun(tensors, meter)
+            flight = self._begun(tensors, meter, others)
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()
@@ -92,11 +101,14 @@ class Step:
             if self.halves.backward is None:
                 self.land(flight)
 
-    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None) -> Flight:
+    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[Flight]) -> Flight:
         """A flight whose state is where it belongs, and that is measured or timed if it is to be."""
         flight = self._boarded(tensors)
-        flight.meter = meter
+        flight.given, flight.meter = self.roles.varying, meter
+        if others:
+            self._accompanied(flight, others, tensors)
         if meter is not None:
+            self.metered = len(others) + 1
             flight.absent = self.absent(tensors)
             flight.states = self.fused.states_nbytes() if self.fused is not None else None
         elif self.times is None:
@@ -104,6 +116,39 @@ class Step:
         else:
             flight.wall = Wall(self.device)
         return flight
+
+    def _meter(self, others: int) -> Meter | None:
+        """What measures a flight beside others: the first one, and once that was timed, the first beside so many."""
+        first = self.report.measured is None or (self.times is not None and self.metered <= others)
+        return meter_of(self.device) if first else None
+
+    def _accompanied(self, flight: Flight, others: Sequence[Flight], tensors: Sequence[Tensor]) -> None:
+        """Warn before a forward beside other open ones if all of them may be more than the budget, and note how many
+        there are."""
+        flight.others = held_nbytes(others, tensors)
+        trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
+        gradients = waiting_nbytes(trace) * (2 if self.adds_itself else 1)
+        together = self.report.peak - trace.others + flight.others + gradients
+        if together > budget:
+            notice(
+                f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
+                f"{budget}; with forwards={count} they are planned to keep it"
+            )
+        more = max(self.report.together, together)
+        self.report = replace(self.report, forwards=max(self.report.forwards, count), together=more)
+
+    @property
+    def adds_itself(self) -> bool:
+        """Whether backward adds to gradients, unless other flights are open, and is planned to."""
+        trace = self.report.forecast.trace
+        return self.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
+
+    def accompany(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
+        """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
+        that wait to be summed, and those in `.grad` of which no forecast knew."""
+        others = beside(map(tensors.__getitem__, self.roles.owners), flight)
+        there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
+        flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
 
     def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
         """What the next flight flies with: it is made once the step has run op by op, and was measured."""
@@ -164,9 +209,11 @@ class Step:
             self.report = replace(self.report, unmeasured="a profiler was running, whose place the meter would take")
         if allocated is not None:
             blocks, held = allocated.blocks, allocated.held
-            company = "another step was open with it" if flight.shared else ""
-            report = replace(self.report, beyond=flight.beyond or company, blocks=blocks, held=held)
-            self.report = report.with_measured(allocated.peak, flight.absent, flight.states)
+            said = f"{self.report.forwards} forwards were open at once" if flight.shared else ""
+            before = self.report.measured or 0  # where several are open, the one that came to most counts
+            report = replace(self.report, beyond=flight.beyond or said, blocks=blocks, held=held)
+            report = report.with_measured(allocated.peak + flight.others, flight.absent, flight.states)
+            self.report = report if before <= (report.measured or 0) else self.report
             if self.landed is not None and self.halves.backward is not None:
                 self.landed(self)
 

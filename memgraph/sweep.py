@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
+from passes.forwards import as_it_is_nbytes, plan_forwards
 
 from .arguments import read
 from .budget import budget_nbytes
@@ -38,12 +40,13 @@ def sweep(
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
     budgets: Sequence[str | int | float] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
-    fuse_update: bool = False, host_update: bool = False, lower: str | None = "auto",
-    pinned: str | int | float | None = None, cuda_graphs: bool | str = False, **kwargs: Any,
+    accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
+    lower: str | None = "auto", pinned: str | int | float | None = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Sweep:  # fmt: skip
     """The time that the step of the call `model(*args, **kwargs)` takes for every budget, without running a step.
 
-    It is the step as the module stands now; one that adds to gradients needs more than one that makes them.
+    It is the step as the module stands now; one that adds to gradients needs more than one that makes them, and is what
+    `accumulate=True` asks for.
 
     Args:
         budgets: what to plan for, each as in `compile`; by default what the step needs as it is, the smallest budget
@@ -57,22 +60,23 @@ def sweep(
     # A budget of a byte, so that the links are measured.
     asked = wishes(
         1, optimizer=optimizer, offload=offload, spill_dir=spill_dir, time_limit=time_limit, wire_dtype=wire_dtype,
-        fuse_update=fuse_update, host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
+        accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
+        pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     several = read("budgets", budgets)  # all of them, before anything is captured
     wanted = several and [budget_nbytes(read("budget", budget), planner.device) for budget in several]
     trace, machine = planner.priced(args, kwargs, losses)
-    return _Sweeping(trace, machine, asked.seconds).run(wanted)
+    return _Sweeping(trace, machine, asked.seconds, asked.forwards).run(wanted)
 
 
 class _Sweeping:
     """Plans one step for many budgets."""
 
-    def __init__(self, trace: Trace, machine: Machine, seconds: float) -> None:
-        self.trace, self.machine, self.seconds = trace, machine, seconds
+    def __init__(self, trace: Trace, machine: Machine, seconds: float, forwards: int = 1) -> None:
+        self.trace, self.machine, self.seconds, self.forwards = trace, machine, seconds, forwards
         self.plain = predict(trace, machine)
-        self.smallest = self.plain.peak
+        self.smallest = self.most = as_it_is_nbytes(trace, machine, forwards)
         self.found: list[tuple[int, Choice]] = []  # plans, and the budgets that they were searched for
 
     def run(self, budgets: Sequence[int] | None) -> Sweep:
@@ -87,15 +91,16 @@ class _Sweeping:
             known.add(self.smallest)
         points = tuple(map(self._point, sorted(known, reverse=True)))
         greedy = any(choice.greedy for _, choice in self.found)
-        return Sweep(points, self.smallest, self.plain.peak, self.plain.us, self.machine.device, greedy)
+        return Sweep(points, self.smallest, self.most, self.plain.us, self.machine.device, greedy)
 
     def _spread(self) -> list[int]:
-        least, most = self.smallest, self.plain.peak
+        least, most = self.smallest, self.most
         return [least + (most - least) * i // (POINTS + 1) for i in range(POINTS + 2)]
 
     def _try(self, budget: int) -> None:
         try:
-            choice = make_plan(self.trace, replace(self.machine, budget=budget), seconds=self.seconds)
+            search = partial(make_plan, seconds=self.seconds)
+            choice = plan_forwards(self.trace, replace(self.machine, budget=budget), self.forwards, search)
         except BudgetError as error:
             self.smallest = min(self.smallest, error.smallest)
         else:

@@ -41,18 +41,21 @@ class Wishes:
     strict: bool = False  # the allocator refuses more than the budget
     hosts: bool = False  # the host may update states that live there
     pinned: int | None = None  # bytes of the host's memory that may be pinned in all
+    accumulate: bool | None = None  # whether gradients may be there to be added to; None if that is yet to be seen
+    forwards: int = 1  # that are open at once
     graphs: bool | str = False  # whether steps are recorded as CUDA graphs
 
     @property
     def options(self) -> tuple[object, ...]:
         """What a search depends on beside the step and the machine."""
-        return self.seconds, self.offload, self.fuse, self.wire, self.lower, self.hosts, self.pinned, self.graphs
+        planned = self.seconds, self.forwards, self.offload, self.fuse, self.wire, self.lower
+        return *planned, self.hosts, self.pinned, self.graphs
 
 
 def wishes(budget: Budget, **given: Any) -> Wishes:
     """What the arguments of `compile`, by their names, mean; errors as there."""
     own = {name: read(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
-    _refuse_mixed(own)
+    _refuse_mixed(own, given.get("plan") is not None)
     if own["spill_dir"] is not None:
         spill_folder(own["spill_dir"])
     return Wishes(
@@ -67,18 +70,29 @@ def wishes(budget: Budget, **given: Any) -> Wishes:
         lower=own["lower"],
         strict=own.get("strict", False),
         hosts=own["host_update"],
+        forwards=own["forwards"],
+        accumulate=own["accumulate"],
         pinned=pinned_nbytes(own["pinned"]),
         graphs=own["cuda_graphs"],
     )
 
 
-def _refuse_mixed(own: Mapping[str, Any]) -> None:
+def _refuse_mixed(own: Mapping[str, Any], plans: bool) -> None:
     """Raise what is wrong with arguments that are right each by itself."""
     optimizer, fuses, hosts = own["optimizer"], own["fuse_update"], own["host_update"]
+    if own["forwards"] > 1 and (fuses or own["cuda_graphs"] is True or plans):
+        raise ValueError(
+            "forwards= lets several forwards be open at once, which fuse_update=True, cuda_graphs=True and saved plans "
+            "do not know of: leave out one of them"
+        )
     if optimizer is None and fuses:
         raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
     if optimizer is None and hosts:
         raise ValueError("host_update=True wants the optimizer that steps there; give optimizer=")
+    if fuses and own["accumulate"]:
+        raise ValueError(
+            "accumulate=True adds to gradients, and fuse_update=True leaves none to be added to: give one of them"
+        )
     if fuses and hosts:
         raise ValueError(
             "host_update=True lets the host step once backward has ended, and fuse_update=True updates in backward: "

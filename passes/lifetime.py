@@ -6,7 +6,8 @@
 
 Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.  In a
 step whose outputs are `released` these are there to the end of forward, or to the last op that reads them, and tangents
-to that: the caller has let go of them.  Numbers are never released: whoever calls backward() has its loss.
+to that: the caller has let go of them.  Numbers are never released: whoever calls backward() has its loss.  What other
+open forwards hold is gone before the update.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .trace import Op, Storage, Trace
+from .trace import OTHERS, Op, Storage, Trace
 
 # The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
 Span = tuple[Op, Storage, int, int]
@@ -50,14 +51,17 @@ def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, .
 def spans(trace: Trace) -> Iterator[Span]:
     """When each storage is held, in the order in which they are made."""
     read, end, turn = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
+    ended = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), end + 1) - 1 if trace.others else end
     handed = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
     lent = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
             if op.fn == "tangent":
                 yield op, made, turn, max(turn, read[made.name]) if lent and not _is_number(op) else end
-            elif op.is_input or made.name in handed:
-                yield op, made, 0 if op.is_input else index, end
+            elif op.is_input:
+                yield op, made, 0, ended if op.name == OTHERS else end
+            elif made.name in handed:
+                yield op, made, index, end
             else:
                 yield op, made, index, max(read[made.name], turn - 1) if made.name in lent else read[made.name]
 

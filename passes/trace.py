@@ -21,6 +21,7 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
+OTHERS = "other_forwards"  # the input that stands for what other open forwards hold, until the update
 _INPUTS = frozenset(INPUTS)  # asked of every op
 FLAGS = ("once", "far", "hosted")
 NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
@@ -127,6 +128,11 @@ class Trace:
     def boundary(self) -> int:
         """The index of the first backward op; the number of ops if there is none."""
         return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
+
+    @cached_property
+    def others(self) -> int:
+        """The bytes that are counted for other open forwards."""
+        return self.op[OTHERS].nbytes if OTHERS in self.op else 0
 
     @cached_property
     def saved(self) -> dict[str, int]:

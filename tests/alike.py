@@ -51,6 +51,12 @@ def run(make: Callable[[], nn.Module], loop: Loop, compiled: bool, **wishes: Any
     ]
 
 
+def same_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Whether two modules have the same gradients, to the bit, and each parameter has one."""
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
 def facts_of(module: nn.Module) -> list[Fact]:
     return [*(p.grad for p in module.parameters()), *(p.detach() for p in module.parameters()), *module.buffers()]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memgraph
 from memgraph.peak import measured, resident_bytes
@@ -122,6 +123,34 @@ def test_a_loss_of_other_outputs_through_autograd_grad_and_retained() -> None:
         return found
 
     assert_alike(loop, Left)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_loss_of_other_outputs_behind_a_checkpoint_inside(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+        def part(self, x: Tensor) -> Tensor:
+            return self.drop(self.norm(self.first(x)).sin())
+
+        def forward(self, x: Tensor, checkpointed: bool) -> tuple[Tensor, Tensor]:
+            y = checkpoint(self.part, x, use_reentrant=reentrant) if checkpointed else self.part(x)
+            assert isinstance(y, Tensor)
+            return y.sum(), y.cos()
+
+    def loop(model: Any) -> list[Fact]:
+        compiled = isinstance(model, memgraph.CompiledModule)  # in eager, a checkpoint updates statistics twice
+        x = batch().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = model(x, compiled)[1].square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [x.grad]
+
+    assert_alike(loop, Checkpointed)
 
 
 def test_a_loss_of_other_outputs_of_a_forward_that_changes_its_input() -> None:

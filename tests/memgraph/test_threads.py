@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner
+from memgraph import step_graph
 from memgraph.alone import ALONE, capturing
 from memgraph.capture import capture
 
@@ -85,7 +85,7 @@ def test_a_planned_call_waits_while_another_thread_captures_the_module(monkeypat
         module[0][0].weight = kept  # type: ignore[index]
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(planner, "capture", slow)
+    monkeypatch.setattr(step_graph, "capture", slow)
 
     def second() -> tuple[Any, Any]:
         inside.wait()
