@@ -13,6 +13,7 @@ import memgraph
 from memgraph import planner
 from memgraph.nodes import tensors
 from memgraph.probe import made_of
+from memgraph.rewrite import rewrite
 from memgraph.truth import REAL
 from passes import Recompute
 from passes.schedule import Fate
@@ -89,7 +90,7 @@ class Bags(nn.Module):
 @pytest.mark.parametrize("make, x", [(Recurrent, torch.ones(5, 2, 8)), (Bags, torch.arange(8).view(4, 2))])
 def test_what_an_op_makes_with_data_it_makes_again(make: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[fx.Graph] = []
-    plain = planner.rewrite
+    plain = rewrite
 
     def rewritten(*args: Any) -> fx.Graph:
         graphs.append(plain(*args))
