@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph import planner
+from memgraph.nodes import tensors
+from memgraph.probe import made_of
+from memgraph.rewrite import rewrite
+from memgraph.truth import REAL
 from passes import Recompute
 from passes.schedule import Fate
 from tests.fates import given_up
@@ -61,3 +65,42 @@ def test_each_batch_has_its_own(function: Any, monkeypatch: pytest.MonkeyPatch) 
             one is not None and other is not None and torch.equal(one, other) for one, other in zip(*grads, strict=True)
         )
     assert any(isinstance(decision, Recompute) for decision in compiled.plan.plan)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)[0].sin().mean()
+        return found
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.EmbeddingBag(10, 8, mode="max")
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x).sin().mean()
+        return found
+
+
+@pytest.mark.parametrize("make, x", [(Recurrent, torch.ones(5, 2, 8)), (Bags, torch.arange(8).view(4, 2))])
+def test_what_an_op_makes_with_data_it_makes_again(make: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[fx.Graph] = []
+    plain = rewrite
+
+    def rewritten(*args: Any) -> fx.Graph:
+        graphs.append(plain(*args))
+        return graphs[-1]
+
+    monkeypatch.setattr(planner, "make_plan", given_up(Fate.BRIEF))
+    monkeypatch.setattr(planner, "rewrite", rewritten)
+    memgraph.compile(make(), "1GB", offload=None)(x).backward()
+    nodes = {node.name: node for node in graphs[-1].nodes}
+    pairs = [(node, nodes[node.meta["again"]]) for node in nodes.values() if REAL in node.meta and "again" in node.meta]
+    assert pairs
+    for node, source in pairs:
+        assert [*map(made_of, tensors(node))] == [*map(made_of, tensors(source))]
