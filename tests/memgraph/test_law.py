@@ -130,7 +130,7 @@ def casts(plan: Plan) -> bool:
 def run(its: Subject, step: Step, times: int) -> list[Tensor]:
     outputs: list[Tensor] = []
     for _ in range(times):
-        outputs = step(its.tensors, refuse)
+        outputs = step(its.tensors, lambda: refuse)
         outputs[0].backward()
     return its.facts(outputs)
 
@@ -240,7 +240,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         assert step.home_slots is not None
         step.home_slots.settled(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
-        _, allocated = measured(lambda: step(its.tensors, refuse)[0].backward())
+        _, allocated = measured(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None
         forecast = step.report.forecast
         taken = there + allocated.peak + int(forecast.by_kind["staging"].max(initial=0))
