@@ -120,8 +120,8 @@ class _Step:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
-        reached = self.differentiable, self.sources, self.custom, self.rewritten
-        return Joint(graph, self.mode, *roles, self.leaves, self.spec, *reached)
+        result = self.leaves, self.spec, self.differentiable
+        return Joint(graph, self.mode, *roles, *result, self.sources, self.custom, self.rewritten)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
