@@ -124,12 +124,15 @@ class Flight:
                 self.coming.close()
             raise
         # A parameter may be bound to other bytes before backward, which wants those that forward took.
-        self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) else x for x in values[outputs:]]
+        # An output leads to this step's node of autograd, which holds the flight: to hold it here would be a circle that
+        # nobody frees, if no backward comes.
+        held = {id(x) for x in values[:outputs]}
+        self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in held else x for x in values[outputs:]]
         del values[outputs:]
         self.ended = self.halves.backward is None
         theirs = [*tensors, *values]
         self._handed = [weakref.ref(theirs[i]) for i in (*self.given, *range(len(tensors), len(theirs)))]
-        self.seen = [(theirs[i], version_of(theirs[i])) for i in self.halves.read]
+        self.seen = [(theirs[i].detach(), version_of(theirs[i])) for i in self.halves.read]
         return values
 
     def handed(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ from .functional import Functional
 from .in_place import write_in_place
 from .joint import Joint
 from .nodes import (
+    changed_storages,
     drop_aliases,
     drop_copies,
     drop_dead,
@@ -29,6 +30,7 @@ from .nodes import (
     drop_unread_statistics,
     gather_constants,
     returned,
+    storages,
 )
 from .where import NOTES
 
@@ -69,11 +71,15 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
 
 def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
     """Readable names for the placeholders, and on every node only what the rest of memgraph reads."""
+    changed = changed_storages(graph)
     for node, role in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         name = role.name or f"{role.kind}_{role.index}"
         node._rename(re.sub(r"\W", "_", name))
         node.target = node.name
-        node.meta = {"kind": role.kind, "val": node.meta["val"], NOTES: {"phase": "forward", "where": name}}
+        # A parameter that forward writes to is no different from a buffer, and stays: what is streamed is only read.
+        is_written = role.kind == "parameter" and not changed.isdisjoint(storages(node))
+        kind = "buffer" if is_written else role.kind
+        node.meta = {"kind": kind, "val": node.meta["val"], NOTES: {"phase": "forward", "where": name}}
     for node in graph.nodes:
         if OURS.search(node.name):
             node._rename(f"{node.name}_")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph import company
 from memgraph.flight import Flight
 
 ROOM = "1GB"
@@ -147,3 +148,24 @@ def test_modules_of_different_parameters_are_no_company(flights: list[bool]) -> 
     first, second = memgraph.compile(Body(), ROOM), memgraph.compile(Body(), ROOM)
     second(first(batch(0))).sum().backward()
     assert flights == [False, False]
+
+
+def test_a_forward_without_a_backward_lets_go_of_what_it_has_saved_when_its_outputs_go() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            hidden = torch.nn.functional.gelu(self.first(x))  # which backward reads, and the caller gets
+            result = self.last(hidden)
+            return result.square().mean(), result, hidden
+
+    net = Net()
+    model = memgraph.compile(net, "1MB")
+    for _ in range(2):
+        model(torch.randn(4, 8))[0].backward()
+    outputs = model(torch.randn(4, 8))
+    assert len(company.beside(net.parameters())) == 1
+    del outputs
+    assert company.beside(net.parameters()) == []
