@@ -183,8 +183,15 @@ def _run(command: Sequence[str], until: float, shown: bool = False) -> None:
     if process.returncode and shown:
         raise subprocess.CalledProcessError(process.returncode, list(command))
     if process.returncode:
-        last = " | ".join(line for line in said.splitlines() if "ERROR" in line)[-500:] or said[-500:]
-        raise NotInstalledError(f"{' '.join(command[1:5])} ... has failed: {last}")
+        raise NotInstalledError(f"{' '.join(command[1:5])} ... has failed: {_reason(said)}")
+
+
+def _reason(said: str) -> str:
+    """The errors in what a command has printed; with pip's first warning that a registry does not answer."""
+    lines = said.splitlines()
+    unanswered = [line.strip() for line in lines if "connection broken" in line][:1]
+    errors = " | ".join(line for line in lines if "ERROR" in line)[-500:] or said[-500:].strip()
+    return " | ".join([*unanswered, errors])
 
 
 def _arguments() -> argparse.Namespace:
