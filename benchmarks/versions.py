@@ -45,7 +45,7 @@ CORE = (
         for name in (
             "private_names", "capture", "capture_errors", "layers", "storages", "law", "autograd", "backward",
             "stream", "stream_module", "windows", "fused", "modes", "module", "signature", "effects", "hooks", "calls",
-            "kernels", "cuda_dispatch", "device",
+            "kernels", "cuda_dispatch", "device", "in_place", "letting_go", "seeding", "company", "profiled", "refusal",
         )
     ),
 )  # fmt: skip
