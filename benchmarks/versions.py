@@ -85,15 +85,14 @@ def main() -> int:
         try:
             python = installed(version, time.monotonic() + INSTALLED * (until - time.monotonic()))
             row = tested(python, SMOKE if given.smoke else CORE, until)
+            print(row, flush=True)  # at once: removing an environment takes a while
+            failed |= row.failed > 0 or row.passed == 0
         except NotInstalledError as error:
             print(f"\n*** torch {version} WAS NOT TESTED: {error} ***\n", flush=True)
             failed |= not given.smoke
-            continue
         finally:
             if not given.keep:
                 shutil.rmtree(FOLDER / version, ignore_errors=True)
-        print(row, flush=True)
-        failed |= row.failed > 0 or row.passed == 0
     return int(failed)
 
 
