@@ -45,7 +45,7 @@ CORE = (
         for name in (
             "private_names", "capture", "capture_errors", "layers", "storages", "law", "autograd", "backward",
             "stream", "stream_module", "windows", "fused", "modes", "module", "signature", "effects", "hooks", "calls",
-            "kernels", "cuda_dispatch", "device",
+            "kernels", "cuda_dispatch", "device", "in_place", "letting_go", "seeding", "company", "profiled", "refusal",
         )
     ),
 )  # fmt: skip
@@ -85,15 +85,14 @@ def main() -> int:
         try:
             python = installed(version, time.monotonic() + INSTALLED * (until - time.monotonic()))
             row = tested(python, SMOKE if given.smoke else CORE, until)
+            print(row, flush=True)  # at once: removing an environment takes a while
+            failed |= row.failed > 0 or row.passed == 0
         except NotInstalledError as error:
             print(f"\n*** torch {version} WAS NOT TESTED: {error} ***\n", flush=True)
             failed |= not given.smoke
-            continue
         finally:
             if not given.keep:
                 shutil.rmtree(FOLDER / version, ignore_errors=True)
-        print(row, flush=True)
-        failed |= row.failed > 0 or row.passed == 0
     return int(failed)
 
 
@@ -183,8 +182,15 @@ def _run(command: Sequence[str], until: float, shown: bool = False) -> None:
     if process.returncode and shown:
         raise subprocess.CalledProcessError(process.returncode, list(command))
     if process.returncode:
-        last = " | ".join(line for line in said.splitlines() if "ERROR" in line)[-500:] or said[-500:]
-        raise NotInstalledError(f"{' '.join(command[1:5])} ... has failed: {last}")
+        raise NotInstalledError(f"{' '.join(command[1:5])} ... has failed: {_reason(said)}")
+
+
+def _reason(said: str) -> str:
+    """The errors in what a command has printed; with pip's first warning that a registry does not answer."""
+    lines = said.splitlines()
+    unanswered = [line.strip() for line in lines if "connection broken" in line][:1]
+    errors = " | ".join(line for line in lines if "ERROR" in line)[-500:] or said[-500:].strip()
+    return " | ".join([*unanswered, errors])
 
 
 def _arguments() -> argparse.Namespace:

@@ -31,6 +31,7 @@ NAMES: Mapping[str, str] = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "tells apart why a model can't be traced",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException": "tells apart why a model can't be traced",
     "torch._subclasses.functional_tensor.FunctionalTensorMode": "the second trace has no ops in place",
+    "torch._subclasses.functional_tensor.disable_functional_mode": "ops that only check run beneath the second trace",
     "torch._functorch._aot_autograd.functional_utils.from_fun": "takes tensors out of the second trace",
     "torch._functorch._aot_autograd.functional_utils.to_fun": "puts tensors into the second trace",
     "torch._guards.TracingContext": "kernels that a user compiled want to find the trace's fake mode",
@@ -44,6 +45,9 @@ NAMES: Mapping[str, str] = {
     "torch._C._AutoDispatchBelowAutograd": "ops of a graph run without going through autograd",
     "torch._C._DisableAutocast": "casts stand in the graph already",
     "torch._C._disabled_torch_function_impl": "fused layers of nn are taken apart as for a subclass of Tensor",
+    "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
+    "torch._compile": "passes calls of torch.random on, and is not who has called it",
+    "torch._dynamo.eval_frame": "passes calls of torch.random on, and is not who has called it",
     "torch.utils._python_dispatch._disable_current_modes": "what is known during a trace is computed on real tensors",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "such tensors are refused",
     "torch.utils._pytree": "arguments and results are flattened as torch's own tools do",
@@ -70,9 +74,17 @@ NAMES: Mapping[str, str] = {
     "torch._foreach_copy_": "many small copies cost one launch",
     "torch._debug_has_internal_overlap": "a parameter whose elements overlap can't be spread over ranks",
     "torch.cuda._is_in_bad_fork": "a forked child must not touch memory that its parent has pinned",
+    "torch.autograd.Variable._execution_engine": "says when a backward that calls share has ended",
+    "torch.autograd.Variable._execution_engine.queue_callback": "says when a backward that calls share has ended",
     "torch.optim.optimizer._global_optimizer_post_hooks": "an update in windows calls the hooks that a step calls",
     # Measuring, and telling one call from another
     "torch._C._autograd._profiler_enabled": "a second profiler would end the caller's",
+    "torch._C._autograd._enable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
+    "torch._C._autograd._disable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
+    "torch._C._profiler.ProfilerConfig": "the thread's profiler is told to see memory",
+    "torch._C._profiler.ProfilerState": "the thread's profiler is told to see memory",
+    "torch._C._profiler._ExperimentalConfig": "the thread's profiler is told to see memory",
+    "torch.autograd.profiler._is_profiler_enabled": "a profiler of another thread is seen too",
     "torch._C._profiler._ExtraFields_Allocation": "each allocation of a profile, with its address",
     "torch._C._profiler._ProfilerEvent": "each event of a profile",
     "torch._C._get_fp32_precision_getter": "kernels depend on it, and so do bits and prices",
@@ -97,6 +109,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "_version": "notices what was changed in place before backward reads it",
         "_nnz": "the rows that a sparse gradient has",
         "_is_view": "a view refers to what it is a view of, which counts as one who holds it",
+        "_use_count": "gradients that somebody else holds are still there after backward has read them",
         "_backward_hooks": "gradients of parameters with hooks go by way of autograd",
         "_post_accumulate_grad_hooks": "gradients of parameters with hooks go by way of autograd",
     },
@@ -114,6 +127,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "torch.nn.utils.stateless": {"_reparametrize_module": "forward runs on the trace's parameters"},
     "torch.autograd.forward_ad": {"_current_level": "forward-mode differentiation of a compiled module is refused"},
     "torch.autograd.graph.Node": {"_sequence_nr": "an op of backward bears the source line of its forward"},
+    "torch.autograd.function.BackwardCFunction": {"_forward_cls": "tells the capture's own functions from the model's"},
     "torch.optim.Optimizer": {
         "_optimizer_step_pre_hooks": "an update in windows calls the hooks that a step calls",
         "_optimizer_step_post_hooks": "an update in windows calls the hooks that a step calls",
@@ -124,10 +138,12 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "torch.fx.Graph": {"_codegen": "half of a graph is run as that half was"},
     "torch.fx.graph._BoxedCodeGen": {"_gen_python_code": "ops are called without what Python adds to each call"},
     "torch.fx.Node": {"_rename": "names of a graph are those of its trace"},
+    "torch.fx.Interpreter": {"_set_current_node": "ops that only check bear the notes of their node"},
     "torch._ops.OpOverload": {
         "_schema": "says what an op reads, draws and writes to",
         "_op": "ops are called without what Python adds to each call",
         "_opname": "finds the op that does the same, but not in place",
+        "_overloadname": "finds the op that does the same in place",
     },
     "torch._subclasses.FakeTensorMode": {
         "dispatch": "is where a value that is known during a trace can be given",
@@ -139,6 +155,9 @@ DISTRIBUTED: Mapping[str, Mapping[str, str]] = {  # the same, of a torch that wa
     "torch.distributed.ProcessGroup": {
         "_device_types": "where ranks can tell each other that one is gone",
         "_get_backend": "only gloo tells who is gone",
+    },
+    "torch.distributed.checkpoint.FileSystemReader": {
+        "_get_metadata_path": "what a checkpoint says of itself is read without running code from it",
     },
 }
 
@@ -223,6 +242,7 @@ def _samples() -> dict[str, object]:
         "torch.optim.Optimizer": torch.optim.SGD([torch.empty(0, device="cpu")]),
         "torch.fx.Graph": torch.fx.Graph(),
         "torch.autograd.graph.Node": torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn,
+        "torch.autograd.function.BackwardCFunction": getattr(torch.autograd.Function, "_backward_cls", None),
         "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
         "torch._subclasses.FakeTensorMode": _found("torch._subclasses.FakeTensorMode")(),
     }

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import torch._compile
-from torch import nn
+from torch import _compile, nn
 from torch._dynamo import eval_frame
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,13 +30,13 @@ from .frames import MEMGRAPH, TORCH
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
 # Who passes calls on.
-BETWEEN = (torch.random.__file__, torch.cuda.random.__file__, torch._compile.__file__, eval_frame.__file__, __file__)
+BETWEEN = (torch.random.__file__, torch.cuda.random.__file__, _compile.__file__, eval_frame.__file__, __file__)
 INSTEAD = (
     "seed outside of the module, or draw from a torch.Generator that the module makes in __init__ and seeds nowhere "
     "else"
 )
 TRACING = threading.local()  # whose `on` is there in the thread that traces
-DATA: Any = torch._C.TensorBase.data
+DATA: Any = torch.Tensor.data
 
 
 @contextmanager

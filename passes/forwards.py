@@ -27,6 +27,7 @@ Search = Callable[[Trace, Machine], Choice]
 
 LIMITS = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)  # of what an open forward may hold beyond what is handed in and out
 TIGHT = (0.0, 0.15, 0.35)  # of these, where the least budget is looked for
+ATTEMPTS = 3  # under one limit, each with less for the step
 ROUNDS = 6  # in which the smallest budget is halved in on
 STAYS = ("parameter", "buffer", "state", "gradient")
 
@@ -121,13 +122,19 @@ class _Shares:
         # So many bytes at the first op of backward leave no room for more to be held across the turn.
         room = self.machine.budget - others - (int(plain.total[self.trace.boundary]) - held) - limit
         narrowed = _with_others(_narrowed(self.trace, max(0, room)), others)
-        try:
-            found = search(narrowed, self.machine)
-        except BudgetError:
-            return
-        whole = self._whole(found.plan, found)
-        if whole.forecast.peak <= self.machine.budget:
-            yield whole
+        machine = self.machine
+        for _ in range(ATTEMPTS):
+            try:
+                found = search(narrowed, machine)
+            except BudgetError:
+                return
+            whole = self._whole(found.plan, found)
+            over = whole.forecast.peak - self.machine.budget
+            if over <= 0:
+                yield whole
+                return
+            # Its forwards hold more than the limit, which only room at the turn keeps; so it gets that much less.
+            machine = replace(machine, budget=machine.budget - over)
 
     @property
     def _handed(self) -> int:

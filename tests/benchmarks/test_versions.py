@@ -57,3 +57,11 @@ def test_what_can_not_be_installed_is_said_and_fails_no_smoke(
     assert "torch newest WAS NOT TESTED: it takes up to" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["versions", "2.15"])
     assert versions.main() == 1
+
+
+def test_a_registry_that_does_not_answer_is_said_once_beside_what_pip_makes_of_it() -> None:
+    retries = [f"WARNING: Retrying (total={i}) after connection broken by 'Connection refused'" for i in (4, 3)]
+    printed = "\n".join([*retries, "ERROR: No matching distribution found for numpy"])
+    with pytest.raises(NotInstalledError) as error:
+        versions._run([sys.executable, "-c", f"print({printed!r}); raise SystemExit(1)"], time.monotonic() + 60)
+    assert str(error.value).endswith(f"has failed: {retries[0]} | ERROR: No matching distribution found for numpy")

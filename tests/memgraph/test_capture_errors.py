@@ -28,7 +28,7 @@ def branch(model: Any, h: Tensor) -> Tensor:
         (branch, "Python asks for a tensor's value"),
         (lambda m, h: h * h.max().item(), "Python asks for a tensor's value"),
         (lambda m, h: h[h > 0], "the shape of a result depends on"),
-        (lambda m, h: h.detach().numpy(), "Python asks for a tensor's value"),
+        (lambda m, h: h.detach().numpy(), "a tensor becomes a numpy array"),
     ],
 )
 def test_what_depends_on_data_is_refused_with_its_line(then: Callable[[Any, Tensor], Any], says: str) -> None:

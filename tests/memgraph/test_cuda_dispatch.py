@@ -41,7 +41,7 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
     forward = node_of(graph, aten._scaled_dot_product_efficient_attention.default)
     assert [value.device for value in forward.meta["val"]] == [GPU, GPU, CPU, CPU]
     filled = list[Tensor]()
-    monkeypatch.setattr(probe, "_fill", lambda fake: filled.append(fake))
+    monkeypatch.setattr(probe, "_fill", lambda fake, number: filled.append(fake))
     backward = node_of(graph, aten._scaled_dot_product_efficient_attention_backward.default)
     probe._made_up(backward, GPU, 0, False)
     assert [value.device for value in filled if value.dtype == torch.int64] == [CPU, CPU]
