@@ -11,12 +11,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from passes import BudgetError, Choice, Machine, Op, Trace, apply, predict
+from passes.forecast import OFFLOAD
 
 from .times import Times
 
 Search = Callable[[Trace, Machine], Choice]
 
 INTERRUPTED = 5.0  # times the median: new pages take an op of much memory up to that
+STARTS = (OFFLOAD, "memgraph.reload.default")  # ops that begin a copy, and wait for none
 WORTH = 0.02  # of the step's time: what a new plan has to save
 
 
@@ -36,13 +38,40 @@ def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) ->
 
 
 def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, Machine]:
-    """The step as it was captured, with the price of each op in it, and the machine with the links as they were."""
+    """The step as it was captured, with the price of each op in it, and the machine with the links as they were.
+
+    Links are timed with whatever else the machine does meanwhile.  So the ops are given their share of that.
+    """
     ran = choice.forecast.trace
     out, back = (found or known for found, known in zip(times.rates, (machine.out, machine.back), strict=True))
     narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
     # Its ops took what they did beside the copies.
     machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)
-    return repriced(choice.captured.trace, ran, times), machine
+    usual = repriced(choice.captured.trace, ran, times)
+    return _slower(usual, _load(ran, usual, machine, times)), machine
+
+
+def _load(ran: Trace, usual: Trace, machine: Machine, times: Times) -> float:
+    """Factor by which all ops together took longer than usual, as other processes interrupted some of them.
+
+    Which ones is chance, but for those that begin a copy: they wake a thread, and are interrupted then.  So the
+    sum is spread over all ops.  The longest interruption is left out, as even an idle machine has one now and then.
+    """
+    total, late = 0.0, [0.0]
+    for op in ran.ops:
+        source = usual.op.get(op.again or op.name)
+        if op.name in times.ops and op.fn in STARTS:
+            late.append(max(0.0, times.ops[op.name] - machine.call))
+        elif op.name in times.ops and source is not None and _computes(source):
+            total += source.us
+            late.append(times.ops[op.name] - source.us)
+    return max(1.0, 1.0 + (sum(late) - max(late)) / total) if total else 1.0
+
+
+def _slower(trace: Trace, load: float) -> Trace:
+    """The same step on a machine under load."""
+    ops = (replace(op, us=round(load * op.us, 1)) if _computes(op) else op for op in trace.ops)
+    return replace(trace, ops=tuple(ops))
 
 
 def _cast_rate(ran: Trace, times: Times, verb: str) -> float:

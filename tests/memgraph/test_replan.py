@@ -28,9 +28,10 @@ from memgraph.replan import as_measured, replanned, repriced
 from memgraph.step import Step
 from memgraph.times import Clock, Times, Wall
 from memgraph.toll import Toll
-from passes import BudgetError, Choice, Machine, Op, Recompute, Trace
+from passes import BudgetError, Choice, Machine, Op, Recompute, Trace, apply, predict
 from passes.forecast import update_nbytes
 from passes.pipeline import make_plan
+from tests.passes.test_forecast import AWAY, MACHINE, STEP
 
 TRUE = {"aten.gelu.default": 10.0, "aten.addmm.default": 1000.0, "aten.mm.default": 1000.0}
 
@@ -228,6 +229,38 @@ def test_ops_that_are_alike_take_the_mean_of_all_their_runs_but_interrupted_ones
     found = repriced(trace, trace, Times(ops, 1.0))
     assert {found.op[name].us for name in gelus} == {round((30 * (len(gelus) - 2) + 60) / (len(gelus) - 1), 1)}
     assert all(op == found.op[op.name] for op in trace.ops if op.name not in gelus)
+
+
+def test_what_interrupts_some_ops_makes_all_of_them_dearer_but_for_the_longest_once(x: Tensor) -> None:
+    report = memgraph.plan(net(), x, budget=budget_of(x, 0.75), loss=loss, offload=None)
+    choice = replace(report.choice, captured=predict(priced(report.choice.captured.trace, truth), report.machine))
+    ran = choice.forecast.trace
+    ops = {op.name: truth(op) for op in ran.ops if not op.is_input and op.makes}
+    matmuls = [name for name in ops if ran.op[name].fn == "aten.addmm.default"]
+
+    def forecast_us(late: dict[str, float]) -> float:
+        trace, machine = as_measured(choice, report.machine, Times(ops | late, 1.0))
+        return predict(apply(trace, choice.plan), machine).us
+
+    usual = forecast_us({})
+    assert usual == pytest.approx(sum(ops.values()))
+    assert forecast_us({matmuls[0]: 50_000.0}) == usual
+    both = forecast_us({matmuls[0]: 50_000.0, matmuls[1]: 9000.0})
+    assert both == pytest.approx(usual + 8000.0, rel=1e-3)
+
+
+def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
+    machine = replace(MACHINE, call=10.0, drag=0.1)
+    choice = Choice(AWAY, predict(STEP, machine), predict(apply(STEP, AWAY), machine))
+    ran = choice.forecast.trace.ops
+    starts = [op.name for op in ran if op.fn in ("memgraph.offload.default", "memgraph.reload.default")]
+    ops = {op.name: 1000.0 for op in ran if not op.is_input and not op.fn.startswith("memgraph.")}
+    quiet, _ = as_measured(choice, machine, Times(ops | dict.fromkeys(starts, 10.0), 1.0))
+    busy, found = as_measured(choice, machine, Times(ops | dict.fromkeys(starts, 1010.0), 1.0))
+    assert {op.us for op in quiet.ops if op.us} == {1000.0}
+    share = 1 + (len(starts) - 1) / len(ops)  # the longest start is left out
+    assert {op.us for op in busy.ops if op.us} == {round(1000.0 * share, 1)}
+    assert found.call == 10.0
 
 
 def test_a_gain_of_two_percent_or_less_is_not_searched_for(x: Tensor) -> None:
