@@ -123,14 +123,23 @@ class Flight:
             if self.coming is not None:
                 self.coming.close()
             raise
-        # A parameter may be bound to other bytes before backward, which wants those that forward took.
-        self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) else x for x in values[outputs:]]
+        # A parameter may be bound to other bytes before backward, which wants those that forward took.  And of an
+        # output the caller's own tensor is not held, so that one sees whether the caller does.
+        theirs = {id(value) for value in values[:outputs]}
+        self.saved = [
+            x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in theirs else x for x in values[outputs:]
+        ]
         del values[outputs:]
         self.ended = self.halves.backward is None
-        theirs = [*tensors, *values]
-        self._handed = [weakref.ref(theirs[i]) for i in (*self.given, *range(len(tensors), len(theirs)))]
-        self.seen = [(theirs[i], version_of(theirs[i])) for i in self.halves.read]
+        near = [*tensors, *values]
+        self._handed = [weakref.ref(near[i]) for i in (*self.given, *range(len(tensors), len(near)))]
+        read = [near[i] if i < len(tensors) else near[i].detach() for i in self.halves.read]
+        self.seen = [(tensor, version_of(tensor)) for tensor in read]
         return values
+
+    def reads(self) -> list[Tensor]:
+        """The tensors by which it holds what backward reads."""
+        return [*(self.saved or ()), *(tensor for tensor, _ in self.seen)]
 
     def handed(self) -> list[Tensor]:
         """What of its inputs and outputs is still there."""

@@ -44,6 +44,8 @@ def check(module: RandomModule) -> None:
         assert report.peak <= report.budget, _told(module, f"forecast {report.peak} of {report.budget}")
         fits = report.measured is None or report.measured <= report.peak or report.beyond
         assert fits, _told(module, f"measured {report.measured} of {report.peak} forecast")
+        within = report.measured is None or report.measured <= report.budget or module.loop == "called twice"
+        assert within, _told(module, f"measured {report.measured} of {report.budget}, {report.beyond}")
 
 
 def _under_budget(

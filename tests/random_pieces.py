@@ -225,7 +225,7 @@ ALGEBRA = {
         "{y} = torch.linalg.solve_triangular({x}[:4, :4].tril() + 4 * torch.eye(4), {x}.reshape(4, -1), upper=False).reshape({n}, {w})",
     ),
     "qr": ("", "{y} = {x} @ torch.linalg.qr({x}.t() @ {x} / {n} + 2 * torch.eye({w})).R"),
-    "svd": ("", "{y} = {x} * torch.linalg.svdvals({x}).sum()"),
+    "svd": ("", "{y} = {x} * torch.linalg.svdvals({x}.nan_to_num()).sum()"),
     "matrix_exp": ("", "{y} = {x} @ torch.linalg.matrix_exp(({x}.t() @ {x}) / ({n} * {w}))"),
     "trace": ("", "{y} = {x} * torch.trace({x}) + torch.dot({x}[:, 0], {z}[:, 1])"),
     "kron": ("", "{y} = torch.kron({x}[:, :4], {x}[:1, :{q}])"),
