@@ -219,13 +219,16 @@ ALGEBRA = {
     "det": ("", "{y} = {x} * torch.linalg.det({x}[:4].t()[:4] * 0.1 + torch.eye(4))"),
     "inverse": ("", "{y} = {x} @ torch.linalg.inv({x}.t() @ {x} / {n} + 2 * torch.eye({w}))"),
     "solve": ("", "{y} = torch.linalg.solve({x}.t() @ {x} / {n} + 2 * torch.eye({w}), {z}.t()).t()"),
-    "cholesky": ("", "{y} = {x} @ torch.linalg.cholesky({x}.t() @ {x} / {n} + 2 * torch.eye({w}))"),
+    "cholesky": (
+        "",
+        "z = {x}.tanh().nan_to_num()\n{y} = {x} @ torch.linalg.cholesky(z.t() @ z / {n} + 2 * torch.eye({w}))",
+    ),
     "triangular": (
         "",
         "{y} = torch.linalg.solve_triangular({x}[:4, :4].tril() + 4 * torch.eye(4), {x}.reshape(4, -1), upper=False).reshape({n}, {w})",
     ),
     "qr": ("", "{y} = {x} @ torch.linalg.qr({x}.t() @ {x} / {n} + 2 * torch.eye({w})).R"),
-    "svd": ("", "{y} = {x} * torch.linalg.svdvals({x}.nan_to_num()).sum()"),
+    "svd": ("", "{y} = {x} * torch.linalg.svdvals({x}.tanh().nan_to_num()).sum()"),
     "matrix_exp": ("", "{y} = {x} @ torch.linalg.matrix_exp(({x}.t() @ {x}) / ({n} * {w}))"),
     "trace": ("", "{y} = {x} * torch.trace({x}) + torch.dot({x}[:, 0], {z}[:, 1])"),
     "kron": ("", "{y} = torch.kron({x}[:, :4], {x}[:1, :{q}])"),
