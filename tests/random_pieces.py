@@ -122,7 +122,10 @@ POINTWISE = {
     "residual": ("", "{y} = {x} + {z}"),
     "product": ("", "{y} = {x} * {z}.sigmoid()"),
     "power": ("", "{y} = ({x}.abs() + 0.1) ** 1.5 - {x} ** 2"),
-    "complex": ("", "{y} = torch.view_as_real(torch.view_as_complex({x}.view({n}, -1, 2)) * (1 + 2j)).flatten(1)"),
+    "complex": (
+        "",
+        "{y} = torch.view_as_real(torch.view_as_complex({x}.contiguous().view({n}, -1, 2)) * (1 + 2j)).flatten(1)",
+    ),
     "polar": ("", "{y} = torch.polar({x}.abs() + 0.1, {z}).real"),
     "bfloat": ("", "{y} = ({x}.bfloat16() * 1.25).float()"),
     "no_grad": ("", "with torch.no_grad():\n    scale = {x}.abs().amax() + 1\n{y} = {x} / scale"),
