@@ -88,7 +88,7 @@ class _Backward:
         self.flight: Flight = ctx.flight
         self.tensors: Sequence[Tensor] = ctx.parameters
         if self.flight.lent is not None and lets_go(self.step.report):
-            kept = refuse_kept(self.flight.lent, tangents, self.flight.saved or (), self.step.report)
+            kept = refuse_kept(self.flight.lent, tangents, self.flight.reads(), self.step.report)
             self.flight.beyond = self.flight.beyond or kept
         self.tangents = [tangents[i] for i in self.roles.tangents]
         self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)

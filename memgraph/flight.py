@@ -123,17 +123,24 @@ class Flight:
             if self.coming is not None:
                 self.coming.close()
             raise
-        # A parameter may be bound to other bytes before backward, which wants those that forward took.
-        # An output leads to this step's node of autograd, which holds the flight: to hold it here would be a circle that
-        # nobody frees, if no backward comes.
-        held = {id(x) for x in values[:outputs]}
-        self.saved = [x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in held else x for x in values[outputs:]]
+        # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output the
+        # caller's own tensor is not held: one sees whether the caller holds it, and as it leads to this step's node of
+        # autograd, which holds the flight, it would be a circle that nobody frees if no backward comes.
+        theirs = {id(value) for value in values[:outputs]}
+        self.saved = [
+            x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in theirs else x for x in values[outputs:]
+        ]
         del values[outputs:]
         self.ended = self.halves.backward is None
-        theirs = [*tensors, *values]
-        self._handed = [weakref.ref(theirs[i]) for i in (*self.given, *range(len(tensors), len(theirs)))]
-        self.seen = [(theirs[i].detach(), version_of(theirs[i])) for i in self.halves.read]
+        near = [*tensors, *values]
+        self._handed = [weakref.ref(near[i]) for i in (*self.given, *range(len(tensors), len(near)))]
+        read = [near[i] if i < len(tensors) else near[i].detach() for i in self.halves.read]
+        self.seen = [(tensor, version_of(tensor)) for tensor in read]
         return values
+
+    def reads(self) -> list[Tensor]:
+        """The tensors by which it holds what backward reads."""
+        return [*(self.saved or ()), *(tensor for tensor, _ in self.seen)]
 
     def handed(self) -> list[Tensor]:
         """What of its inputs and outputs is still there."""

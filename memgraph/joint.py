@@ -32,7 +32,7 @@ from .effects import Trace, refuse_effects
 from .entry import Entries
 from .errors import CaptureError
 from .fakes import fake, without_autocast
-from .fast_paths import fused_layers
+from .fast_paths import fused_layers, values_alone
 from .known import KnowingMode, seen_by_transformers
 from .nodes import drop_aliases, drop_dead, returned
 from .products import products
@@ -70,6 +70,7 @@ def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
         without_checkpoint(),
         fused_layers(),
         products(),
+        values_alone(),
         seen_by_transformers(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)

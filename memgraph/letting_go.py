@@ -10,14 +10,16 @@ if there is none that does; then backward looks whether they are gone, before it
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import passes
-from passes import Choice, Machine, Trace
+from passes import Choice, Machine, Trace, predict
 from passes.lifetime import RELEASED, released
 
 from .errors import BudgetError
@@ -26,6 +28,7 @@ from .report import Report
 # Autograd hands gradients over, and keeps none; older versions of torch keep them until backward has ended.
 HANDS_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
 ALONE = 2  # who refers to a tensor in a list that nobody else has: the list, and the call that asks
+ASKING = 1  # the object by which a storage is asked refers to it too
 
 
 def fitting(search: Callable[[Trace, Machine], Choice], trace: Trace, machine: Machine) -> Choice:
@@ -64,27 +67,42 @@ class Lent:
         return sum(nbytes for ref, nbytes in self._storages if ref.expired())
 
     def kept_nbytes(self, but: Iterable[Tensor]) -> int:
-        """The bytes of those that somebody has, and which are not of these."""
-        read = {tensor.untyped_storage()._cdata for tensor in but}
-        return sum(nbytes for ref, nbytes in self._storages if not ref.expired() and ref.cdata not in read)
+        """The bytes of those that somebody has beside these tensors."""
+        ours = Counter[int]()
+        for tensor in {id(tensor): tensor for tensor in but}.values():
+            ours[tensor.untyped_storage()._cdata] += 1 + tensor._is_view()  # which refers to what it is a view of
+        return sum(nbytes for ref, nbytes in self._storages if _holders(ref) > ours[ref.cdata])
 
 
 def refuse_kept(outputs: Lent, tangents: Sequence[Tensor | None], saved: Iterable[Tensor], report: Report) -> str:
     """Look whether outputs, and what has come to backward, are gone, or will be once they were read; what is still
-    there, in words.  `saved` is what backward reads.
+    there, in words.  `saved` are the tensors by which the step holds what backward reads.
 
     Raises:
         BudgetError: so much of it is there that the step would take more than its budget.
     """
     kept = outputs.kept_nbytes(saved) + sum(_kept_nbytes(tangents))
-    if report.peak + kept > report.budget:
+    needed = report.peak + kept
+    if needed > report.budget and (needed := min(needed, _peak_with_all(report))) > report.budget:
         text = (
             f"the budget of {report.budget} bytes is enough only if the model's outputs are gone when backward "
             f"begins, and {kept} bytes of them, or of their gradients, are still held: let go of them before "
-            f"backward (del outputs), or give budget={report.peak + kept}"
+            f"backward (del outputs), or give budget={needed}"
         )
-        raise BudgetError(text, report.budget, report.peak + kept)
+        raise BudgetError(text, report.budget, needed)
     return f"{kept} bytes of outputs, or of their gradients, were held through backward" if kept else ""
+
+
+def _peak_with_all(report: Report) -> int:
+    """The peak of the same plan if outputs, and what comes to backward, are held to the end."""
+    trace = report.forecast.trace
+    held = (("output" if kind == RELEASED else kind, value) for kind, value in trace.outputs)
+    return predict(replace(trace, outputs=tuple(held)), report.machine).peak
+
+
+def _holders(ref: StorageWeakRef) -> int:
+    """How many tensors hold a storage."""
+    return 0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) - ASKING
 
 
 class Leaving:

@@ -63,6 +63,8 @@ NAMES: Mapping[str, str] = {
     "torch._neg_view": "ops are priced on tensors that are as lazily negated as the step's",
     "torch.ops.aten._native_batch_norm_legit_functional": "batch norm in training, made functional",
     "torch.ops.aten._native_batch_norm_legit_functional.default": "batch norm in training, made functional",
+    "torch.ops.aten._linalg_svd": "singular values without vectors, as eager computes them where it needs no gradient",
+    "torch.ops.aten._linalg_eigh": "eigenvalues without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "its seeds lie on the host, where fake ones don't",
     "torch.ops.aten._efficient_attention_forward": "its seeds lie on the host, where fake ones don't",

@@ -31,6 +31,7 @@ def without(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[in
     for node in graph.nodes:
         if node.op == "call_function" and node not in idle and not idle.isdisjoint(node.all_input_nodes):
             _leave_out(node, idle)
+    _let_go(graph)
     graph.lint()
     return fx.GraphModule(half, graph)
 
@@ -63,6 +64,19 @@ def _leave_out(node: fx.Node, idle: Set[fx.Node]) -> None:
                     value: Tensor = read.meta["val"]
                     lies = tuple(value.shape), value.stride(), value.dtype, value.device
                     node.replace_input_with(read, node.graph.call_function(zeros, lies))
+
+
+def _let_go(graph: fx.Graph) -> None:
+    """Let inputs that nobody reads any more go at the begin: a graph keeps an input until its last reader has run."""
+    inputs = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(inputs[-1]):
+        for node in inputs:
+            if not node.users:
+                graph.call_function(_read, (node,))
+
+
+def _read(tensor: Tensor) -> None:
+    """Nothing."""
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -44,6 +44,8 @@ def check(module: RandomModule) -> None:
         assert report.peak <= report.budget, _told(module, f"forecast {report.peak} of {report.budget}")
         fits = report.measured is None or report.measured <= report.peak or report.beyond
         assert fits, _told(module, f"measured {report.measured} of {report.peak} forecast")
+        within = report.measured is None or report.measured <= report.budget or module.loop == "called twice"
+        assert within, _told(module, f"measured {report.measured} of {report.budget}, {report.beyond}")
 
 
 def _under_budget(
@@ -51,7 +53,7 @@ def _under_budget(
 ) -> tuple[memgraph.CompiledModule, list[list[Tensor]]]:
     """The compiled module and what its steps made; where the budget is too small, under the one that the error
     names."""
-    budget = _budget(module)
+    budget = budget_of(module)
     for _ in range(TRIES):
         ours = copy.deepcopy(model)
         compiled = memgraph.compile(ours, budget, offload=None, time_limit=SECONDS)
@@ -63,11 +65,11 @@ def _under_budget(
     raise AssertionError(_told(module, "no budget that an error has named was enough"))
 
 
-def _budget(module: RandomModule) -> int:
+def budget_of(module: RandomModule) -> int:
     """What lies there, and a share of what eager's step needs above that."""
     model, inputs = module.made()
     there = resident_bytes([*model.parameters(), *model.buffers(), inputs[0]])
-    _, allocated = measured(lambda: _loss(model(inputs[0])).backward())
+    _, allocated = measured(lambda: loss_of(model(inputs[0])).backward())
     assert allocated is not None
     return there + int(module.share * allocated.peak)
 
@@ -83,7 +85,7 @@ def _trained(model: nn.Module, owner: nn.Module, module: RandomModule, inputs: S
         if module.loop == "called twice":
             results.append(model(inputs[-1].clone()))
         made = _tensors(results)
-        torch.stack([_loss(result) for result in results]).sum().backward()
+        torch.stack([loss_of(result) for result in results]).sum().backward()
         gradients = [tensor.grad for tensor in [*owner.parameters(), x] if tensor.grad is not None]
         facts.append([fact.detach().clone() for fact in (*made, *gradients, *owner.buffers(), torch.get_rng_state())])
         if module.loop == "accumulates" and step == 0:
@@ -102,7 +104,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _loss(result: Any) -> Tensor:
+def loss_of(result: Any) -> Tensor:
     return _tensors(result)[0]
 
 

@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     allocator = Allocator()
-    _after_planning(allocator.reset)
+    after_planning(allocator.reset)
     for name, share in (pair.split(":") for pair in given.cases):
         for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer):
             print(json.dumps(asdict(row)), flush=True)
@@ -94,7 +94,7 @@ def counted(
         optimizer.zero_grad()
 
 
-def _after_planning(call: Callable[[], None]) -> None:
+def after_planning(call: Callable[[], None]) -> None:
     """Call this whenever a plan was made: what planning takes is no part of the step."""
 
     class Planned(logging.Handler):

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from tests.random_pieces import GROUPS, PIECES
 
-# What a compiled module can't do yet as it should; each is switched on by taking its name out.
-PENDING = frozenset({"view_of_written", "prod", "prod_all", "embedding_bag_max", "slogdet", "solve", "svd", "complex"})
 # Two calls sum the gradients of a weight that each uses twice in an order of their own.
 SHARING = frozenset({"twice", "tied"})
 SIZES = ((8, 16), (32, 8))  # rows and columns of what a module is called with: few, so that few ops have to be priced
@@ -74,26 +72,21 @@ class RandomModule:
         return model, [torch.randn(self.rows, self.columns) for _ in range(INPUTS)]
 
 
-def random_module(seed: int, pending: frozenset[str] = PENDING) -> RandomModule:
-    """The module of a seed, of pieces that are not `pending`."""
+def random_module(seed: int) -> RandomModule:
+    """The module of a seed."""
     chance = random.Random(seed)
     size, count = chance.choice(SIZES), chance.randint(1, 6)
     loop, share = chance.choice(("plain", *LOOPS)), chance.choice(SHARES)
-    left_out = pending | (SHARING if loop == "called twice" else frozenset())
+    left_out = SHARING if loop == "called twice" else frozenset()
     pieces = ["linear", *(_drawn(chance, left_out) for _ in range(count))]
-    returns = chance.choice([name for name in RETURNS if name not in pending])
-    return module_of(pieces, returns, loop, share, size, chance, seed, renew="view_of_written" in pending)
+    return module_of(pieces, chance.choice(list(RETURNS)), loop, share, size, chance, seed)
 
 
 def module_of(
     pieces: Sequence[str], returns: str = "loss", loop: str = "plain", share: float = 0.6,
-    size: tuple[int, int] = SIZES[0], chance: random.Random | None = None, seed: int = 0, renew: bool = False,
+    size: tuple[int, int] = SIZES[0], chance: random.Random | None = None, seed: int = 0,
 ) -> RandomModule:  # fmt: skip
-    """The module of these pieces, each of which reads the one before, or by `chance` any earlier one.
-
-    Args:
-        renew: makes new values of those that are returned, so that none was changed in place or is a view of such.
-    """
+    """The module of these pieces, each of which reads the one before, or by `chance` any earlier one."""
     chance = chance or random.Random(seed)
     rows, columns = size
     sizes = {"n": rows, "w": columns, "h": columns // 2, "q": columns // 4}
@@ -106,21 +99,18 @@ def module_of(
         for lines, text in zip((init, forward), PIECES[name], strict=True):
             lines += text.format(**here).splitlines()
         values.append(f"v{i}")
-    forward += _ending(chance, returns, values, renew)
+    forward += _ending(chance, returns, values)
     return RandomModule(seed, _class(init, forward), rows, columns, (*pieces, returns), loop, share)
 
 
-def _drawn(chance: random.Random, pending: frozenset[str]) -> str:
+def _drawn(chance: random.Random, left_out: frozenset[str]) -> str:
     group = chance.choice(sorted(GROUPS))
-    return chance.choice([name for name in GROUPS[group] if name not in pending])
+    return chance.choice([name for name in GROUPS[group] if name not in left_out])
 
 
-def _ending(chance: random.Random, returns: str, values: Sequence[str], renew: bool) -> list[str]:
+def _ending(chance: random.Random, returns: str, values: Sequence[str]) -> list[str]:
     x, z = values[-1], chance.choice(values[1:])
     lines = []
-    if renew:
-        lines = [f"last, other = {x} * 1.0, {z} * 1.0"]
-        x, z = "last", "other"
     if returns == "view_of_written":
         lines += [f"out = {x}.clone()", "out[0] = 0", "loss = out.square().mean() + v0.mean()"]
     else:

@@ -16,6 +16,7 @@ import torch
 
 from tests.allocator import Allocator, compiler, preloaded
 from tests.counted import ALL, OUTPUTS, STEPS, Counted
+from tests.counted_modules import CountedStep
 from tests.zoo import BESIDE, CASES
 
 pytestmark = pytest.mark.skipif(
@@ -54,6 +55,24 @@ def test_with_an_optimizer_the_update_is_within_it_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [("--threads", "2"), ("--optimizer",)])
 def test_so_it_is_under_every_budget(tmp_path: Path, share: float, options: tuple[str, ...]) -> None:
     assert_within(tmp_path, [f"{name}:{share}" for name in ALL], "--time-limit", "2", *options)
+
+
+def assert_modules_within(folder: Path, first: int, last: int) -> None:
+    lines = children(folder, str(first), str(last), of="tests.counted_modules")
+    rows = [CountedStep(**json.loads(line)) for line in lines]
+    assert len({row.seed for row in rows}) > (last - first) // 2  # the others are called twice at a time
+    assert not [row for row in rows if row.counted > row.budget]
+    assert not [row for row in rows if row.counted > row.forecast and not row.beyond]
+
+
+def test_every_step_of_random_modules_is_within_its_budget(tmp_path: Path) -> None:
+    assert_modules_within(tmp_path, 0, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(60, 2000, 97))
+def test_so_it_is_of_all_others(tmp_path: Path, first: int) -> None:
+    assert_modules_within(tmp_path, first, min(first + 97, 2000))
 
 
 def test_the_second_meter_counts_to_the_byte_in_all_threads(tmp_path: Path) -> None:

@@ -86,3 +86,28 @@ def test_one_tensor_that_is_given_twice_is_one_input(same: str) -> None:
         results.append([out, *(held[name].grad for name in sorted(set(same))), module.linear.weight.grad])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+class Values(nn.Module):
+    """Singular values and eigenvalues of what needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (
+            self.layer(x),
+            torch.linalg.svdvals(x),
+            torch.linalg.eigvalsh(x.mT @ x),
+            torch.linalg.eigvalsh(x, UPLO="U"),
+        )
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_singular_values_are_computed_without_vectors_where_eager_needs_none(needs: bool) -> None:
+    torch.manual_seed(0)
+    module = Values()
+    x = torch.randn(6, 16, 16).requires_grad_(needs)
+    pairs = list(zip(memgraph.compile(copy.deepcopy(module), ROOM)(x), module(x), strict=True))
+    assert all(torch.equal(one, other) for one, other in pairs)

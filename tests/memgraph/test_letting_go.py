@@ -226,3 +226,30 @@ def test_a_saved_plan_counts_on_what_it_counted_on() -> None:
     again = memgraph.compile(Deep(), budget, offload=None, plan=model.plan.to_json())
     outside(again, X).backward()
     assert again.plan.plan == model.plan.plan and again.plan.peak == model.plan.peak
+
+
+class Squared(nn.Module):
+    """Returns its loss and what that is made of, which backward reads before it needs most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        return y.square().mean(), y
+
+
+@pytest.mark.parametrize("held", [lambda y: y, lambda y: y.detach()[:2]])
+def test_an_output_that_backward_reads_too_is_refused_where_it_is_held(held: Callable[[Tensor], Tensor]) -> None:
+    budget = least(Squared, X, only_the_loss)
+    model = memgraph.compile(Squared(), budget, offload=None)
+    only_the_loss(model, X).backward()
+    model.zero_grad()
+    loss, y = model(X)
+    y = held(y)
+    with pytest.raises(memgraph.BudgetError, match=r"are still held: .*\(del outputs\)"):
+        loss.backward()
+    del y
+    loss.backward()
+    assert model.plan.measured is not None and model.plan.measured <= model.plan.peak <= budget

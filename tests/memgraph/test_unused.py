@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.homes import place_of
-from memgraph.unused import zeros
+from memgraph.unused import without, zeros
 from tests.alike import Fact, assert_alike, batch, both, tight
 from tests.nets import Function
 
@@ -183,3 +183,16 @@ def test_zeros_lie_as_they_are_asked_to() -> None:
         found = zeros(like.shape, like.stride(), like.dtype, like.device)
         assert (found.shape, found.stride()) == (like.shape, like.stride())
         assert not found.any() and found.untyped_storage().nbytes() <= like.untyped_storage().nbytes()
+
+
+def test_an_input_that_is_read_no_more_goes_before_the_first_op() -> None:
+    graph = torch.fx.Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    both = graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (both,)),))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(3)
+    half = without(torch.fx.GraphModule(nn.Module(), graph), ["first", "second"], [1])
+    code = half.code
+    assert code.index("second = ") < code.index(".laid")
+    assert torch.equal(half(torch.ones(3), torch.ones(3))[0], -torch.ones(3))
