@@ -123,8 +123,8 @@ class Flight:
             if self.coming is not None:
                 self.coming.close()
             raise
-        # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output the
-        # caller's own tensor is not held: one sees whether the caller holds it, and as it leads to this step's node of
+        # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output
+        # the caller's own tensor is not held: one sees whether the caller holds it, and as it leads to this step's node of
         # autograd, which holds the flight, it would be a circle that nobody frees if no backward comes.
         theirs = {id(value) for value in values[:outputs]}
         self.saved = [
