@@ -124,8 +124,8 @@ class Flight:
                 self.coming.close()
             raise
         # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output
-        # the caller's own tensor is not held: one sees whether the caller holds it, and as it leads to this step's node of
-        # autograd, which holds the flight, it would be a circle that nobody frees if no backward comes.
+        # the caller's own tensor is not held: so one sees whether the caller holds it.  And it leads to this step's node
+        # of autograd, which holds the flight: a circle that nobody would free if no backward comes.
         theirs = {id(value) for value in values[:outputs]}
         self.saved = [
             x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in theirs else x for x in values[outputs:]
