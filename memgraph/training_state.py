@@ -32,7 +32,7 @@ from .module import CompiledModule
 from .optimizer_state import refuse_other_optimizers
 from .oss import OSS
 from .spill import SpillError, advice_for
-from .whole_file import replace
+from .whole_file import regular_file, replace
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
 HOOKS = "_optimizer_load_state_dict_pre_hooks"  # of torch's
@@ -90,6 +90,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(optimizer, OSS):
         optimizer.awaited.gather()  # after a torn step, too
+    regular_file(path)
     state = _read(path)
     _refuse_unsound(path, state)
     _refuse_others(path, model.state_dict(), state["model"])
