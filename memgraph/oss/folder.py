@@ -15,6 +15,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,16 +26,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..arguments import SAVED_SHARDED, read
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..spill import advice_for
-from .agreement import agree
+from .agreement import agree, telling
 from .checked import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .failures import failures
-from .optimizer import OSS
+from .optimizer import OSS, only_watch
 from .room import compare, metadata, room
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
+ARGUMENTS, ADVICE = "the arguments", "Give the same on all ranks"
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
@@ -46,15 +49,16 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be written; says on which rank, and why.
-        AgreementError: ranks were given different folders.
+        TypeError, ValueError, ShardError: an argument is wrong; on that rank, and nothing was written.
+        AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole = _agreed(folder, optimizer)
+    whole = _agreed(folder, model, optimizer)
     optimizer.awaited.gather()
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
-    rank = str(optimizer.watch.group.rank())
-    state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
-    name = f"saving of {whole}"
+    rank, name = str(optimizer.watch.group.rank()), f"saving of {whole}"
+    there = _together(optimizer, name, model.state_dict)
+    state = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
     _together(optimizer, name, lambda: _clear(new, whole) if first else None)
     try:
         _together(optimizer, name, lambda: _write(optimizer, state, new))
@@ -74,10 +78,11 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
-        AgreementError: ranks were given different folders.
+        TypeError, ValueError, ShardError: an argument is wrong; on that rank, and nothing was changed.
+        AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole, rank = _agreed(folder, optimizer), str(optimizer.watch.group.rank())
+    whole, rank = _agreed(folder, model, optimizer), str(optimizer.watch.group.rank())
     optimizer.awaited.gather()  # after a torn step, too
     name = f"loading of {whole}"
     if _is_between_names(whole):
@@ -85,7 +90,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     found = _together(optimizer, name, lambda: metadata(whole))
     _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
     _together(optimizer, name, optimizer.follow)
-    there = model.state_dict()
+    there = _together(optimizer, name, model.state_dict)
     _together(optimizer, name, lambda: compare(found, there))
     state = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
     if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
@@ -104,13 +109,23 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         _draw_as(state["random"][rank])
 
 
-def _agreed(folder: Target, optimizer: object) -> Path:
-    """The folder, the same on all ranks: parts in different ones are no checkpoint."""
-    if not isinstance(optimizer, OSS):
-        found = type(optimizer).__name__
-        raise ShardError(f"the optimizer is a {found}; give a memgraph.OSS, or use memgraph.save_state and load_state")
-    whole = Path(folder).absolute()
-    agree(optimizer.watch, [f"the folder: {whole}"], "Give the same on all ranks")
+def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
+    """Return the folder, which is the same on all ranks: parts in different ones are no checkpoint.
+
+    Raises:
+        TypeError, ValueError, ShardError: an argument of this rank is wrong.
+        AgreementError: one of another rank is, or the folder is another there.
+    """
+    watch = optimizer.watch if isinstance(optimizer, OSS) else only_watch()
+    with nullcontext() if watch is None else telling(watch, ARGUMENTS, ADVICE):
+        if not isinstance(optimizer, OSS):
+            found = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+            advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
+            raise ShardError(f"the optimizer is {found}; {advice}")
+        for name, value in {"folder": folder, "model": model}.items():
+            read(name, value, SAVED_SHARDED)
+        whole = Path(folder).absolute()
+    agree(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
     return whole
 
 
