@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..arguments import SAVED_SHARDED, read
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
+from ..optimizer_state import class_name
 from ..spill import advice_for
 from .agreement import agree, telling
 from .checked import METADATA, Planner, Reader, note_checksums, refuse_damaged
@@ -38,6 +39,7 @@ from .room import compare, metadata, room
 Target = str | os.PathLike[str]
 T = TypeVar("T")
 ARGUMENTS, ADVICE = "the arguments", "Give the same on all ranks"
+CLASS = "optimizer_class"  # the key of its name, which older folders have not
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
@@ -58,7 +60,8 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
     rank, name = str(optimizer.watch.group.rank()), f"saving of {whole}"
     there = _together(optimizer, name, model.state_dict)
-    state = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
+    state: dict[str, Any] = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
+    state[CLASS] = class_name(optimizer.optim)
     _together(optimizer, name, lambda: _clear(new, whole) if first else None)
     try:
         _together(optimizer, name, lambda: _write(optimizer, state, new))
@@ -92,10 +95,13 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     _together(optimizer, name, optimizer.follow)
     there = _together(optimizer, name, model.state_dict)
     _together(optimizer, name, lambda: compare(found, there))
-    state = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    if CLASS in found.state_dict_metadata:
+        state[CLASS] = ""
     if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
         state["random"] = {rank: _random()}
     _together(optimizer, name, lambda: _read(optimizer, state, whole))
+    _together(optimizer, name, lambda: _refuse_other_classes(optimizer, state.get(CLASS)))
     given = {**state["optimizer"], "state": {int(item): each for item, each in state["optimizer"]["state"].items()}}
     try:
         optimizer.refuse_sharded(given)
@@ -152,6 +158,12 @@ def _reason(error: BaseException) -> str:
         return "; ".join(filter(None, (str(error), advice_for(error, ""))))
     known = isinstance(error, MemgraphError) and str(error)
     return known or f"{type(error).__name__}: {error}"
+
+
+def _refuse_other_classes(optimizer: OSS, saved: str | None) -> None:
+    own = class_name(optimizer.optim)
+    if saved is not None and saved != own and not optimizer._optimizer_load_state_dict_pre_hooks:
+        raise StateError(f"it is {saved}'s, and {own} was given; make the same optimizer; nothing was changed")
 
 
 def _beside(whole: Path, kind: str) -> Path:
