@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Number, Real
-from os import PathLike
+from os import PathLike, fsdecode
 from types import NoneType
 from typing import Any
 
@@ -100,10 +100,16 @@ SHARDED: Mapping[str, Rule] = {
     "bucket_bytes": Rule((int,), "give a number of bytes, as 25 << 20", lambda nbytes: nbytes > 0),
     "gather": one_of("step", "forward"),
 }
+MODEL = Rule((nn.Module,), "give the torch.nn.Module, plain or compiled, that is trained")
 SAVED: Mapping[str, Rule] = {
-    "path": Rule((str, PathLike), "give the name of a file", lambda path: path != ""),
-    "model": Rule((nn.Module,), "give the torch.nn.Module, plain or compiled, that is trained"),
+    "path": Rule((str, PathLike), "give the name of a file", lambda path: _is_name(path)),
+    "model": MODEL,
     "optimizer": Rule((optim.Optimizer, NoneType), "give the torch.optim.Optimizer of the model, or None"),
+}
+
+SAVED_SHARDED: Mapping[str, Rule] = {
+    "folder": Rule((str, PathLike), "give the path of a folder", lambda path: _is_name(path)),
+    "model": MODEL,
 }
 
 
@@ -121,6 +127,12 @@ def read(name: str, given: object, rules: Mapping[str, Rule] = ARGUMENTS) -> Any
     if found[0] is not None and not rule.fit(found[0]):
         raise ValueError(f"{name}={given!r}; {rule.advice}")
     return found[0]
+
+
+def _is_name(path: str | PathLike[str]) -> bool:
+    """Whether a file could have this name."""
+    name = fsdecode(path)
+    return name != "" and "\0" not in name
 
 
 def _as(kind: type, given: object) -> tuple[Any, ...]:

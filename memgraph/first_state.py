@@ -24,7 +24,7 @@ class FirstState:
 
     def __init__(self, kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, arguments
-        self.is_torchs = f"{kind.__module__}.".startswith("torch.optim.")
+        self.is_torchs = is_torchs(kind)
         self.known: dict[object, dict[str, Any]] = {}
 
     def entries(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -59,3 +59,8 @@ class FirstState:
         except Exception as error:
             return found, f"{type(error).__name__}: {error}"
         return found, ""
+
+
+def is_torchs(kind: type) -> bool:
+    """Whether a class is one of torch.optim's own."""
+    return f"{kind.__module__}.".startswith("torch.optim.")

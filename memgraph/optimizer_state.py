@@ -8,7 +8,9 @@ another shape, are then errors in the middle of the next step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from numbers import Number
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, optim
 
 from .errors import StateError
-from .first_state import FirstState
+from .first_state import FirstState, is_torchs
 
 Group = Mapping[str, Any]
 MALFORMED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -34,6 +36,13 @@ def refuse_other_optimizers(optimizer: optim.Optimizer, given: object) -> None:
         found = f"it is not made as one ({error!r})"
     if found is not None:
         raise StateError(found)
+
+
+def class_name(kind: type[optim.Optimizer]) -> str:
+    """Return the name under which the state of an optimizer of this class is saved: that of torch's own class which it
+    extends, or its own."""
+    own = [each for each in kind.__mro__ if is_torchs(each) and each is not optim.Optimizer]
+    return (own or [kind])[0].__name__
 
 
 def group_troubles(
@@ -58,10 +67,12 @@ def group_troubles(
     for place, (mine, theirs) in enumerate(zip(own, complete(given), strict=True)):
         if missing := sorted((set(defaults) & set(mine)) - set(theirs)):  # loading writes into those that are there
             yield f"its group {place} has no {missing[0]!r}, so it is of another optimizer than {kind.__name__}"
+        if foreign := sorted(str(name) for name in (set(theirs) & _torchs_options()) - set(defaults) - set(mine)):
+            yield f"its group {place} has {foreign[0]!r}, so it is of another optimizer than {kind.__name__}"
         for name in sorted(set(defaults) & set(theirs)):
             if not _is_option(mine.get(name, defaults[name]), theirs[name]):
-                wanted = kind_of(mine.get(name, defaults[name]))
-                yield f"{name!r} of its group {place} is {kind_of(theirs[name])}, and has to be {wanted}"
+                wanted = _kind_of_option(mine.get(name, defaults[name]))
+                yield f"{name!r} of its group {place} is {_kind_of_option(theirs[name])}, and has to be {wanted}"
 
 
 def completed(kind: type[optim.Optimizer], defaults: Mapping[str, Any], given: Sequence[Group]) -> list[dict[str, Any]]:
@@ -91,6 +102,19 @@ def kind_of(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _kind_of_option(value: Any) -> str:
+    """A type in words, and those of the parts of a list or tuple."""
+    parts = f" ({', '.join(map(kind_of, value))})" if isinstance(value, list | tuple) else ""
+    return f"{kind_of(value)}{parts}"
+
+
+@cache
+def _torchs_options() -> frozenset[str]:
+    """Names of the options of all optimizers of torch; others in a group are a scheduler's or the user's."""
+    kinds = [kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)]
+    return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters) - {"params", "defaults"}
 
 
 def counted(count: int, what: str) -> str:

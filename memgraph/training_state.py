@@ -29,10 +29,10 @@ from .errors import StateError
 from .interrupts import Interrupts
 from .loaded import Loading
 from .module import CompiledModule
-from .optimizer_state import refuse_other_optimizers
+from .optimizer_state import class_name, refuse_other_optimizers
 from .oss import OSS
 from .spill import SpillError, advice_for
-from .whole_file import replace
+from .whole_file import regular_file, replace
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
 HOOKS = "_optimizer_load_state_dict_pre_hooks"  # of torch's
@@ -62,6 +62,7 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         "memgraph": FORMAT,
         "model": model.state_dict(),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "optimizer_class": None if optimizer is None else class_name(_kind(optimizer)),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "plans": _plans(model),
@@ -90,15 +91,25 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(optimizer, OSS):
         optimizer.awaited.gather()  # after a torn step, too
+    regular_file(path)
     state = _read(path)
     _refuse_unsound(path, state)
     _refuse_others(path, model.state_dict(), state["model"])
     if (optimizer is None) != (state["optimizer"] is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
+    _refuse_other_classes(path, state.get("optimizer_class"), optimizer)
     _refuse_other_states(path, state["optimizer"], optimizer)
     with Interrupts():
         _restore(path, state, model, optimizer)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The class whose state it is: that of the optimizer in a wrapper."""
+    if isinstance(optimizer, OSS):
+        return optimizer.optim
+    inner = getattr(optimizer, "optimizer", None)
+    return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
 
 def _plans(model: nn.Module) -> list[str]:
@@ -232,6 +243,16 @@ def _refuse_other_random_numbers(path: Target, random: Tensor, random_cuda: list
             f"{path} has the random generators of another torch, or of other devices: {error}; load its model and "
             "optimizer by themselves"
         ) from error
+
+
+def _refuse_other_classes(path: Target, saved: object, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse the state of another class, which an older file does not name; hooks may make of it what they want."""
+    if optimizer is None or saved is None or getattr(optimizer, HOOKS, None):
+        return
+    if saved != (own := class_name(_kind(optimizer))):
+        raise StateError(
+            f"{path} is of another optimizer: it is {saved}'s, and {own} was given; make the same optimizer"
+        )
 
 
 def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -10,6 +10,9 @@ Before:                      Meanwhile:                        After:
 The new file gets a name only when it is complete, and for as long as a rename takes.  What a process leaves that is
 killed in that moment, or wherever the file system knows no files without a name, is removed by the next `replace`: a
 file that is being written is locked, and a lock ends with its process.
+
+A symbolic link stays: the file that it leads to is replaced.  The new file has the owner and mode of the old one, or
+those that the process gives to new files (umask).
 """
 
 from __future__ import annotations
@@ -19,13 +22,23 @@ import fcntl
 import os
 import re
 import secrets
-import tempfile
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from .errors import StateError
+
 SUFFIX = ".saving"
 OPEN = "/proc/self/fd"  # where a process finds its own files by number
+PRIVATE, BY_UMASK = 0o600, 0o666  # modes
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 Check = Callable[[], None]
 
 
@@ -34,12 +47,17 @@ def replace(whole: Path, fill: Callable[[str], None], check: Check) -> None:
     is against it.
 
     Raises:
+        StateError: `whole` is there and is no regular file.
         OSError: the folder does not take it.
     """
+    whole, old = Path(os.path.realpath(whole)), regular_file(whole)
     _sweep(whole)
-    file, name = _opened(whole)
+    file, name = _opened(whole, PRIVATE if old else BY_UMASK)
     try:
+        mode = stat.S_IMODE((old or os.fstat(file)).st_mode)
+        os.fchmod(file, PRIVATE)  # while it is written: it is opened once more by its name
         fill(name or f"{OPEN}/{file}")
+        _set_owner_and_mode(file, old, mode)
         os.fsync(file)
         check()
         name = name or _named(file, whole)
@@ -52,6 +70,30 @@ def replace(whole: Path, fill: Callable[[str], None], check: Check) -> None:
         raise
     finally:
         os.close(file)
+
+
+def regular_file(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Return the status of the file that `path` leads to; None if there is nothing.
+
+    Raises:
+        StateError: it is a folder, pipe, socket or device, which is neither replaced nor waited for.
+        OSError: it can't be looked at.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise StateError(f"{path} is {kind}, and has to be a regular file; name another file")
+    return found
+
+
+def _set_owner_and_mode(file: int, old: os.stat_result | None, mode: int) -> None:
+    if old is not None and (old.st_uid, old.st_gid) != (os.getuid(), os.getgid()):
+        with suppress(OSError):  # not every process may give files away
+            os.fchown(file, old.st_uid, old.st_gid)
+    os.fchmod(file, mode)
 
 
 def _sweep(whole: Path) -> None:
@@ -67,24 +109,25 @@ def _sweep(whole: Path) -> None:
                 os.close(file)
 
 
-def _opened(whole: Path) -> tuple[int, str | None]:
+def _opened(whole: Path, mode: int) -> tuple[int, str | None]:
     """A new locked file beside `whole`, and its name if it has to have one."""
     try:
-        file = os.open(whole.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
+        file = os.open(whole.parent, os.O_TMPFILE | os.O_RDWR, mode)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
-        return _opened_by_name(whole)
+        return _opened_by_name(whole, mode)
     if not os.path.exists(f"{OPEN}/{file}"):  # without /proc it could never get a name
         os.close(file)
-        return _opened_by_name(whole)
+        return _opened_by_name(whole, mode)
     _lock(file)
     return file, None
 
 
-def _opened_by_name(whole: Path) -> tuple[int, str]:
+def _opened_by_name(whole: Path, mode: int = PRIVATE) -> tuple[int, str]:
     while True:
-        file, name = tempfile.mkstemp(prefix=f".{whole.name}.", suffix=SUFFIX, dir=whole.parent)
+        name = str(whole.parent / f".{whole.name}.{secrets.token_hex(8)}{SUFFIX}")
+        file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         _lock(file)
         if os.fstat(file).st_nlink:  # another process may have swept it before it was locked
             return file, name

@@ -15,6 +15,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,16 +26,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..arguments import SAVED_SHARDED, read
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
+from ..optimizer_state import class_name
 from ..spill import advice_for
-from .agreement import agree
+from .agreement import agree, telling
 from .checked import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .failures import failures
-from .optimizer import OSS
+from .optimizer import OSS, only_watch
 from .room import compare, metadata, room
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
+ARGUMENTS, ADVICE = "the arguments", "Give the same on all ranks"
+CLASS = "optimizer_class"  # the key of its name, which older folders have not
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
@@ -46,15 +51,17 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be written; says on which rank, and why.
-        AgreementError: ranks were given different folders.
+        TypeError, ValueError, ShardError: an argument is wrong; on that rank, and nothing was written.
+        AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole = _agreed(folder, optimizer)
+    whole = _agreed(folder, model, optimizer)
     optimizer.awaited.gather()
     new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
-    rank = str(optimizer.watch.group.rank())
-    state = {"model": model.state_dict(), "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
-    name = f"saving of {whole}"
+    rank, name = str(optimizer.watch.group.rank()), f"saving of {whole}"
+    there = _together(optimizer, name, model.state_dict)
+    state: dict[str, Any] = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
+    state[CLASS] = class_name(optimizer.optim)
     _together(optimizer, name, lambda: _clear(new, whole) if first else None)
     try:
         _together(optimizer, name, lambda: _write(optimizer, state, new))
@@ -74,10 +81,11 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
     Raises:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
-        AgreementError: ranks were given different folders.
+        TypeError, ValueError, ShardError: an argument is wrong; on that rank, and nothing was changed.
+        AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole, rank = _agreed(folder, optimizer), str(optimizer.watch.group.rank())
+    whole, rank = _agreed(folder, model, optimizer), str(optimizer.watch.group.rank())
     optimizer.awaited.gather()  # after a torn step, too
     name = f"loading of {whole}"
     if _is_between_names(whole):
@@ -85,12 +93,15 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     found = _together(optimizer, name, lambda: metadata(whole))
     _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
     _together(optimizer, name, optimizer.follow)
-    there = model.state_dict()
+    there = _together(optimizer, name, model.state_dict)
     _together(optimizer, name, lambda: compare(found, there))
-    state = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    if CLASS in found.state_dict_metadata:
+        state[CLASS] = ""
     if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
         state["random"] = {rank: _random()}
     _together(optimizer, name, lambda: _read(optimizer, state, whole))
+    _together(optimizer, name, lambda: _refuse_other_classes(optimizer, state.get(CLASS)))
     given = {**state["optimizer"], "state": {int(item): each for item, each in state["optimizer"]["state"].items()}}
     try:
         optimizer.refuse_sharded(given)
@@ -104,13 +115,23 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         _draw_as(state["random"][rank])
 
 
-def _agreed(folder: Target, optimizer: object) -> Path:
-    """The folder, the same on all ranks: parts in different ones are no checkpoint."""
-    if not isinstance(optimizer, OSS):
-        found = type(optimizer).__name__
-        raise ShardError(f"the optimizer is a {found}; give a memgraph.OSS, or use memgraph.save_state and load_state")
-    whole = Path(folder).absolute()
-    agree(optimizer.watch, [f"the folder: {whole}"], "Give the same on all ranks")
+def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
+    """Return the folder, which is the same on all ranks: parts in different ones are no checkpoint.
+
+    Raises:
+        TypeError, ValueError, ShardError: an argument of this rank is wrong.
+        AgreementError: one of another rank is, or the folder is another there.
+    """
+    watch = optimizer.watch if isinstance(optimizer, OSS) else only_watch()
+    with nullcontext() if watch is None else telling(watch, ARGUMENTS, ADVICE):
+        if not isinstance(optimizer, OSS):
+            found = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+            advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
+            raise ShardError(f"the optimizer is {found}; {advice}")
+        for name, value in {"folder": folder, "model": model}.items():
+            read(name, value, SAVED_SHARDED)
+        whole = Path(folder).absolute()
+    agree(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
     return whole
 
 
@@ -137,6 +158,12 @@ def _reason(error: BaseException) -> str:
         return "; ".join(filter(None, (str(error), advice_for(error, ""))))
     known = isinstance(error, MemgraphError) and str(error)
     return known or f"{type(error).__name__}: {error}"
+
+
+def _refuse_other_classes(optimizer: OSS, saved: str | None) -> None:
+    own = class_name(optimizer.optim)
+    if saved is not None and saved != own and not optimizer._optimizer_load_state_dict_pre_hooks:
+        raise StateError(f"it is {saved}'s, and {own} was given; make the same optimizer; nothing was changed")
 
 
 def _beside(whole: Path, kind: str) -> Path:

@@ -13,8 +13,9 @@ bits that it gives on whole parameters; any other gets whole parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ ADVICE = (
     "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
     "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
 )
+_living: weakref.WeakSet[OSS] = weakref.WeakSet()
 
 
 class OSS(Saving):
@@ -115,6 +117,7 @@ class OSS(Saving):
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
         self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
         self.averages, self.updates = Averages(self), Updates(self)
+        _living.add(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardError("a sharded optimizer can't be copied or pickled; load its state_dict() into another one")
@@ -368,3 +371,15 @@ def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
     whole = not is_cut or not is_dense(p) or p.is_complex()
     quantum = 1 if p.dtype in EXACT and not fused else VECTOR
     return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
+
+
+def only_watch() -> Watch | None:
+    """The watch of the group that all sharded optimizers of this process are spread over; None if there is no such
+    group, or more than one."""
+    found: dict[dist.ProcessGroup, Watch] = {}
+    for optimizer in list(_living):
+        group = optimizer.watch.group
+        with suppress(KeyError, ValueError, RuntimeError):  # of a group that was destroyed
+            if dist.is_initialized() and dist.get_rank(group) >= 0:
+                found[group] = optimizer.watch
+    return next(iter(found.values())) if len(found) == 1 else None

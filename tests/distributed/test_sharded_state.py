@@ -205,7 +205,7 @@ def test_a_folder_that_is_of_another_training_is_refused_on_all_ranks(tmp_path: 
     assert first == second
     assert first[0] == "the loading of /none has failed on rank 0: there is no checkpoint in /none"
     assert "it is of another model: 'bias' is only in one of them; nothing was changed" in first[1]
-    assert "not this optimizer's: its group 0 has no 'dampening', so it is of another optimizer than SGD" in first[2]
+    assert "it is Adam's, and SGD was given; make the same optimizer; nothing was changed" in first[2]
     assert "it has 1 group, and the optimizer has 5" in first[3]
     assert "/files is there and is no checkpoint, so it is not replaced: name another folder" in first[4]
     assert first[5].startswith("the saving of /saved has failed on rank 0: [Errno 28] No space left on device")
