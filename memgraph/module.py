@@ -36,7 +36,7 @@ from .step import Step
 from .tables import mb
 from .transforms import refuse_duals, refuse_transforms
 from .trees import Spec, flatten, tensors_of
-from .wanted import Wanted, everything, losses, scalars
+from .wanted import Wanted, everything, scalars
 from .wishes import Wishes
 
 PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
@@ -58,7 +58,7 @@ class CompiledModule(Shared):
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
+        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": planner.wishes.wanted, "_latest": None}
         self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
 
     def __reduce__(self) -> Any:

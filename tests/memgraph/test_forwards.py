@@ -95,6 +95,36 @@ def test_the_smallest_budget_that_the_error_names_is_one() -> None:
     assert memgraph.plan(net(), given[0], budget=smallest, **wishes).peak <= smallest
 
 
+class Scored(nn.Module):
+    """Returns a loss of its own, and what that loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        return y.square().mean(), y
+
+
+def of_both_outputs(model: Any, given: Sequence[Tensor]) -> None:
+    (one, a), (two, b) = (model(x) for x in given)
+    (one + two + (a - b).square().mean()).backward()
+
+
+def test_a_loss_of_all_that_several_forwards_return_runs_with_the_smallest_budget_that_the_error_names() -> None:
+    given, ours, theirs = batches(2), Scored(), Scored()
+    wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0}
+    smallest = smallest_of(lambda: memgraph.compile(Scored(), 1, **wishes)(given[0]))
+    model = memgraph.compile(ours, smallest, **wishes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for one in (model, theirs):
+                of_both_outputs(one, given)
+    assert same_gradients(ours, theirs)
+
+
 def test_forwards_that_were_not_planned_for_are_warned_of_before_they_run_and_reported() -> None:
     given, ours = batches(2), net()
     budget = memgraph.plan(net(), given[0], budget=ROOM).peak
