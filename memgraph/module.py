@@ -58,7 +58,8 @@ class CompiledModule(Shared):
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": planner.wishes.wanted, "_latest": None}
+        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
+        self.__dict__["_wanted"] = planner.wishes.wanted
         self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
 
     def __reduce__(self) -> Any:
