@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph import step
 from memgraph.peak import measured, resident_bytes
 from tests.alike import same_gradients
 from tests.smallest import smallest_of
@@ -150,6 +151,28 @@ def test_a_pair_that_comes_after_the_first_step_is_measured_as_well() -> None:
     with pytest.warns(RuntimeWarning, match="2 forwards"):
         summed(model, given)
     assert model.plan.measured > budget
+
+
+def test_as_many_open_forwards_are_warned_of_once_however_many_steps_have_them() -> None:
+    given = batches(2)
+    model = memgraph.compile(net(), memgraph.plan(net(), given[0], budget=ROOM).peak, offload=None, accumulate=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):  # the third may have another plan
+            summed(model, given)
+            model.zero_grad()
+    assert sum("forwards are open" in str(one.message) for one in caught) == 1
+
+
+def test_forwards_that_never_have_a_backward_are_not_warned_of_for_ever() -> None:
+    x = batches(1)[0]
+    model = memgraph.compile(net(), memgraph.plan(net(), x, budget=ROOM).peak, offload=None, accumulate=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = [model(x) for _ in range(3 * step.MANY)]
+    said = [str(one.message) for one in caught if "forwards are open" in str(one.message)]
+    assert len(held) > len(said) == step.MANY - 1
+    assert "forwards=3" in said[1] and "torch.no_grad()" in said[-1]
 
 
 def test_what_fits_is_not_warned_of() -> None:
