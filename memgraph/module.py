@@ -180,10 +180,11 @@ class CompiledModule(Shared):
                 steps[key] = self._made(args, kwargs, key)
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
-            steps[key] = steps[key].better()
+            step = steps[key] = steps[key].better()
+            steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 steps.popitem(last=False)
-            return self._used(key, steps[key])
+            return step
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
