@@ -20,6 +20,7 @@ from passes.gaps import Gaps
 from passes.pipeline import QUICK
 from passes.program import Program
 
+from .letting_go import fitting, most_released
 from .notice import notice
 from .peak import resident_bytes
 
@@ -52,7 +53,7 @@ def adding(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            if Program(Gaps(trace), machine).floor.max(initial=0) > machine.budget:
+            if Program(Gaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
                 break
         else:
             return Adding(choice.forecast.peak, choice.plan)
@@ -83,9 +84,9 @@ def warn(found: Adding, budget: int) -> None:
     """Say before the first step what a later one needs, if that is more than the budget."""
     if found.plan is None:
         notice(
-            f"this step fits its budget of {budget} bytes; one that adds to gradients, as with accumulation or "
-            f"zero_grad(set_to_none=False), needs {found.needed}, and will be refused: give budget={found.needed} for "
-            "both, or accumulate=False if gradients are always set to None between steps"
+            f"this step fits its budget of {budget} bytes; for one that adds to gradients, as with accumulation or "
+            f"zero_grad(set_to_none=False), the smallest budget for which a plan was found is {found.needed}: give "
+            f"budget={found.needed} for both, or accumulate=False if gradients are always set to None between steps"
         )
 
 
@@ -105,4 +106,4 @@ def else_known(search: Search, plan: Plan | None) -> Search:
 
 
 def _quick(trace: Trace, machine: Machine) -> Choice:
-    return make_plan(trace, machine, QUICK)
+    return fitting(lambda trace, machine: make_plan(trace, machine, QUICK), trace, machine)

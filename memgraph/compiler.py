@@ -25,7 +25,6 @@ from .planner import Planner
 from .report import Report
 from .saved import Saved
 from .shared import WithLoss
-from .wanted import losses
 from .wishes import Budget, Wishes, wishes
 from .wrapped import refuse_wrapped, warn_of_steps
 
@@ -166,7 +165,7 @@ def plan(
         wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
         host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, losses).report
+    return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, asked.wanted).report
 
 
 def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:

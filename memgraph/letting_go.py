@@ -40,14 +40,19 @@ def fitting(search: Callable[[Trace, Machine], Choice], trace: Trace, machine: M
     try:
         return search(trace, machine)
     except passes.BudgetError as error:
-        lent = released(trace)
-        if not HANDS_OVER or lent == trace:
+        lent = most_released(trace)
+        if lent == trace:
             raise
         try:
             return search(lent, machine)
         except passes.BudgetError as other:
             text = f"In a loop that lets go of the model's outputs before backward, budget={other.smallest} does."
             raise passes.BudgetError(f"{error}\n{text}", error.budget, error.smallest) from None
+
+
+def most_released(trace: Trace) -> Trace:
+    """Return the step that takes least of those that `fitting` searches."""
+    return released(trace) if HANDS_OVER else trace
 
 
 def lets_go(report: Report) -> bool:

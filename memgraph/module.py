@@ -36,7 +36,7 @@ from .step import Step
 from .tables import mb
 from .transforms import refuse_duals, refuse_transforms
 from .trees import Spec, flatten, tensors_of
-from .wanted import Wanted, everything, losses, scalars
+from .wanted import Wanted, everything, scalars
 from .wishes import Wishes
 
 PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
@@ -58,7 +58,8 @@ class CompiledModule(Shared):
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
-        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_wanted": losses, "_latest": None}
+        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
+        self.__dict__["_wanted"] = planner.wishes.wanted
         self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
 
     def __reduce__(self) -> Any:
@@ -179,10 +180,11 @@ class CompiledModule(Shared):
                 steps[key] = self._made(args, kwargs, key)
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
-            steps[key] = steps[key].better()
+            step = steps[key] = steps[key].better()
+            steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 steps.popitem(last=False)
-            return self._used(key, steps[key])
+            return step
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""

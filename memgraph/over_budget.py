@@ -1,11 +1,13 @@
 """The error of a call that no plan fits, with a budget that does and what else would help, as far as there is time.
 
-453058 bytes are allowed; the smallest budget for which a plan was found is 689796.
-A call that adds to gradients, as with accumulation, needs 702116: budget=702116 does for both.
+453058 bytes are allowed; the smallest budget for which a plan was found is 702116.
+That is of a call that adds to gradients, as with accumulation; one that adds to none needs 689796: accumulate=False
+plans for that alone.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +31,21 @@ def over_budget(error: Error, advised: Callable[[Error], Error], later: Callable
     """
     error = advised(error)
     needed = later()
-    if needed is None:
+    if needed is None or needed <= error.smallest:
         return BudgetError(str(error), error.budget, error.smallest)
-    smallest = max(error.smallest, needed)
-    text = f"A call that adds to gradients, as with accumulation, needs {needed}: budget={smallest} does for both."
-    return BudgetError(f"{error}\n{text}", error.budget, smallest)
+    text = (
+        "That is of a call that adds to gradients, as with accumulation; one that adds to none needs "
+        f"{error.smallest}: accumulate=False plans for that alone."
+    )
+    return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
+
+
+def _with_smallest(error: Error, smallest: int) -> str:
+    """The error's text, which names another budget wherever it names one."""
+    text = str(error)
+    for before in ("a plan was found is ", "budget="):
+        text = re.sub(rf"{before}{error.smallest}\b", f"{before}{smallest}", text)
+    return text
 
 
 def leaves_time(nodes: int, captured_s: float, until: float) -> bool:

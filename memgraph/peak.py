@@ -12,11 +12,14 @@ does. On a GPU the caching allocator counts for itself.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,6 +33,7 @@ from .homes import is_far
 
 T = TypeVar("T")
 Block = tuple[int, int]
+ERROR = 2  # a level of torch's C++ log
 GIVEN = -1  # no block has this address
 GONE = "memgraph gone "  # begins the name of an event that says how many bytes of what was given have gone
 
@@ -180,14 +184,39 @@ class CudaMeter:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the profiler's log off stderr, unless a level was asked for. It reads the level once, at its first start."""
-    if "KINETO_LOG_LEVEL" in os.environ:
+    with _without_warnings():
+        if "KINETO_LOG_LEVEL" in os.environ:
+            yield
+            return
+        os.environ["KINETO_LOG_LEVEL"] = "99"
+        try:
+            yield
+        finally:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep torch's C++ log from warning of blocks that came before the profiler, unless a level was asked for."""
+    level = _log_level()
+    if level is None or level.value >= ERROR or "TORCH_CPP_LOG_LEVEL" in os.environ:
         yield
         return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
+    before, level.value = level.value, ERROR
     try:
         yield
     finally:
-        os.environ.pop("KINETO_LOG_LEVEL", None)
+        level.value = before
+
+
+@cache
+def _log_level() -> ctypes.c_int | None:
+    """Return the level of torch's C++ log; None where torch was built with another log."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
 
 
 def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:

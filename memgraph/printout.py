@@ -101,7 +101,7 @@ def _adding(report: Report) -> list[str]:
     """What the next call needs if gradients are there by then, and there is no room for that."""
     if report.adding <= report.budget:
         return []
-    return [f"a call that adds to gradients needs {report.adding} B, over the budget, and will be refused"]
+    return [f"no plan within the budget was found for a call that adds to gradients; one needs {report.adding} B"]
 
 
 def _exchanged(report: Report) -> list[str]:

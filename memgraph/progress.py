@@ -71,7 +71,8 @@ class Progress:
 
     def _left(self, now: float) -> str:
         if self._until < math.inf:
-            return f", {max(0.0, self._until - now):.0f} s of time_limit left"
+            left = self._until - now
+            return f", {left:.0f} s of time_limit left" if left > 0 else ", past time_limit: ending with what is needed"
         if not (self._of and self._count):
             return ""
         rest = (now - self._since) / self._count * max(0, self._of - self._count)

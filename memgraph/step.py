@@ -41,6 +41,8 @@ from .split import Halves
 from .times import Times, Wall
 from .unused import without
 
+MANY = 8  # open forwards, from which on one warning does for more of them
+
 
 class Step:
     """One signature's step, ready to run.
@@ -68,6 +70,7 @@ class Step:
         self.replays: Replays | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
         self.metered = 0  # forwards that were open at once, at most, when one of them was measured
+        self.warned: set[int] = set()  # numbers of open forwards that have been warned of
         self.insists = False  # on being recorded
         self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
         self.captured = captured
@@ -129,10 +132,11 @@ class Step:
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
         gradients = waiting_nbytes(trace) * (2 if self.adds_itself else 1)
         together = self.report.peak - trace.others + flight.others + gradients
-        if together > budget:
+        if together > budget and min(count, MANY) not in self.warned:
+            self.warned.add(min(count, MANY))
             notice(
                 f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
-                f"{budget}; with forwards={count} they are planned to keep it"
+                f"{budget}; {_advice(count)}"
             )
         more = max(self.report.together, together)
         self.report = replace(self.report, forwards=max(self.report.forwards, count), together=more)
@@ -288,3 +292,9 @@ class Step:
 def _window(meter: Meter | None) -> AbstractContextManager[None]:
     """In which is measured what is allocated, if anything is measured at all."""
     return meter.window() if meter is not None else nullcontext()
+
+
+def _advice(count: int) -> str:
+    if count < MANY:
+        return f"with forwards={count} they are planned to keep it"
+    return "a forward that never has a backward belongs under torch.no_grad()"

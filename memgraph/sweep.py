@@ -29,7 +29,6 @@ from .budget import budget_nbytes
 from .compiler import in_parts, planner_of
 from .curve import Point, Sweep, fitting, missing
 from .progress import Progress
-from .wanted import losses
 from .wishes import wishes
 
 POINTS = 12  # between the two ends
@@ -66,7 +65,7 @@ def sweep(
     planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
     several = read("budgets", budgets)  # all of them, before anything is captured
     wanted = several and [budget_nbytes(read("budget", budget), planner.device) for budget in several]
-    trace, machine = planner.priced(args, kwargs, losses)
+    trace, machine = planner.priced(args, kwargs, asked.wanted)
     return _Sweeping(trace, machine, asked.seconds, asked.forwards).run(wanted)
 
 

@@ -19,6 +19,7 @@ from .arguments import read
 from .saved import SavedPlan, saved_plan
 from .slab import pinned_nbytes
 from .spill import spill_folder
+from .wanted import Wanted, everything, losses
 from .wire import wire_name
 
 Budget = str | int | float | None
@@ -50,6 +51,12 @@ class Wishes:
         """What a search depends on beside the step and the machine."""
         planned = self.seconds, self.forwards, self.offload, self.fuse, self.wire, self.lower
         return *planned, self.hosts, self.pinned, self.graphs
+
+    @property
+    def wanted(self) -> Wanted:
+        """From which outputs the first plan lets backward start; from all, where forwards are open together, since
+        their loss is made of what several of them return, beside the scalars."""
+        return losses if self.forwards == 1 else everything
 
 
 def wishes(budget: Budget, **given: Any) -> Wishes:

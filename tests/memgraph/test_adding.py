@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -52,6 +53,29 @@ def test_a_budget_between_the_two_steps_is_warned_of_at_the_first_call_with_the_
         for _ in range(3):
             roomy(batch()).sum().backward()
     assert "adds to gradients" not in str(roomy.plans[0])
+
+
+def test_a_first_call_that_warns_of_no_second_one_has_looked_for_its_plan_as_that_one_does() -> None:
+    """It counts on a caller who lets go of outputs, where no other plan fits."""
+    torch.manual_seed(0)
+    ours, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(64, 64)
+    wishes: dict[str, Any] = {"offload": None, "time_limit": 1}
+    lent = smallest_of(lambda: memgraph.compile(ours, 1, accumulate=True, **wishes)(x))
+    model = memgraph.compile(ours, lent - x.nbytes // 2, **wishes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(x).square().mean().backward()
+    assert all(report.peak <= report.budget for report in model.plans)
+
+
+def test_an_error_names_one_budget_which_does_for_a_call_that_adds_to_gradients_too() -> None:
+    with pytest.raises(memgraph.BudgetError) as caught:
+        memgraph.compile(net(), 1000, offload=None)(batch())
+    named = {int(found) for found in re.findall(r"(?:Give budget=|a plan was found is )(\d+)", str(caught.value))}
+    alone = needs(False)
+    assert named == {caught.value.smallest} and f"needs {alone}: accumulate=False" in str(caught.value)
+    assert caught.value.smallest > alone
 
 
 def test_a_loop_that_says_that_it_accumulates_is_refused_at_the_first_call_or_never() -> None:

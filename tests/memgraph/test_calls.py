@@ -54,6 +54,17 @@ def test_no_more_than_a_few_large_steps_are_kept_and_the_oldest_goes_first(monke
     assert {id(step) for step in compiled._steps.values()} == {id(step) for step in made}
 
 
+def test_the_oldest_step_stays_as_long_as_it_is_the_one_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PLANS", 1)
+    compiled: Any = memgraph.compile(Function(lambda linear, x: linear(x)), ROOM)
+    for rows in (2, 3, 2, 3):  # each is measured, and timed
+        compiled(batch(rows)).sum().backward()
+        compiled.zero_grad()
+    monkeypatch.setattr(module, "NODES", 0)  # as a better plan that has a far tier makes them too many
+    compiled(batch(2)).sum().backward()
+    assert len(compiled._steps) == 1
+
+
 def test_inputs_of_other_strides_are_planned_anew() -> None:
     def loop(model: Any) -> list[Fact]:
         square = batch(8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph import step
 from memgraph.peak import measured, resident_bytes
 from tests.alike import same_gradients
 from tests.smallest import smallest_of
@@ -95,6 +96,36 @@ def test_the_smallest_budget_that_the_error_names_is_one() -> None:
     assert memgraph.plan(net(), given[0], budget=smallest, **wishes).peak <= smallest
 
 
+class Scored(nn.Module):
+    """Returns a loss of its own, and what that loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        return y.square().mean(), y
+
+
+def of_both_outputs(model: Any, given: Sequence[Tensor]) -> None:
+    (one, a), (two, b) = (model(x) for x in given)
+    (one + two + (a - b).square().mean()).backward()
+
+
+def test_a_loss_of_all_that_several_forwards_return_runs_with_the_smallest_budget_that_the_error_names() -> None:
+    given, ours, theirs = batches(2), Scored(), Scored()
+    wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0}
+    smallest = smallest_of(lambda: memgraph.compile(Scored(), 1, **wishes)(given[0]))
+    model = memgraph.compile(ours, smallest, **wishes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for one in (model, theirs):
+                of_both_outputs(one, given)
+    assert same_gradients(ours, theirs)
+
+
 def test_forwards_that_were_not_planned_for_are_warned_of_before_they_run_and_reported() -> None:
     given, ours = batches(2), net()
     budget = memgraph.plan(net(), given[0], budget=ROOM).peak
@@ -120,6 +151,28 @@ def test_a_pair_that_comes_after_the_first_step_is_measured_as_well() -> None:
     with pytest.warns(RuntimeWarning, match="2 forwards"):
         summed(model, given)
     assert model.plan.measured > budget
+
+
+def test_as_many_open_forwards_are_warned_of_once_however_many_steps_have_them() -> None:
+    given = batches(2)
+    model = memgraph.compile(net(), memgraph.plan(net(), given[0], budget=ROOM).peak, offload=None, accumulate=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):  # the third may have another plan
+            summed(model, given)
+            model.zero_grad()
+    assert sum("forwards are open" in str(one.message) for one in caught) == 1
+
+
+def test_forwards_that_never_have_a_backward_are_not_warned_of_for_ever() -> None:
+    x = batches(1)[0]
+    model = memgraph.compile(net(), memgraph.plan(net(), x, budget=ROOM).peak, offload=None, accumulate=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = [model(x) for _ in range(3 * step.MANY)]
+    said = [str(one.message) for one in caught if "forwards are open" in str(one.message)]
+    assert len(held) > len(said) == step.MANY - 1
+    assert "forwards=3" in said[1] and "torch.no_grad()" in said[-1]
 
 
 def test_what_fits_is_not_warned_of() -> None:

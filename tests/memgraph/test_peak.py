@@ -187,3 +187,16 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
         take(400)
         take(-700)
     assert meter.allocated() == Allocation(peak=300 + 64 + 400, net=0, blocks=2 * 1764, held=3 * 1764)
+
+
+def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_words_are_heard() -> None:
+    script = """
+import torch
+from memgraph.peak import _log_level, measured
+before, held = _log_level().value, [torch.ones(1000)]
+measured(held.clear)
+print(_log_level().value == before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == "True\n"
+    assert "unknown size" not in run.stderr

@@ -48,6 +48,8 @@ def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
     assert line.endswith("time_limit= bounds planning, plan= spares it")
     told.bound(time.monotonic() + 30.5)
     assert ", 30 s of time_limit left" in told.line()
+    told.bound(time.monotonic() - 1)
+    assert "past time_limit: ending with what is needed" in told.line() and "left" not in told.line()
     told.bound(math.inf)
     told.phase("capturing")
     assert told.line().startswith("capturing (0 s so far)")
