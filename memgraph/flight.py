@@ -124,7 +124,7 @@ class Flight:
                 self.coming.close()
             raise
         # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output
-        # the caller's own tensor is not held: so one sees whether the caller holds it.  And it leads to this step's node
+        # the caller's own tensor is not held: so one sees whether the caller holds it.  And it leads to this node
         # of autograd, which holds the flight: a circle that nobody would free if no backward comes.
         theirs = {id(value) for value in values[:outputs]}
         self.saved = [

@@ -19,14 +19,14 @@ class Momentum(nn.Module):
 
     def __init__(self, trained: bool) -> None:
         super().__init__()
-        self.trained = nn.Linear(SIZE, SIZE)
+        self.first = nn.Linear(SIZE, SIZE)
         self.written = nn.ModuleList(nn.Linear(SIZE, SIZE).requires_grad_(trained) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.trained(x)
+        y = self.first(x)
         for layer in self.written:
             with torch.no_grad():
-                layer.weight.mul_(0.9)
+                layer.get_parameter("weight").mul_(0.9)
             y = y + layer(y).relu()
         return y.square().mean()
 
