@@ -43,12 +43,13 @@ bench-%: $(READY)
 # Uses PYTHON as it is, for the torch that was built for this machine's GPU.  It wants no network, and ends within ten
 # minutes, whatever hangs: what there is no time for is left out of the table, and what the tests leave of theirs is the
 # benchmarks'.  Each is a process of its own, since a fault of the device ends the process that it meets.
-gpu: gpu-smoke
+gpu:
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
 		{ echo "make gpu wants a CUDA device and a torch that sees it; $(PYTHON) has none here (PYTHON= names another)"; exit 1; }
 	begin=$$(date +%s); left() { echo $$((begin + $$1 - $$(date +%s))); }; failed=0; \
-		timeout -k 5 -s INT $$(left 100) $(PYTHON) -m pytest -m gpu tests/kernels || failed=1; \
-		timeout -k 5 -s INT $$(left 200) $(PYTHON) -m pytest -m gpu tests/gpu || failed=1; \
+		timeout -k 5 -s INT $$(left 75) $(PYTHON) -m benchmarks.smoke || failed=1; \
+		timeout -k 5 -s INT $$(left 165) $(PYTHON) -m pytest -m gpu tests/kernels || failed=1; \
+		timeout -k 5 -s INT $$(left 265) $(PYTHON) -m pytest -m gpu tests/gpu || failed=1; \
 		timeout -k 5 -s INT $$(left 575) $(PYTHON) -m benchmarks.gpu --seconds $$(left 545) || failed=1; exit $$failed
 
 # A minute: each case in a process of its own, a line each.

@@ -133,7 +133,8 @@ class Flight:
         del values[outputs:]
         self.ended = self.halves.backward is None
         near = [*tensors, *values]
-        self._handed = [weakref.ref(near[i]) for i in (*self.given, *range(len(tensors), len(near)))]
+        handed = (near[i] for i in (*self.given, *range(len(tensors), len(near))))
+        self._handed = [weakref.ref(tensor) for tensor in handed if tensor is not None]
         read = [near[i] if i < len(tensors) else near[i].detach() for i in self.halves.read]
         self.seen = [(tensor, version_of(tensor)) for tensor in read]
         return values

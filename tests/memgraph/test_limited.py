@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,5 +92,5 @@ def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pyt
     monkeypatch.setattr(planner, "make_plan", spent)
     with pytest.raises(memgraph.BudgetError, match="adds to gradients"):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=1000)
-    assert len(left) == 2
-    assert 1000 > left[0] >= left[1] + 0.3
+    assert left[0] < 1000 and len(left) >= 2
+    assert all(before >= after + 0.3 for before, after in pairwise(left))

@@ -36,7 +36,7 @@ def run_child(name: str) -> tuple[int, str]:
     """How a child ends, and its last line."""
     code = f"from tests.memgraph.test_stream_process import child; child({name!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    lines = (ended.stdout + ended.stderr).strip().splitlines()
+    lines = (ended.stdout or ended.stderr).strip().splitlines()
     return ended.returncode, lines[-1] if lines else ""
 
 
