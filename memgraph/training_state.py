@@ -186,7 +186,7 @@ def _refuse_unreadable(path: Target) -> None:
     try:
         found = regular_file(path)
     except OSError as error:
-        raise StateError(f"{path} can't be read: {os.strerror(error.errno)}; give a file of save_state") from error
+        raise StateError(f"{path} can't be read: {error.strerror}; give a file of save_state") from error
     if found is not None and not found.st_size:
         raise StateError(f"{path} can't be read as a training state: it is empty; give a file of save_state")
 
