@@ -13,7 +13,9 @@ process's own: the file may be overwritten, cut short or removed.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -72,8 +74,8 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         _write(state, whole)
     except OSError as error:
         reason = f"{whole} can't be written: {os.strerror(error.errno) if error.errno else error}"
-        kept = "; the file of this name is as it was" if whole.exists() else ""
-        raise StateError(f"{reason}{kept}; {advice_for(error, 'free some space, or name another folder')}") from error
+        kept = "; the file of this name is as it was" if os.path.exists(whole) else ""
+        raise StateError(f"{reason}{kept}; {advice_for(error, _way_out(error, whole))}") from error
 
 
 def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -91,7 +93,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(optimizer, OSS):
         optimizer.awaited.gather()  # after a torn step, too
-    regular_file(path)
+    _refuse_unreadable(path)
     state = _read(path)
     _refuse_unsound(path, state)
     _refuse_others(path, model.state_dict(), state["model"])
@@ -110,6 +112,17 @@ def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
         return optimizer.optim
     inner = getattr(optimizer, "optimizer", None)
     return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
+
+
+def _way_out(error: OSError, whole: Path) -> str:
+    """What to do about a name that can't be written."""
+    if error.errno == errno.ENAMETOOLONG:
+        return "give a shorter name"
+    if error.errno == errno.ENOENT:
+        return f"there is no folder {whole.parent}: make it, or name another"
+    if error.errno == errno.ENOTDIR:
+        return f"{whole.parent} is no folder, or lies in none: name another"
+    return "free some space, or name another folder"
 
 
 def _plans(model: nn.Module) -> list[str]:
@@ -168,6 +181,16 @@ class _Sink:
         self.file.flush()
 
 
+def _refuse_unreadable(path: Target) -> None:
+    """Refuse what is no regular file, or has nothing in it."""
+    try:
+        found = regular_file(path)
+    except OSError as error:
+        raise StateError(f"{path} can't be read: {error.strerror}; give a file of save_state") from error
+    if found is not None and not found.st_size:
+        raise StateError(f"{path} can't be read as a training state: it is empty; give a file of save_state")
+
+
 def _read(path: Target) -> Any:
     """What a file says it is."""
     try:
@@ -185,7 +208,16 @@ def _read(path: Target) -> Any:
     except LookupError as error:
         raise StateError(f"{path} is no training state; give a file of save_state") from error
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
-        raise StateError(f"{path} can't be read as a training state: {error}; {_advice(path)}") from error
+        raise StateError(f"{path} can't be read as a training state: {_words(error)}; {_advice(path)}") from error
+
+
+def _words(error: Exception) -> str:
+    """Why a file can't be read; of what torch says, its remarks on other ways to load it are left out."""
+    if found := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+        return f"it has a pickled {found[1]} in it, and only tensors, numbers, texts and containers of them are read"
+    if "mmap can only be used" in str(error):
+        return "it is none of torch.save's archives"
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n")[0]
 
 
 def _advice(path: Target) -> str:

@@ -173,6 +173,8 @@ def _beside(whole: Path, kind: str) -> Path:
 def _clear(new: Path, whole: Path) -> None:
     """Make room for a new folder, where an interrupted save may have left its own, and give back the name that it has
     taken."""
+    if whole.exists() and not whole.is_dir():
+        raise StateError(f"{whole} is no folder, so it is not replaced: name another")
     if whole.exists() and any(whole.iterdir()) and not (whole / METADATA).exists():
         raise StateError(f"{whole} is there and is no checkpoint, so it is not replaced: name another folder")
     old = _beside(whole, "old")

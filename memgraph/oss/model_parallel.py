@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,3 +70,17 @@ class ModelParallel:
         with self.watch.naming(name):
             self.watch.wait(dist.all_gather(rows, sent, group=self.watch.group, async_op=True))
         return torch.stack(rows).to(mine.device)
+
+
+def tensors_of(replicated: object) -> list[Tensor]:
+    """Return what is given as `replicated`, as a list.
+
+    Raises:
+        TypeError: it is no iterable of tensors.
+    """
+    is_list = isinstance(replicated, Iterable) and not isinstance(replicated, Tensor)
+    found: list[Any] = [*replicated] if is_list else [replicated]  # type: ignore[misc]
+    if not is_list or not all(isinstance(each, Tensor) for each in found):
+        advice = "give a list of the parameters that are whole on each rank of group="
+        raise TypeError(f"replicated is {replicated!r:.100}; {advice}")
+    return found

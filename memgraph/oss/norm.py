@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,8 +37,32 @@ class Limit:
     norm_type: float
     error_if_nonfinite: bool
 
+    @classmethod
+    def of(cls, max_norm: object, norm_type: object, error_if_nonfinite: object) -> Limit:
+        """
+        Raises:
+            TypeError: one of them is no number.
+            ValueError: there is no such norm, or none is that small.
+        """
+        found = {"max_norm": max_norm, "norm_type": norm_type}
+        numbers = {name: _number(name, value) for name, value in found.items()}
+        if not numbers["max_norm"] >= 0:
+            raise ValueError(f"max_norm={max_norm!r}; give a norm, 0 or larger")
+        if math.isnan(numbers["norm_type"]):
+            raise ValueError(f"norm_type={norm_type!r}; give the order of the norm, as 2.0, or math.inf")
+        return cls(**numbers, error_if_nonfinite=bool(error_if_nonfinite))
+
     def __str__(self) -> str:
         return f"clip_grad_norm_({self.max_norm}, {self.norm_type}, error_if_nonfinite={self.error_if_nonfinite})"
+
+
+def _number(name: str, value: Any) -> float:
+    """A number, or its text, as torch takes "inf"."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor with several elements
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name} is a {type(value).__name__}, {str(value)[:50]!r}; give a number") from error
 
 
 def clip(optimizer: OSS, held: Held, limit: Limit, parallel: ModelParallel | None = None) -> Tensor:

@@ -40,7 +40,7 @@ from .flags import ANY_INFINITE, shared
 from .groups import Group, copied, groups_of, options, template
 from .held import Held
 from .inside import Inside
-from .model_parallel import ModelParallel
+from .model_parallel import ModelParallel, tensors_of
 from .near import Near, near
 from .norm import Limit, clip
 from .pieces import Pieces
@@ -232,15 +232,24 @@ class OSS(Saving):
         Raises:
             ShardError: a parameter is no longer what it was, on this rank or another.
             AgreementError: ranks were given different arguments, options or frozen parameters. Nothing is scaled.
-            ValueError: this rank is not in `group`, or something `replicated` is no parameter of this optimizer.
+            TypeError: `max_norm` or `norm_type` is no number, or `replicated` no iterable of tensors.
+            ValueError: `max_norm` is negative or not a number, this rank is not in `group`, or something `replicated`
+                is no parameter of this optimizer. On the other ranks such an error is a ShardError.
         """
         self._refuse_torn()
-        parallel = None if group is None else ModelParallel.of(group, replicated, self.pieces.parameters)
+
+        def asked() -> tuple[Limit, ModelParallel | None]:
+            limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
+            whole = tensors_of(replicated)
+            return limit, None if group is None else ModelParallel.of(group, whole, self.pieces.parameters)
+
         with torch.no_grad():
             if self.updates.goes_on():
                 raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
-            limit, trouble = self.prepare(lambda: Limit(float(max_norm), float(norm_type), bool(error_if_nonfinite)))
+            found, trouble = self.prepare(asked)
+            limit, parallel = found or (None, None)
             kinds, _ = self._agree(trouble, limit)
+            assert limit is not None  # or there was trouble
             held = self.held or self.averages.hold(kinds)
             total = clip(self, held, limit, parallel)
             self.held = None if self.are_same else held.seen_now()

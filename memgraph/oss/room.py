@@ -28,6 +28,9 @@ def metadata(whole: Path) -> Metadata:
     """
     try:
         found = Reader(whole).read_metadata()
+    except NotADirectoryError as error:
+        advice = "give a folder of save_sharded, or load a file with memgraph.load_state"
+        raise StateError(f"{whole} is no folder; {advice}") from error
     except FileNotFoundError as error:
         raise StateError(f"there is no checkpoint in {whole}") from error
     except Exception as error:  # whatever a damaged pickle raises

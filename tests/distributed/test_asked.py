@@ -47,7 +47,7 @@ def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
     assert first[1].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(1.0, 1.0, error_if_nonfinite=False)")
     assert first[2].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(1.0, 2.0, error_if_nonfinite=True)")
     assert first[0].endswith("nothing has been updated.")
-    assert own[3] == "could not convert string to float: 'a'"
+    assert own[3] == "max_norm is a str, 'a'; give a number"
     assert first[3] == f"another rank can't step, so none does: ValueError: {own[3]} on rank 1"
     assert first[4] == "some ranks have a call of clip_grad_norm_, others have not; call the same on all ranks"
     assert first[5].startswith("the ranks disagree on lr of group 1: 0.1 on rank 0; 0.2 on rank 1. Set the same on all")
