@@ -90,8 +90,9 @@ def _guarded() -> Iterator[None]:
 
 def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if (place := _asker()) is not None:
-            _refuse(name, place)
+        if (found := _asker()) is not None:
+            place, called = found
+            _refuse(called or name, place)
         return run(*args, **kwargs)
 
     return refuse
@@ -122,8 +123,8 @@ class _Refused(torch._C.Generator, metaclass=_Made):
 
 
 def _set_data(tensor: Any, value: Any) -> None:
-    place = _asker()
-    if place is not None:
+    if (found := _asker()) is not None:
+        place, _ = found
         raise CaptureError(
             f"forward sets .data of a tensor at {place}, for which no op is written down: "
             "compute another tensor, or change this one in place (under torch.no_grad(), if need be)"
@@ -137,16 +138,25 @@ def _refuse(what: str, place: str) -> NoReturn:
     )
 
 
-def _asker() -> str | None:
-    """The line that asks, unless it is torch's or memgraph's own, or of another thread than that which traces."""
+def _asker() -> tuple[str, str] | None:
+    """Return the line that asks and the function of torch's that it calls, if that is known; None if the line is
+    torch's or memgraph's own, or of another thread than that which traces."""
     if not hasattr(TRACING, "on"):
         return None
-    frame = sys._getframe(1)
+    frame, called = sys._getframe(1), ""
     while frame is not None and _passes_on(frame.f_code):
+        called = _public_name(frame.f_code) or called
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None or frame.f_code.co_filename.startswith((TORCH, MEMGRAPH)):
         return None
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}", called
+
+
+def _public_name(code: CodeType) -> str:
+    """Return the name by which a user calls one of torch's functions for generators; empty for other code."""
+    name, own = code.co_name, "torch" if hasattr(torch, code.co_name) else "torch.random"
+    package = {torch.random.__file__: own, torch.cuda.random.__file__: "torch.cuda"}.get(code.co_filename)
+    return f"{package}.{name}" if package and name in (*STATES, *SEEDS, "fork_rng") else ""
 
 
 def _passes_on(code: CodeType) -> bool:

@@ -89,6 +89,21 @@ def test_what_would_be_done_once_is_refused_at_its_line(then: Then) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    ("then", "name"),
+    [
+        (seeded, "torch.manual_seed"),
+        (forked, "torch.random.fork_rng"),
+        (put_back, "torch.get_rng_state"),
+        (anew, "torch.seed"),
+        (on_gpu, "torch.cuda.manual_seed_all"),
+    ],
+)
+def test_what_forward_calls_is_named_and_not_what_that_calls(then: Then, name: str) -> None:
+    with pytest.raises(memgraph.CaptureError, match=f"forward asks or seeds {name} at "):
+        capture(Noisy(then), (X,), {})
+
+
 @pytest.mark.parametrize(("then", "name"), [(default, "torch.default_generator"), (its_own, "generator")])
 def test_a_generator_that_was_seeded_is_named(then: Then, name: str) -> None:
     module = Noisy(then)
