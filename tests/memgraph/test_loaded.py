@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,20 @@ def states(optimizer: optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A child of `fork` has none of its parent's other threads, and would wait for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", [optim.Adam, partial(optim.SGD, lr=0.1, momentum=0.9)])
-def test_overwriting_and_cutting_the_file_changes_nothing(tmp_path: Path, name: str, kind: Any) -> None:
+def test_overwriting_and_cutting_the_file_changes_nothing(
+    one_thread: None, tmp_path: Path, name: str, kind: Any
+) -> None:
     model = net()
     optimizer = kind(model.parameters())
     train(model, optimizer, 2)
