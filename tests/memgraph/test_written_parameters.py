@@ -26,7 +26,8 @@ class Momentum(nn.Module):
         y = self.first(x)
         for layer in self.written:
             with torch.no_grad():
-                layer.get_parameter("weight").mul_(0.9)
+                weight: Any = layer.weight
+                weight.mul_(0.9)
             y = y + layer(y).relu()
         return y.square().mean()
 
