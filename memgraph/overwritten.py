@@ -17,12 +17,11 @@ from torch import fx
 from torch._ops import OpOverload
 
 from .call import Input
-from .nodes import aten, changed_storages, returned, storages
+from .nodes import STATISTICS, aten, changed_storages, returned, storages
 
 if TYPE_CHECKING:
     from .capture import Captured
 
-STATISTICS = ("running_mean", "running_var")
 NORMALIZED = 3  # results of a batch norm before its new statistics: the values, and what backward needs
 OVERWRITING = (aten.copy.default, aten.copy_.default)  # their first argument gives its place, not its numbers
 
