@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.peak import resident_bytes
+from memgraph.profile.memory_meter import resident_bytes
 from tests.zoo import CASES, Case, eager_peak, fresh
 
 COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager B", "eager's is enough")

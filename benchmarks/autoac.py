@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from memgraph.probe import Prober
+from memgraph.profile.op_profiler import Prober
 
 MANY = 1000  # dynamo gives up on a function that it has compiled more often
 

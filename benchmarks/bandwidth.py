@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.beside import Figure
 from benchmarks.laps import Laps
-from memgraph.kernels import adamw, cast, direct, move, pack, scaled
-from memgraph.kernels.ways import Way, way_of
+from memgraph.kernels import adamw, cast, copy_runs, direct, pack, scaled
+from memgraph.kernels.autotune import Way, way_of
 
 TIMES = 10
 Case = tuple[Callable[[], object], int]  # what runs, and the bytes that it reads and writes
@@ -42,7 +42,7 @@ def _cases(wide: torch.Tensor, tensors: int) -> dict[str, Case]:
     codes = torch.empty(count, dtype=torch.uint8, device=device)
     scales = torch.empty(scaled.groups(pieces), dtype=torch.uint8, device=device)
     p, g, m, v = (part[: count // 4] for part in (wide.clone(), wide, torch.zeros_like(wide), torch.zeros_like(wide)))
-    packed = move.ready(way_of("move", device, wide.nbytes), pack.parts(pieces, thin))
+    packed = copy_runs.ready(way_of("move", device, wide.nbytes), pack.parts(pieces, thin))
     return {
         "copy": (lambda: like.copy_(wide), 8 * count),
         "cast to bf16": (lambda: cast.cast(wide, thin), 6 * count),

@@ -15,8 +15,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from memgraph.pinned import streams
-from memgraph.slab import CudaPins, Slab
+from memgraph.storage.pinned_pool import CudaPins, Slab
+from memgraph.storage.pinned_tier import streams
 
 LAPS = 5
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 
 Step = Callable[[], object]  # forward and backward
 

@@ -38,7 +38,7 @@ import memgraph
 from benchmarks.clock import Pairs, in_turn, middle
 from benchmarks.gpt import GPT, Shape, batch, text
 from benchmarks.sides import Side
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 
 SHARE = 0.45
 UNTIMED = 3  # steps: one is planned for, one is timed op by op, and one may be planned for again

@@ -24,7 +24,9 @@ from unittest import mock
 from rich.table import Table
 
 from benchmarks.simulated import run, trace_file
-from passes import BudgetError, Machine, greedy, linear, make_plan, memory, optimize, parse, pipeline, predict
+from passes import BudgetError, Machine, make_plan, parse, pipeline, predict
+from passes.lp import memory_rows, solver
+from passes.search import greedy, optimize
 
 DEPTHS = (6, 12, 24, 48, 96)
 FORMS = ("", "-d")
@@ -33,9 +35,9 @@ SHARES = (0.6, 0.4, 0.3)
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "check": ((pipeline, "check"),),
     "simulate": (*((at, name) for at in (pipeline, greedy) for name in ("apply", "predict")), (greedy, "schedule")),
-    "rows": ((optimize, "Model"), (memory, "forward"), (memory, "backward")),
-    "linear": ((linear.Linear, "solve"),),
-    "whole": ((linear.Linear, "solve_whole"),),
+    "rows": ((optimize, "Model"), (memory_rows, "forward"), (memory_rows, "backward")),
+    "linear": ((solver.Linear, "solve"),),
+    "whole": ((solver.Linear, "solve_whole"),),
     "mend": ((optimize, "descend_from"), (optimize, "in_time")),
 }
 

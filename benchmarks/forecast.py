@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 import memgraph
 from benchmarks.clock import in_turn, middle, step_of
-from memgraph.peak import resident_bytes
-from memgraph.report import Report
+from memgraph.profile.memory_meter import resident_bytes
+from memgraph.report.report import Report
 from tests.zoo import CASES, Case, eager_peak, fresh
 
 SHARE, AMPLE = 0.5, "20GB"

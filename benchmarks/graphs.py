@@ -27,11 +27,11 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
-from memgraph import joint
-from memgraph.capture import capture, losses
-from memgraph.nodes import tensors
-from memgraph.probe import is_view
-from memgraph.summarize import Cost, summarize
+from memgraph.capture import trace_joint
+from memgraph.capture.capture import capture, losses
+from memgraph.graph.nodes import tensors
+from memgraph.graph.summarize import Cost, summarize
+from memgraph.profile.op_profiler import is_view
 from passes import Trace
 from tests import nets
 
@@ -90,7 +90,7 @@ def unwritten(make: Callable[[], nn.Module]) -> nn.Module:
 def decomposing() -> Iterator[None]:
     """Capture traces every op as the core-aten ops that it is made of."""
     decomposed = partial(make_fx, decomposition_table=core_aten_decompositions())  # type: ignore[arg-type]
-    with mock.patch.object(joint, "make_fx", decomposed):
+    with mock.patch.object(trace_joint, "make_fx", decomposed):
         yield
 
 

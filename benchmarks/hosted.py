@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.wide import update
-from memgraph.slab import CudaPins, Slab
+from memgraph.storage.pinned_pool import CudaPins, Slab
 
 RULE = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import middle
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 
 Step = Callable[[], object]
 

@@ -21,7 +21,7 @@ import typer
 
 import memgraph
 from benchmarks.gpt import GPT, Shape, batch, text
-from memgraph.device import return_freed_memory
+from memgraph.system.device import return_freed_memory
 
 SLACK_NBYTES = 192 << 20
 

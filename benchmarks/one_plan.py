@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from passes import BudgetError, Choice, Forecast, Machine, Trace, make_plan, parse, predict
-from passes.gaps import Gaps
-from passes.model import Model
-from passes.program import Program
-from passes.relax import relax
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp.model import Model
+from passes.lp.problem import Program
+from passes.lp.relax import relax
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import memgraph
 from benchmarks.clock import Pairs, Step, in_turn, ms_text
 from benchmarks.oss import launched, together
 from benchmarks.records import write
-from memgraph.homes import is_far
+from memgraph.storage.mapped_storage import is_far
 
 BATCH = 64
 ROOM = 1 << 33

@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks.clock import middle
 from benchmarks.records import write
 from benchmarks.state import Training, compiled, parameters
-from memgraph import workers
+from memgraph.storage import io_threads
 from passes import Forecast, Machine
-from passes.forecast import update_nbytes
+from passes.simulate.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
 LATE = 0.001  # seconds that a disk that is held may catch up
@@ -82,12 +82,12 @@ def held_to(rate: float) -> Iterator[None]:
     if not rate:
         yield
         return
-    plain, kept = workers.transfer, os.environ.get("MEMGRAPH_CACHE")
-    workers.transfer, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
+    plain, kept = io_threads.transfer, os.environ.get("MEMGRAPH_CACHE")
+    io_threads.transfer, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
     try:
         yield
     finally:
-        workers.transfer = plain
+        io_threads.transfer = plain
         del os.environ["MEMGRAPH_CACHE"]
         os.environ |= {} if kept is None else {"MEMGRAPH_CACHE": kept}
 

@@ -17,14 +17,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memgraph.capture import capture, losses
-from memgraph.planner import Planner
-from memgraph.probe import Prober
-from memgraph.rewrite import rewrite
-from memgraph.split import split
-from memgraph.summarize import summarize
-from memgraph.tiers import linked
-from memgraph.wishes import Wishes
+from memgraph.capture.capture import capture, losses
+from memgraph.graph.partition import split
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.options.compile_options import Wishes
+from memgraph.planning.planner import Planner
+from memgraph.profile.machine_profile import linked
+from memgraph.profile.op_profiler import Prober
 from passes import Machine, make_plan, predict
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import passes
-from memgraph.setting import driver
+from memgraph.system.setting import driver
 
 FOLDER = Path(__file__).parent / "results"
 CPUS = Path("/proc/cpuinfo")

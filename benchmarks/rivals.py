@@ -23,7 +23,7 @@ import memgraph
 from benchmarks.autoac import AutoAC
 from benchmarks.clock import Pairs, Step, in_turn, middle, peak, step_of
 from benchmarks.nets import GPT, Size, checkpointed
-from memgraph.device import return_freed_memory
+from memgraph.system.device import return_freed_memory
 
 SIZES = {
     "gpt": Size(6, 256, 8, vocabulary=1024, context=256),

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph import planner
-from memgraph.report import Report
+from memgraph.planning import planner
+from memgraph.report.report import Report
 from passes import Stream
-from passes.schedule import Fate
+from passes.schedule.schedule import Fate
 from tests.fates import given_up
 
 STEPS = 4

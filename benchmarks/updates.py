@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.beside import Figure
-from memgraph.far_update import LARGEST
-from memgraph.host import Host
-from memgraph.movement import bring_home
-from memgraph.stopwatch import timed
-from memgraph.windows import Update
+from memgraph.optim.offloaded_update import LARGEST
+from memgraph.optim.windowed_update import Update
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.transfer import bring_home
+from memgraph.system.timer import timed
 
 LAPS = 5
 COUNT, ELEMENTS = 16, 4 << 20  # 268 MB of parameters

@@ -9,9 +9,10 @@
 `help(memgraph.compile)` says what each argument means; the README and `docs/` have the rest.
 """
 
-from . import private_names  # noqa: F401  # isort: split  # looked up before others use them
-from .compiler import compile, plan
-from .curve import Point, Sweep
+from .api.budget_sweep import sweep
+from .api.compiled_module import CompiledModule
+from .api.compiler import compile, plan
+from .api.training_state import load_state, save_state
 from .errors import (
     AgreementError,
     BudgetError,
@@ -28,14 +29,13 @@ from .errors import (
     TorchVersionError,
     UpdateError,
 )
-from .module import CompiledModule
 from .oss import OSS, GradScaler, load_sharded, save_sharded
-from .report import Report
-from .saved import SavedPlan
-from .slab import PinnedError
-from .spill import SpillError
-from .sweep import sweep
-from .training_state import load_state, save_state
+from .report.budget_curve import Point, Sweep
+from .report.report import Report
+from .report.saved_plan import SavedPlan
+from .storage.pinned_pool import PinnedError
+from .storage.spill_file import SpillError
+from .system import private_names  # noqa: F401  # isort: split  # looked up before others use them
 
 __all__ = [
     "OSS",

@@ -1,14 +1,14 @@
 """A step as text, and what to do about its bytes.  Knows no torch."""
 
-from .choice import Choice, Proposal
-from .decisions import Decision, Offload, Plan, Recompute, Reload, Stream, apply, parse_plan
-from .errors import BudgetError
-from .forecast import KINDS, Copy, Forecast, predict
-from .invariants import BrokenTrace, check
-from .lifetime import Life, lifetimes
-from .machine import Machine
+from .ir.decisions import Decision, Offload, Plan, Recompute, Reload, Stream, apply, parse_plan
+from .ir.errors import BudgetError
+from .ir.invariants import BrokenTrace, check
+from .ir.liveness import Life, lifetimes
+from .ir.machine import Machine
+from .ir.trace import INPUTS, Op, Storage, Trace, parse
 from .pipeline import PASSES, make_plan
-from .trace import INPUTS, Op, Storage, Trace, parse
+from .simulate.choice import Choice, Proposal
+from .simulate.forecast import KINDS, Copy, Forecast, predict
 
 __all__ = [
     "INPUTS",

@@ -12,23 +12,23 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from . import linear
-from .anneal import anneal
-from .chain import rerun_slices
-from .choice import Choice, Proposal
-from .cuts import cut_backward
-from .decisions import Plan, Reload, Stream, apply
-from .errors import BudgetError
-from .forecast import predict
-from .gaps import Gaps
-from .greedy import descend, descend_at_home
-from .invariants import check
-from .machine import Machine
-from .obstacle import obstacle
-from .optimize import optimize, optimize_at_home, optimize_uncast
-from .slicing import sliced
-from .timing import copies, in_time
-from .trace import Trace
+from .analysis.reuse_gaps import Gaps
+from .deep.anneal import anneal
+from .deep.chain import rerun_slices
+from .deep.phase_search import cut_backward
+from .explain import obstacle
+from .ir.decisions import Plan, Reload, Stream, apply
+from .ir.errors import BudgetError
+from .ir.invariants import check
+from .ir.machine import Machine
+from .ir.trace import Trace
+from .lp import solver
+from .order.microbatch_order import sliced
+from .schedule.copy_timing import copies, in_time
+from .search.greedy import descend, descend_at_home
+from .search.optimize import optimize, optimize_at_home, optimize_uncast
+from .simulate.choice import Choice, Proposal
+from .simulate.forecast import predict
 
 Pass = Callable[[Trace, Machine, float], Plan | Proposal]  # which ends at that time, as `time.monotonic` has it
 Log = Callable[[str], None]
@@ -83,7 +83,7 @@ def make_plan(
             return found
         lowest = min(lowest, found, key=lambda choice: choice.forecast.peak)
     text = obstacle(lowest.forecast, machine, lowest.captured.trace)
-    more = "" if linear.there() else f"\n{linear.MISSING}: with it a smaller budget may do; {linear.INSTALL}"
+    more = "" if solver.there() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
 
@@ -96,7 +96,7 @@ def _captured(trace: Trace, machine: Machine) -> Choice:
 
 def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
-    trace, best, home_us = best.captured.trace, replace(best, greedy=not linear.there()), 0.0
+    trace, best, home_us = best.captured.trace, replace(best, greedy=not solver.there()), 0.0
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or best.gap <= NEAR):

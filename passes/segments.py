@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from .forecast import predict
-from .machine import Machine
-from .trace import Op, Storage, Trace
+from .ir.machine import Machine
+from .ir.trace import Op, Storage, Trace
+from .simulate.forecast import predict
 
 LEAST, MOST = 2, 64  # ops that compute, in one segment
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.random_modules import RandomModule
 
 STEPS = 3

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memgraph.capture import Captured, Output, Ref, capture, everything, operands
-from memgraph.nodes import all_storages, returned, storages, written_by
-from memgraph.trees import flatten, unflatten
+from memgraph.capture.capture import Output, Ref, capture, everything, operands
+from memgraph.graph.captured import Captured
+from memgraph.graph.nodes import all_storages, returned, storages, written_by
+from memgraph.tensors.pytree import flatten, unflatten
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 TOKENS = torch.tensor([[1, 2, 2], [5, 0, 6]])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from memgraph import plan_cache
+from memgraph.planning import plan_cache
 
 settings.register_profile(
     "memgraph",

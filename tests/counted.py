@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 import memgraph
-from memgraph.peak import resident_bytes
+from memgraph.profile.memory_meter import resident_bytes
 from tests.allocator import Allocator
 from tests.promise import eager_peak_of, tensors_of_batch
 from tests.zoo import BESIDE, CASES, Case, fresh

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.peak import resident_bytes
+from memgraph.profile.memory_meter import resident_bytes
 from tests.allocator import Allocator
 from tests.beside_eager import SECONDS, STEPS, TRIES, budget_of, loss_of
 from tests.counted import after_planning

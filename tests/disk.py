@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph.disk import DiskLease
-from memgraph.workers import WORKERS, submit
+from memgraph.storage.disk_tier import DiskLease
+from memgraph.storage.io_threads import WORKERS, submit
 
 MANY = 3 * (1 << 20) + 17
 SHM = Path("/dev/shm")

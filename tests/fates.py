@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from memgraph.workers import STAGING
+from memgraph.storage.io_threads import STAGING
 from passes import Choice, Machine, Trace, apply, predict
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate, schedule
 
 FATES = (Fate.BRIEF, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.BRIEF)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.peak import resident_bytes
+from memgraph.profile.memory_meter import resident_bytes
 
 WIDTH, LAYERS, ROWS = 256, 8, 4096
 BUDGET = 32 << 20  # half of what the step needs as it is; with some MB for Python, which no budget counts

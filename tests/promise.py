@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.zoo import Case, eager_peak, fresh
 
 STEPS = 5  # of another signature, measured, timed, perhaps planned anew and measured, and once from outside

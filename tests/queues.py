@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memgraph.ops import RUN
+from memgraph.graph.ops import RUN
 
 META = torch.device("meta")
 ALIGNED = 64

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 
 
 def smallest_of(call: Callable[[], Any]) -> int:

@@ -16,9 +16,9 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
-from passes.decisions import Decision
-from passes.gaps import Gaps
-from passes.schedule import AWAY, CAST, HOMEWARD, Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir.decisions import Decision
+from passes.schedule.schedule import AWAY, CAST, HOMEWARD, Fate, schedule
 
 FORWARD = ("plain", "plain", "view", "several", "random", "dropout", "split", "once", "slice", "empty")
 BACKWARD = ("plain", "plain", "skip", "view", "several", "random")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import far_update
-from memgraph.homes import is_far
+from memgraph.optim import offloaded_update
+from memgraph.storage.mapped_storage import is_far
 from passes import Stream
 from tests.smallest import smallest_of
 
@@ -51,7 +51,7 @@ ADAMW = OPTIMIZERS["adamw"]
 
 def tightest(make: Make = chain, kind: str | None = "adamw", grad: bool = True) -> int:
     """About the smallest budget, with and without gradients to add to, for windows of the size that they now have."""
-    return _tightest(make, kind, grad, far_update.SMALLEST)
+    return _tightest(make, kind, grad, offloaded_update.SMALLEST)
 
 
 @cache

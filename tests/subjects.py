@@ -20,15 +20,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from memgraph.accumulation import accumulating
-from memgraph.capture import Captured, capture, losses, operands
-from memgraph.microbatches import MicroBatches
-from memgraph.probe import Prober
-from memgraph.rewrite import fake_mode
-from memgraph.summarize import Cost, summarize
-from memgraph.truth import correct
+from memgraph.capture.capture import capture, losses, operands
+from memgraph.graph.accumulate_grads import accumulating
+from memgraph.graph.captured import Captured
+from memgraph.graph.rewrite import fake_mode
+from memgraph.graph.summarize import Cost, summarize
+from memgraph.microbatch.microbatches import MicroBatches
+from memgraph.profile.correct_fakes import correct
+from memgraph.profile.op_profiler import Prober
 from passes import Machine, Trace
-from passes.slicing import sliced
+from passes.order.microbatch_order import sliced
 from tests import nets
 
 PROBER = Prober(1 << 30)

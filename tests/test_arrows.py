@@ -37,8 +37,8 @@ def test_passes_import_only_pure_packages_and_each_other_relatively() -> None:
 def test_every_way_of_writing_a_forbidden_import_is_seen() -> None:
     text = """
 import torch.fx
-from memgraph.report import Report
-from passes.trace import Trace
+from memgraph.report.report import Report
+from passes.ir.trace import Trace
 from ..memgraph import compile
 if TYPE_CHECKING:
     import triton
@@ -51,8 +51,8 @@ from .trace import Trace
 """
     assert list(forbidden_imports(Path("passes/offload.py"), text)) == [
         "passes/offload.py:2: torch.fx",
-        "passes/offload.py:3: memgraph.report",
-        "passes/offload.py:4: passes.trace",
+        "passes/offload.py:3: memgraph.report.report",
+        "passes/offload.py:4: passes.ir.trace",
         "passes/offload.py:5: ..memgraph",
         "passes/offload.py:7: triton",
         "passes/offload.py:9: torch",

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from memgraph.homes import place_of
-from memgraph.movement import bring_home
-from memgraph.trial import state_tensors
-from memgraph.window_bytes import Far
-from memgraph.windowed import Windowed
+from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.window_memory import Far
+from memgraph.optim.windowed_optimizer import Windowed
+from memgraph.storage.mapped_storage import place_of
+from memgraph.storage.transfer import bring_home
 
 Make = Callable[[Any], optim.Optimizer]
 SMALL = 200_000  # bytes of a window that holds a piece of any parameter here, and no large one whole

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests import nets
 
 

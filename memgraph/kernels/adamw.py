@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autotune import Found, Trial, Way, launch, measured, way_of
 from .formats import FORMATS, narrowed, rounded, widened
-from .noise import SEEDS, noise, noise_of
-from .ways import Found, Trial, Way, launch, measured, way_of
+from .random_bits import SEEDS, noise, noise_of
 
 HELD = (torch.float32, torch.bfloat16)
 TENSORS = ("parameter", "gradient", "exp_avg", "exp_avg_sq")

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dense import flat
+from ..tensors.layout import flat
+from .autotune import Found, Trial, Way, launch, measured, way_of
+from .copy_runs import check, move_twin
 from .formats import FORMATS, narrowed, widened
-from .move import check, move_twin
-from .noise import noise
-from .ways import Found, Trial, Way, launch, measured, way_of
+from .random_bits import noise
 
 
 def cast(of: Tensor, into: Tensor, seed: int | None = None) -> None:

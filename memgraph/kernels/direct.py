@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .move import Pair, check, move_by
+from .autotune import Found, Trial, Way, measured, way_of
+from .copy_runs import Pair, check, move_by
 from .pack import PIECE, parts
-from .ways import Found, Trial, Way, measured, way_of
 
 PROGRAMS = 32
 

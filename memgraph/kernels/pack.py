@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..dense import flat
-from .move import Pair, move, move_by
-from .ways import Found, Trial, Way, measured
+from ..tensors.layout import flat
+from .autotune import Found, Trial, Way, measured
+from .copy_runs import Pair, move, move_by
 
 Run = tuple[int, int]  # first, count
 PIECE = 16 << 10  # bytes of one of the many tensors by which the ways are compared

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dense import flat
+from ..tensors.layout import flat
+from .autotune import Way, launch, way_of
+from .copy_runs import UNIT, lines
 from .formats import FORMATS, narrowed, rounded, widened
-from .move import UNIT, lines
-from .noise import noise, noise_of
-from .ways import Way, launch, way_of
+from .random_bits import noise, noise_of
 
 GROUP = 128  # numbers that share a scale: a part of UNIT, so that a line of the table begins with a whole group
 WIDE = (torch.float32, torch.bfloat16, torch.float16)

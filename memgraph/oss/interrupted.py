@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..versions import version_of
-from .groups import Group
+from ..tensors.versions import version_of
+from .shards.param_groups import Group
 
 if TYPE_CHECKING:
     from .optimizer import OSS

@@ -24,29 +24,29 @@ from torch import Tensor, optim
 
 from passes.shards import Item, Sizes, loads_of, shards
 
-from ..dense import is_dense
 from ..errors import ShardError
-from ..pointwise import EXACT, is_pointwise
-from ..stepper import obstacle
-from .agreement import OPTIMIZER, agree, parameter_lines, telling
-from .arguments import arguments, ready
-from .averages import Averages
-from .awaited import Awaited
-from .driven import drive
-from .exchange import Exchange
-from .far_shards import FarShards
-from .faults import Watch
-from .flags import ANY_INFINITE, shared
-from .groups import Group, copied, groups_of, options, template
-from .held import Held
-from .inside import Inside
-from .model_parallel import ModelParallel, tensors_of
-from .near import Near, near
-from .norm import Limit, clip
-from .pieces import Pieces
-from .saving import Saving
-from .scaling import unscale
-from .updates import MEND, Updates
+from ..optim.elementwise import EXACT, is_pointwise
+from ..optim.optimizer_clone import obstacle
+from ..tensors.layout import is_dense
+from .average_grads import Averages
+from .checkpoint.state_dict import Saving
+from .clip_norm import Limit, clip
+from .closure_optimizers import drive
+from .comm.agreement import OPTIMIZER, agree, parameter_lines, telling
+from .comm.exchange import Exchange
+from .comm.model_parallel import ModelParallel, tensors_of
+from .comm.shared_memory import Near, near
+from .comm.watchdog import Watch
+from .grad_presence import ANY_INFINITE, shared
+from .grad_scaler import unscale
+from .held_gradients import Held
+from .offloaded_states import FarShards
+from .pending_gathers import Awaited
+from .sharded_grads import Inside
+from .shards.arguments import arguments, ready
+from .shards.param_groups import Group, copied, groups_of, options, template
+from .shards.shard_views import Pieces
+from .step import MEND, Updates
 
 BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own

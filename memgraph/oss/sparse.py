@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import ShardError
-from .exchange import Exchange
+from .comm.exchange import Exchange
 
 DENSIFIED = (optim.SGD, optim.Adagrad)  # a row of zeros changes nothing in these, as a row that is missing
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import versions
 from benchmarks.versions import NotInstalledError, installed
-from memgraph.private_names import TESTED
+from memgraph.system.private_names import TESTED
 
 TESTS = """
 import pytest

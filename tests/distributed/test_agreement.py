@@ -9,7 +9,7 @@ from torch import nn, optim
 
 import memgraph
 from memgraph import AgreementError
-from memgraph.oss.agreement import checksum
+from memgraph.oss.comm.agreement import checksum
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_whole_state import refusal
 

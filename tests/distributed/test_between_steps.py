@@ -12,9 +12,9 @@ import torch
 from torch import nn, optim
 
 import memgraph
-from memgraph.oss.far_shards import shard_parts
-from memgraph.oss.step_bytes import _bucket_nbytes
-from memgraph.peak import measured
+from memgraph.oss.compiled.step_memory import _bucket_nbytes
+from memgraph.oss.offloaded_states import shard_parts
+from memgraph.profile.memory_meter import measured
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_far_states import BYTES, Chain, batches, is_kept, train
 from tests.smallest import smallest_of

@@ -17,8 +17,9 @@ import torch
 
 import memgraph
 from memgraph import StateError
-from memgraph.oss import faults, folder
-from memgraph.oss.checked import Reader
+from memgraph.oss import sharded_checkpoint
+from memgraph.oss.checkpoint.safe_reader import Reader
+from memgraph.oss.comm import watchdog
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_sharded_state import ordered, trained
 from tests.distributed.test_whole_state import refusal, same
@@ -115,7 +116,7 @@ def test_a_name_with_dots_leads_nowhere(tmp_path: Path, name: str) -> None:
 
 def _without_exchange(rank: int, path: Path, moment: str, rate: float) -> None:
     """Save where two folders can't have each other's name at once, and let rank 0 die at a moment of that."""
-    faults.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
+    watchdog.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
     plain = os.rename
 
     def rename(one: Any, other: Any) -> None:
@@ -129,7 +130,7 @@ def _without_exchange(rank: int, path: Path, moment: str, rate: float) -> None:
     module, ours = trained("Adam", 1)
     ours.param_groups[0]["lr"] = rate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "_exchanged", lambda *_: False)
+        patch.setattr(sharded_checkpoint, "_exchanged", lambda *_: False)
         patch.setattr(os, "rename", rename)
         if moment == "after":
             patch.setattr(shutil, "rmtree", remove)

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import AgreementError, ShardError
-from memgraph.oss import near
+from memgraph.oss.comm import shared_memory
 from tests.distributed.loops import frozen, hooked, train, twice
 from tests.distributed.ranks import on_ranks
 from tests.smallest import smallest_of
@@ -69,7 +69,9 @@ def smallest(kind: str) -> int:
 def _trainings(rank: int) -> tuple[list[str], list[str]]:
     wrong, plans = [], []
     for kind, budget, times in (("AdamW", ROOM, 1), ("momentum", smallest("momentum"), 2)):
-        near.LEAST = 0 if kind == "momentum" else near.LEAST  # so that all buckets are read, where that is allowed
+        shared_memory.LEAST = (
+            0 if kind == "momentum" else shared_memory.LEAST
+        )  # so that all buckets are read, where that is allowed
         cls, options = KINDS[kind]
         plain, (ours, model, optimizer) = Net(), compiled(budget, kind)
         train(plain, cls(plain.parameters(), **options), batches(rank, True), times=times)

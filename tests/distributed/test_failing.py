@@ -12,9 +12,9 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import CollectiveError, ShardError, StateError
-from memgraph.oss.courier import Courier
-from memgraph.oss.missing import VERDICT
-from memgraph.oss.pairs import Pairs
+from memgraph.oss.checkpoint.courier import Courier
+from memgraph.oss.comm.liveness import VERDICT
+from memgraph.oss.comm.p2p import Pairs
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_gradients import give, go, same, tensors
 from tests.distributed.test_whole_state import refusal

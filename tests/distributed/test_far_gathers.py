@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor, nn
 
 from memgraph.errors import AgreementError
-from memgraph.spill import SpillError
+from memgraph.storage.spill_file import SpillError
 from passes import Stream
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_far_states import (

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph import far_update
 from memgraph.errors import AgreementError, BudgetError, ShardError
-from memgraph.homes import is_far
-from memgraph.oss.far_shards import shard_parts
-from memgraph.spill import SpillError
+from memgraph.optim import offloaded_update
+from memgraph.oss.offloaded_states import shard_parts
+from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.spill_file import SpillError
 from passes import Stream
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_sharded_state import ordered
@@ -89,7 +89,7 @@ def tight(kind: str, share: float = 0.8, **wishes: Any) -> int:
 
 
 def compiled(kind: str, budget: int | None = None, **wishes: Any) -> tuple[Any, Any]:
-    far_update.SMALLEST = 1 << 16  # several windows for each piece
+    offloaded_update.SMALLEST = 1 << 16  # several windows for each piece
     module, ours = made(kind, **wishes)
     return memgraph.compile(module, budget or tight(kind, **wishes), optimizer=ours, time_limit=0.0), ours
 

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import memgraph
 from memgraph import CollectiveError
-from memgraph.oss import faults
-from memgraph.oss.updates import Updates
+from memgraph.oss.comm import watchdog
+from memgraph.oss.step import Updates
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_steps import groups, net, train
 
@@ -23,7 +23,7 @@ SECONDS, CALM = 5.0, 3.2  # of waiting and of silence, once the ranks have met: 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
     """What a survivor sees of a rank that goes in the middle of a step."""
-    faults.CALM = CALM
+    watchdog.CALM = CALM
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)

@@ -18,9 +18,9 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import AgreementError, CollectiveError, ShardError
-from memgraph.oss.awaited import Coming
-from memgraph.oss.gathering import arrivals
-from memgraph.peak import measured
+from memgraph.oss.compiled.insert_all_gather import arrivals
+from memgraph.oss.pending_gathers import Coming
+from memgraph.profile.memory_meter import measured
 from tests.distributed.loops import frozen, hooked, train, twice
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_compiled import BYTES, KINDS, ROOM, Net, batches, same

@@ -13,8 +13,9 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 import memgraph
-from memgraph.oss import exchange, optimizer
-from memgraph.peak import measured
+from memgraph.oss import optimizer
+from memgraph.oss.comm import exchange
+from memgraph.profile.memory_meter import measured
 from tests.distributed.ranks import on_ranks
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memgraph import StateError
-from memgraph.oss.entries import Kind, filled, kinds, outline, tensors
-from memgraph.oss.moves import Overlap, overlaps, rows_of
+from memgraph.oss.checkpoint.reshard import Overlap, overlaps, rows_of
+from memgraph.oss.checkpoint.state_outline import Kind, filled, kinds, outline, tensors
 from passes.shards import Item, Piece, Sizes, shards
 from tests.distributed.test_whole_state import same
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import memgraph
 from memgraph import AgreementError, CollectiveError, ShardError
-from memgraph.oss.faults import _own_store
+from memgraph.oss.comm.watchdog import _own_store
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_whole_state import refusal
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import memgraph
 from memgraph import StateError
-from memgraph.oss import faults, folder
+from memgraph.oss import sharded_checkpoint
+from memgraph.oss.comm import watchdog
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_whole_state import refusal, same
 
@@ -213,7 +214,7 @@ def test_a_folder_that_is_of_another_training_is_refused_on_all_ranks(tmp_path: 
 
 
 def _interrupted(rank: int, path: Path, victim: int, where: str) -> str:
-    faults.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
+    watchdog.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
     module, ours = trained("Adam", 1)
     if not path.exists():
         memgraph.save_sharded(path, module, ours)
@@ -231,7 +232,7 @@ def _kill_in(where: str) -> None:
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(FileSystemWriter if hasattr(FileSystemWriter, where) else folder, where, die)
+    setattr(FileSystemWriter if hasattr(FileSystemWriter, where) else sharded_checkpoint, where, die)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import AgreementError, StateError
-from memgraph.peak import measured
+from memgraph.profile.memory_meter import measured
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_steps import KINDS, groups, net, train
 

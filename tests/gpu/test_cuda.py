@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
-from memgraph import links, pinned, planner
-from memgraph.slab import SLABS
-from memgraph.wire import narrow, widen
-from passes.schedule import Fate
+from memgraph.planning import planner
+from memgraph.profile import link_bandwidth
+from memgraph.storage import pinned_tier
+from memgraph.storage.pinned_pool import SLABS
+from memgraph.storage.wire_cast import narrow, widen
+from passes.schedule.schedule import Fate
 from tests.fates import all_given_up, given_up
 from tests.kernels.numbers import hard, same
 
@@ -63,18 +65,18 @@ def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> N
 def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream sleeps before each of its copies, or before each of the others'."""
     monkeypatch.setattr(planner, "make_plan", plan)
-    copy = pinned.PinnedLease._copy
+    copy = pinned_tier.PinnedLease._copy
     cuda: Any = torch.cuda
-    out, back = pinned.streams(cuda, CUDA)
+    out, back = pinned_tier.streams(cuda, CUDA)
 
-    def slow(lease: pinned.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
+    def slow(lease: pinned_tier.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
         sleeper = torch.cuda.current_stream(CUDA) if late == "compute" else {"out": out, "back": back}.get(late)
         if sleeper is not None and (late == "compute" or sleeper is stream):
             with torch.cuda.stream(sleeper):
                 torch.cuda._sleep(LATE)
         return copy(lease, stream, into, of)
 
-    monkeypatch.setattr(pinned.PinnedLease, "_copy", slow)
+    monkeypatch.setattr(pinned_tier.PinnedLease, "_copy", slow)
     same_as_eager, report = equal("gpt2-xl", "8GB")
     assert same_as_eager
     assert any(op.fn == "memgraph.offload.default" for op in report.forecast.trace.ops)
@@ -92,7 +94,7 @@ def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
-    links.casts(CUDA)
+    link_bandwidth.casts(CUDA)
     for count in (1, 1000, 1 << 22):
         x = hard(count).cpu()
         there = x.to(CUDA)
@@ -101,7 +103,7 @@ def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        from memgraph.kernels.ways import way_of
+        from memgraph.kernels.autotune import way_of
 
         if way_of("cast", CUDA, there.nbytes) is not None:
             narrow(there)

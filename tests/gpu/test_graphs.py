@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
-from memgraph import planner
-from passes.schedule import Fate
+from memgraph.planning import planner
+from passes.schedule.schedule import Fate
 from tests.fates import all_given_up, given_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]

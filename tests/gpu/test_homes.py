@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import far_update
-from memgraph.homes import Form, Home, is_far
-from memgraph.host import Host
+from memgraph.optim import offloaded_update
+from memgraph.storage.mapped_storage import Form, Home, is_far
+from memgraph.storage.pinned_storage import Host
 from passes import Stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
@@ -42,7 +42,7 @@ def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
 
 def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether parameters and gradients are there or here, and with numbers that the optimizer keeps here."""
-    monkeypatch.setattr(far_update, "stepping", lambda *_: 1e6)
+    monkeypatch.setattr(offloaded_update, "stepping", lambda *_: 1e6)
     for fused in (None, True):
         model = net()
         ours = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memgraph
-from passes.replays import LIBRARIES
+from passes.cuda_graph_memory import LIBRARIES
 from tests.zoo import CASES, Case, fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]

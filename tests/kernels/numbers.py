@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from memgraph.kernels.ways import Way
+from memgraph.kernels.autotune import Way
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 WAY = Way(1024)  # the only one under the interpreter, for which all are alike

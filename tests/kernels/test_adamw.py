@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memgraph.kernels.adamw import Rule, adamw, adamw_by
-from memgraph.kernels.ways import Way
+from memgraph.kernels.autotune import Way
 from tests.kernels.numbers import DEVICE, WAY, hard, same
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memgraph.kernels.copy_runs import CHUNK, UNIT, lines, move, move_by, move_twin, ready
 from memgraph.kernels.formats import FORMATS, rounded
-from memgraph.kernels.move import CHUNK, UNIT, lines, move, move_by, move_twin, ready
 from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, picked, same
 
 LENGTHS = (0, 1, 7, 1024, 2060)

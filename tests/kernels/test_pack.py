@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memgraph.kernels import direct, move
+from memgraph.kernels import copy_runs, direct
 from memgraph.kernels.direct import pack_pinned
 from memgraph.kernels.formats import rounded
 from memgraph.kernels.pack import gather, pack, scatter, unpack
@@ -18,7 +18,7 @@ from tests.kernels.numbers import DEVICE, WAY, hard, same
 @pytest.fixture(autouse=True)
 def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel was measured to be faster."""
-    monkeypatch.setattr(move, "way_of", lambda *_: WAY)
+    monkeypatch.setattr(copy_runs, "way_of", lambda *_: WAY)
     monkeypatch.setattr(direct, "way_of", lambda *_: WAY)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph import far_update, planner
-from memgraph.host import Host
-from memgraph.pinned import PinnedTier
-from memgraph.slab import Slabs
+from memgraph.optim import offloaded_update
+from memgraph.planning import planner
+from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.pinned_tier import PinnedTier
 from passes import Machine, make_plan
-from passes.schedule import Fate
+from passes.schedule.schedule import Fate
 from tests.disk import Gate
 from tests.fates import all_given_up, given_up
 from tests.queues import Late, Pinned
@@ -50,7 +51,7 @@ def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fat
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of little takes several windows."""
-    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
 
 
 @pytest.fixture(name="slabs")

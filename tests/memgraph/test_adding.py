@@ -12,10 +12,10 @@ from torch import nn
 
 import memgraph
 import passes
-from memgraph import step_graph
-from memgraph.adding import else_known
-from memgraph.capture import capture
-from memgraph.peak import resident_bytes
+from memgraph.capture.capture import capture
+from memgraph.planning import step_graph
+from memgraph.planning.accumulated_step import else_known
+from memgraph.profile.memory_meter import resident_bytes
 from passes import Choice, Machine, Trace, parse, predict
 from tests.alike import same_gradients
 from tests.nets import Net

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.arguments import ARGUMENTS, SHARDED, read
+from memgraph.options.argument_rules import ARGUMENTS, SHARDED, read
 from tests.nets import batch, net
 
 WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from passes.schedule import Fate
+from passes.schedule.schedule import Fate
 from tests.faults import ROOM, Net, assert_next_step_right, batch, fresh, step
 
 

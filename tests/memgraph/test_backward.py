@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 from passes import make_plan
 from tests.alike import ROOM, Fact, assert_alike, batch, both, steps, tight
 from tests.fates import all_given_up

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.state_parts import state_parts
-from memgraph.stepping import stepping
-from memgraph.trial import state_tensors, update_nbytes
+from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
+from memgraph.optim.state_parts import state_parts
+from memgraph.optim.stepping import stepping
 
 PLAIN: Any = optim.Adagrad._init_group
 

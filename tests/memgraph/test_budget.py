@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import memgraph
 import passes
-from memgraph import probe
-from memgraph.budget import UNITS, WHOLE, budget_nbytes
-from memgraph.device import device_of, memory_nbytes, unused_nbytes
-from memgraph.links import Link
-from memgraph.peak import measured, resident_bytes
-from memgraph.toll import Toll
+from memgraph.profile import op_profiler
+from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.system.byte_sizes import UNITS, WHOLE, budget_nbytes
+from memgraph.system.device import device_of, memory_nbytes, unused_nbytes
 from tests.nets import batch, net
 
 CPU = torch.device("cpu")
@@ -256,10 +256,10 @@ class Total(nn.Module):
 def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At given prices: at others a search may find a plan below the smallest that the error knew."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(probe, "_known", {})
-    monkeypatch.setattr(probe, "shortest", lambda *_: 100.0)
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (Link(((1000, 5.0),)),) * 2)
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
+    monkeypatch.setattr(op_profiler, "_known", {})
+    monkeypatch.setattr(op_profiler, "shortest", lambda *_: 100.0)
+    monkeypatch.setattr("memgraph.storage.tiers.disk_links", lambda folder, room: (Link(((1000, 5.0),)),) * 2)
+    monkeypatch.setattr("memgraph.storage.tiers.disk_toll", lambda folder, links, room: Toll())
     module, x = nn.Sequential(net(), Total()), batch()  # nothing but a number, or less would do if it is let go of
     smallest = smallest_of(module, x).smallest
     for p in module.parameters():  # with gradients to add to, the step needs most
@@ -340,7 +340,7 @@ class Heavy(nn.Module):
 
 def test_a_budget_error_does_not_spoil_the_forecasts_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     module, x = Heavy(), torch.randn(16, 8, 64)
     smallest = smallest_of(module, x).smallest
     compiled = memgraph.compile(module, smallest)

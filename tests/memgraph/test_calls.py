@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import memgraph
-from memgraph import module
-from memgraph.module import PLANS
+from memgraph.api import compiled_module as module
+from memgraph.api.compiled_module import PLANS
 from tests.alike import ROOM, Fact, assert_alike, batch, both, tight
 from tests.nets import Function
 

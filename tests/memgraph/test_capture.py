@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memgraph.capture import Input, Output, Ref, capture, losses
-from memgraph.shared import WithLoss
+from memgraph.capture.capture import Input, Output, Ref, capture, losses
+from memgraph.guards.module_proxy import WithLoss
 from tests.captured import TOKENS, Plain, X, agrees
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.capture import capture
+from memgraph.capture.capture import capture
 from memgraph.errors import CaptureError
 from tests.captured import TOKENS, Plain, X
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.capture import Output, capture
+from memgraph.capture.capture import Output, capture
 from memgraph.errors import CaptureError
 from tests.captured import TOKENS, Plain, X, agrees
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture import capture, losses
+from memgraph.capture.capture import capture, losses
 from tests import nets
 from tests.captured import agrees
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import company
-from memgraph.flight import Flight
+from memgraph.runtime import company
+from memgraph.runtime.step_run import Flight
 
 ROOM = "1GB"
 

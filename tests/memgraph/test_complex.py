@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memgraph
-from memgraph import probe
-from memgraph.ops import accumulate
+from memgraph.graph.ops import accumulate
+from memgraph.profile import op_profiler
 from tests.smallest import smallest_of
 from tests.streamed import SLACK, assert_kept, facts, same, streams
 
@@ -133,8 +133,8 @@ def test_an_op_has_a_price_of_its_own_where_what_it_reads_is_yet_to_be_conjugate
     order: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(probe, "_known", {})
-    prober, workspaces = probe.Prober(10**9), {}
+    monkeypatch.setattr(op_profiler, "_known", {})
+    prober, workspaces = op_profiler.Prober(10**9), {}
     for conjugated in order:
         graph, (mode, value) = fx.Graph(), (FakeTensorMode(), torch.zeros(64, 64, dtype=torch.complex64))
         node = graph.placeholder("x")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 from tests.alike import ROOM, Fact, assert_alike, batch, facts_of, steps, tight
 from tests.fates import all_given_up
 from tests.nets import Net, Plain

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import costs, links, probe, roofline, toll
-from memgraph.capture import capture
-from memgraph.costs import Costs, cache_folder, keep, kept
-from memgraph.links import SIZES, Link, disk_links
-from memgraph.probe import Prober
-from memgraph.tiers import linked
+from memgraph.capture.capture import capture
+from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
+from memgraph.profile.link_bandwidth import SIZES, Link, disk_links
+from memgraph.profile.machine_profile import linked
+from memgraph.profile.op_profiler import Prober
+from memgraph.system import measurement_cache
+from memgraph.system.measurement_cache import Costs, cache_folder, keep, kept
 from passes import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -34,15 +35,15 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own, of which this process remembers nothing."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
-    for remembering in (probe, roofline, links, toll):
+    for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
-    monkeypatch.setattr(costs, "_open", {})
+    monkeypatch.setattr(measurement_cache, "_open", {})
     return tmp_path / "cache"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if in another process."""
-    for remembering in (probe, roofline, links, toll):
+    for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
 
 
@@ -82,7 +83,7 @@ def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatc
     found = Prober(1 << 30)._probed(sort)
     assert found.cost.workspace > 0
     forget(monkeypatch)
-    monkeypatch.setattr(probe, "_probe", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
     assert Prober(1 << 30)._probed(sort) == found
     assert Prober(0)._probed(sort) == found  # though it would not fit now
 
@@ -90,7 +91,7 @@ def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatc
 STEP = """
 import torch, memgraph
 from torch import nn
-from memgraph import probe
+from memgraph.profile import op_profiler as probe
 run = probe._probe
 probe._probe = lambda node, before: print("runs", node.target) or run(node, before)
 module = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 32))
@@ -123,7 +124,7 @@ def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
 
 
 def test_many_processes_begin_and_fill_a_cache_at_once(folder: Path) -> None:
-    code = "import sys; from memgraph.costs import keep\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
+    code = "import sys; from memgraph.system.measurement_cache import keep\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
     there = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-W", "error", "-c", code]
     folder.mkdir()
@@ -151,20 +152,20 @@ def test_an_empty_name_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_the_key_tells_shapes_dtypes_strides_threads_and_modes_apart() -> None:
     plain = square()["mm"]
-    keys = {probe._key(node) for node in (plain, square(32)["mm"], square(64, torch.float64)["mm"])}
+    keys = {op_profiler._key(node) for node in (plain, square(32)["mm"], square(64, torch.float64)["mm"])}
     transposed = nodes(torch.ones(64, 64, requires_grad=True).t(), torch.ones(64, 64, requires_grad=True))["mm"]
-    keys.add(probe._key(transposed))
+    keys.add(op_profiler._key(transposed))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        keys.add(probe._key(plain))
+        keys.add(op_profiler._key(plain))
     finally:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    keys.add(probe._key(plain))
+    keys.add(op_profiler._key(plain))
     torch.use_deterministic_algorithms(False)
     assert len(keys) == 6
-    assert probe._key(square()["mm"]) == probe._key(plain)
+    assert op_profiler._key(square()["mm"]) == op_profiler._key(plain)
 
 
 def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) -> None:
@@ -223,8 +224,12 @@ def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
     [
         ("CREATE TABLE songs (title TEXT)",),
         ("CREATE TABLE costs (key TEXT, price REAL)",),
-        ("CREATE TABLE costs (name TEXT)", f"PRAGMA application_id = {costs.MARK}", "PRAGMA user_version = 1"),
-        (costs.TABLE, f"PRAGMA application_id = {costs.MARK}", "PRAGMA user_version = 99"),
+        (
+            "CREATE TABLE costs (name TEXT)",
+            f"PRAGMA application_id = {measurement_cache.MARK}",
+            "PRAGMA user_version = 1",
+        ),
+        (measurement_cache.TABLE, f"PRAGMA application_id = {measurement_cache.MARK}", "PRAGMA user_version = 99"),
     ],
 )
 def test_a_foreign_file_is_put_aside_whole(folder: Path, statements: tuple[str, ...]) -> None:
@@ -281,7 +286,7 @@ def test_a_cache_that_can_not_be_written_is_still_read(nobody: int, monkeypatch:
 
 def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep("a", 1)
-    monkeypatch.setattr(costs, "WAIT", 0.1)
+    monkeypatch.setattr(measurement_cache, "WAIT", 0.1)
     with sqlite3.connect(folder / "costs.sqlite", isolation_level=None) as file:
         file.execute("BEGIN EXCLUSIVE")
         with pytest.warns(RuntimeWarning, match="locked"):
@@ -294,7 +299,7 @@ def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkey
 
 
 def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_probe", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
     monkeypatch.setattr(roofline, "_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
@@ -320,19 +325,19 @@ def test_the_rates_of_a_device_are_measured_once_and_kept(folder: Path, monkeypa
 def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "SIZES", {4096: 4, 65536: 2})
+    monkeypatch.setattr(link_bandwidth, "SIZES", {4096: 4, 65536: 2})
     random = torch.get_rng_state()
     found = disk_links(tmp_path)
     assert all(us > 0 for link in found for _, us in link.points)
     assert torch.equal(torch.get_rng_state(), random)
     forget(monkeypatch)
-    monkeypatch.setattr(links, "_measure_disk", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(link_bandwidth, "_measure_disk", lambda *given: pytest.fail("measured again"))
     (tmp_path / "below").mkdir()
     assert disk_links(tmp_path / "below") == found
 
 
 def test_a_slow_disk_is_not_asked_for_large_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_copied", lambda tier: (2e5, 2e5))
+    monkeypatch.setattr(link_bandwidth, "_copied", lambda tier: (2e5, 2e5))
     assert [nbytes for nbytes, _ in disk_links(tmp_path)[0].points] == list(SIZES)[:1]
 
 
@@ -346,7 +351,7 @@ def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     forget(monkeypatch)
     out, back = disk_links(tmp_path)
     assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
-    assert toll.disk_toll(tmp_path, (out, back)).drag >= 0
+    assert copy_overhead.disk_toll(tmp_path, (out, back)).drag >= 0
     monkeypatch.undo()
     forget(monkeypatch)
     assert len(disk_links(tmp_path)[0].points) > 1  # measured as ever, once there is room
@@ -358,6 +363,6 @@ def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypa
     assert link.rate([1000] * 9) == 50.0
     sizes = [500, 1500, 6000]
     assert sum(sizes) / link.rate(sizes) == sum(map(link.us, sizes))
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (link, link))
+    monkeypatch.setattr("memgraph.storage.tiers.disk_links", lambda folder, room: (link, link))
     assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).out == 50.0
     assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path).out == link.rate([4 << 20])

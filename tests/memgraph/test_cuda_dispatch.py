@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memgraph
-from memgraph import planner, probe
-from memgraph.far_update import FarUpdate
-from memgraph.known import KnowingMode
-from memgraph.nodes import aten
-from memgraph.pieces import cut
-from memgraph.strands import PARAMETER, Strand, Subject
-from memgraph.summarize import summarize
+from memgraph.capture.constant_fake_mode import KnowingMode
+from memgraph.graph.nodes import aten
+from memgraph.graph.summarize import summarize
+from memgraph.optim.offloaded_update import FarUpdate
+from memgraph.optim.update_operands import PARAMETER, Strand, Subject
+from memgraph.optim.window_plan import cut
+from memgraph.planning import planner
+from memgraph.profile import op_profiler
 from tests.fates import all_given_up
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,15 +42,15 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
     forward = node_of(graph, aten._scaled_dot_product_efficient_attention.default)
     assert [value.device for value in forward.meta["val"]] == [GPU, GPU, CPU, CPU]
     filled = list[Tensor]()
-    monkeypatch.setattr(probe, "_fill", lambda fake, number: filled.append(fake))
+    monkeypatch.setattr(op_profiler, "_fill", lambda fake, number: filled.append(fake))
     backward = node_of(graph, aten._scaled_dot_product_efficient_attention_backward.default)
-    probe._made_up(backward, GPU, 0, False)
+    op_profiler._made_up(backward, GPU, 0, False)
     assert [value.device for value in filled if value.dtype == torch.int64] == [CPU, CPU]
     assert backward.meta["val"][0].device == GPU
 
 
 def test_the_seeds_count_as_blocks_of_the_device_where_a_recording_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memgraph.summarize.state_nbytes", lambda device: 16)
+    monkeypatch.setattr("memgraph.graph.summarize.state_nbytes", lambda device: 16)
     with KnowingMode(), torch.no_grad():
         graph = make_fx(attention)(torch.empty(2, 4, 8, 16, device=GPU))
     for node in graph.graph.find_nodes(op="placeholder"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memgraph.costs import Costs
+from memgraph.system.measurement_cache import Costs
 
 
 @pytest.mark.parametrize("damage", [0xFF, 0x80, 0x00])

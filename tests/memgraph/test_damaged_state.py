@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 
 from memgraph import StateError
-from memgraph.training_state import load_state, save_state
+from memgraph.api.training_state import load_state, save_state
 
 FORMATS = ["run.pt", "run.safetensors"]
 
@@ -86,7 +86,7 @@ def test_a_file_of_before_there_were_checksums_is_loaded(tmp_path: Path) -> None
     save_state(path, model, optimizer)
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.offset_keys()}
-    del metadata["memgraph.digests"]
+    del metadata["memgraph.api.checksums"]
     save_file(tensors, path, metadata)
     load_state(path, *trained())
 

@@ -12,7 +12,7 @@ from torch import nn
 import memgraph
 from benchmarks.wide import WideAdamW
 from memgraph.errors import UpdateError
-from memgraph.pointwise import by_elements, refuse
+from memgraph.optim.elementwise import by_elements, refuse
 from tests.streamed import Twins, batch, chain, far, loss, streams, train
 
 

@@ -12,12 +12,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memgraph
-from memgraph import probe
-from memgraph.budget import budget_nbytes
-from memgraph.device import block_nbytes, headroom_nbytes, hold_to, unused_nbytes
-from memgraph.probe import Probed, Prober
-from memgraph.refusal import is_elsewhere
-from memgraph.summarize import Cost, summarize
+from memgraph.capture.explain_errors import is_elsewhere
+from memgraph.graph.summarize import Cost, summarize
+from memgraph.profile import op_profiler
+from memgraph.profile.op_profiler import Probed, Prober
+from memgraph.system.byte_sizes import budget_nbytes
+from memgraph.system.device import block_nbytes, headroom_nbytes, hold_to, unused_nbytes
 from tests.nets import net
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -104,13 +104,13 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     node = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
     with FakeTensorMode():
         x.meta["val"], node.meta["val"] = torch.empty(30, device=GPU), torch.empty(30, device=GPU)
-    monkeypatch.setattr(probe, "_probe", run)
-    monkeypatch.setattr(probe, "release_cached", released.append)
-    monkeypatch.setattr(probe, "kept", lambda key: None)
-    monkeypatch.setattr(probe, "setting", str)
-    monkeypatch.setattr(probe, "roofline", lambda *_: 7.0)
-    monkeypatch.setattr(probe, "cool", lambda _: None)
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_probe", run)
+    monkeypatch.setattr(op_profiler, "release_cached", released.append)
+    monkeypatch.setattr(op_profiler, "kept", lambda key: None)
+    monkeypatch.setattr(op_profiler, "setting", str)
+    monkeypatch.setattr(op_profiler, "roofline", lambda *_: 7.0)
+    monkeypatch.setattr(op_profiler, "cool", lambda _: None)
+    monkeypatch.setattr(op_profiler, "_known", {})
     priced = nullcontext() if failures == 1 else pytest.warns(RuntimeWarning, match=r"aten.mul.Tensor .* is guessed")
     with priced:
         cost = Prober(1 << 30)(node)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memgraph.disk import DiskTier
-from memgraph.spill import PAGE
-from memgraph.workers import CHUNK, STAGING, WORKERS
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.io_threads import CHUNK, STAGING, WORKERS
+from memgraph.storage.spill_file import PAGE
 from tests.disk import MANY, noise, round_trip
 
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]

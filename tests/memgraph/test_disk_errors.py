@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph import spill
-from memgraph.disk import DiskTier
-from memgraph.spill import PAGE, SpillError
+from memgraph.storage import spill_file
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.spill_file import PAGE, SpillError
 from tests.disk import MANY, SHM, drain, files_in, noise, round_trip
 from tests.faults import failing
 
@@ -95,7 +95,7 @@ def test_a_folder_that_takes_no_files_is_refused() -> None:
         DiskTier([4], "/proc")
 
 
-@pytest.mark.skipif(not SHM.is_dir() or not spill.is_ram(SHM), reason="/dev/shm is not in RAM")
+@pytest.mark.skipif(not SHM.is_dir() or not spill_file.is_ram(SHM), reason="/dev/shm is not in RAM")
 def test_a_folder_in_ram_is_warned_of() -> None:
     with pytest.warns(
         RuntimeWarning, match="/dev/shm is in RAM, so what is offloaded there frees no memory.*spill_dir="

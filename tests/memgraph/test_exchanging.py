@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.capture import Captured, capture, losses
-from memgraph.flight import Flight
-from memgraph.oss.exchanged import exchanging
-from memgraph.oss.inside import Parcel, Stretch
-from memgraph.rewrite import rewrite
-from memgraph.split import split
-from memgraph.summarize import summarize
+from memgraph.capture.capture import capture, losses
+from memgraph.graph.captured import Captured
+from memgraph.graph.partition import split
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.oss.compiled.insert_reduce_scatter import exchanging
+from memgraph.oss.sharded_grads import Parcel, Stretch
+from memgraph.runtime.step_run import Flight
 from passes import Machine, Trace
-from passes.exchanges import placed
-from passes.slicing import sliced
+from passes.order.comm_order import placed
+from passes.order.microbatch_order import sliced
 from tests.memgraph.test_law import holds, thorough
 from tests.subjects import Subject, corrected, price, subject
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch._C._autograd import _profiler_enabled
 
 import memgraph
-from memgraph import planner
-from passes.schedule import Fate
+from memgraph.planning import planner
+from passes.schedule.schedule import Fate
 from tests.fates import given_up
 from tests.faults import ROOM, Net, Running, assert_next_step_right, batch, fresh, living, open_files, step
 

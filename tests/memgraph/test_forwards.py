@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import step
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.runtime import step
 from tests.alike import same_gradients
 from tests.smallest import smallest_of
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.seed.beside import given_up
 from tests.streamed import OPTIMIZERS, Twins, batch, chain, facts, far, loss, same, streams

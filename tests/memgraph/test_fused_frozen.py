@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.far_update import FarStates, FarUpdate
-from memgraph.peak import measured, resident_bytes
-from memgraph.trial import state_tensors
+from memgraph.optim.offloaded_update import FarStates, FarUpdate
+from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.streamed import OPTIMIZERS, WIDTH, Twins, batch, chain, far, least, loss
 

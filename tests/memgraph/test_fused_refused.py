@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.fused import FusedUpdate
+from memgraph.optim.fused_update import FusedUpdate
 from tests.faults import failing
 from tests.fused import ROOM, fused, smallest, steps, train
 from tests.streamed import assert_kept, batch, chain, facts, far, loss, same

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture import Captured, capture, scalars
-from memgraph.fusing import fusing, update_nodes
-from memgraph.rewrite import rewrite
-from memgraph.shared import WithLoss
-from memgraph.state_parts import state_parts
-from memgraph.summarize import summarize
-from memgraph.trained import Trained
-from memgraph.update import with_update
+from memgraph.capture.capture import capture, scalars
+from memgraph.graph.captured import Captured
+from memgraph.graph.fuse_updates import fusing, update_nodes
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.guards.module_proxy import WithLoss
+from memgraph.optim.state_parts import state_parts
+from memgraph.optim.trained import Trained
+from memgraph.optim.update_cost import with_update
 from passes import Machine, apply, check, predict
-from passes.gaps import Gaps
-from passes.schedule import CAST, Fate, schedule
-from passes.updates import early
+from passes.analysis.reuse_gaps import Gaps
+from passes.order.early_updates import early
+from passes.schedule.schedule import CAST, Fate, schedule
 from tests.streamed import batch, chain, loss
 
 MACHINE = Machine(0, out=1000.0, back=1000.0, homes=True)

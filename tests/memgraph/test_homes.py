@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph import workers
-from memgraph.copies import Part
-from memgraph.homes import Form, Home, form_of, place_of
-from memgraph.movement import bring_home, fetch, part_of, store
-from memgraph.spill import PAGE, SpillError
+from memgraph.storage import io_threads
+from memgraph.storage.async_copy import Part
+from memgraph.storage.mapped_storage import Form, Home, form_of, place_of
+from memgraph.storage.spill_file import PAGE, SpillError
+from memgraph.storage.transfer import bring_home, fetch, part_of, store
 
 SHM = Path("/dev/shm")
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]
@@ -251,7 +251,7 @@ def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
 def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before, reached, opened = fds(), threading.Event(), threading.Event()
-    transfer = workers.transfer
+    transfer = io_threads.transfer
 
     def waits(*where: Any) -> None:
         reached.set()
@@ -260,7 +260,7 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
 
     home = Home([form(5000)], tmp_path)
     place, memory = home.place(0), torch.ones(5000)
-    monkeypatch.setattr(workers, "transfer", waits)
+    monkeypatch.setattr(io_threads, "transfer", waits)
     copying = fetch(place, memory)
     assert reached.wait(60)
     del home, place
@@ -318,7 +318,7 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for where, name in ((os, "posix_fallocate"), (workers, "transfer")):
+    for where, name in ((os, "posix_fallocate"), (io_threads, "transfer")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(SpillError, match="No space left on device"):

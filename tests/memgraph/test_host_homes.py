@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.homes import Form, Home, is_far, place_of
-from memgraph.host import Host
-from memgraph.movement import fetch, settled, store
-from memgraph.slab import PinnedError, Slabs
+from memgraph.storage.mapped_storage import Form, Home, is_far, place_of
+from memgraph.storage.pinned_pool import PinnedError, Slabs
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.transfer import fetch, settled, store
 from tests.queues import Late, Pinned
 from tests.streamed import OPTIMIZERS, Twins, batch, far, least, streams
 

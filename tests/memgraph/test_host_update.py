@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph import far_update, planner, stepping
-from memgraph.far_update import FarStates, FarUpdate
-from memgraph.homes import is_far
-from memgraph.host import Host
-from memgraph.host_step import stepper_on_host
-from memgraph.movement import bring_home
-from memgraph.pinned import beside, streams
-from memgraph.slab import Slabs
-from memgraph.state_parts import state_parts
-from memgraph.stepper import Stepper
-from memgraph.update import STATE
-from memgraph.windows import Update
+from memgraph.optim import offloaded_update, stepping
+from memgraph.optim.host_step import stepper_on_host
+from memgraph.optim.offloaded_update import FarStates, FarUpdate
+from memgraph.optim.optimizer_clone import Stepper
+from memgraph.optim.state_parts import state_parts
+from memgraph.optim.update_cost import STATE
+from memgraph.optim.windowed_update import Update
+from memgraph.planning import planner
+from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.pinned_tier import beside, streams
+from memgraph.storage.transfer import bring_home
 from passes import Stream
 from tests.queues import Late
 from tests.streamed import OPTIMIZERS, Twins, batch, chain, facts, far, least, loss, same, streamed, train
@@ -42,7 +43,7 @@ SHORT = partial(chain, 3)
 @pytest.fixture(name="rate")
 def _rate(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how fast the host steps."""
-    return lambda rate: monkeypatch.setattr(far_update, "stepping", lambda *_: rate)
+    return lambda rate: monkeypatch.setattr(offloaded_update, "stepping", lambda *_: rate)
 
 
 @pytest.fixture(name="host")

@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture import Captured, capture
-from memgraph.nodes import makes_nothing, tensors
+from memgraph.capture.capture import capture
+from memgraph.graph.captured import Captured
+from memgraph.graph.nodes import makes_nothing, tensors
 from tests.captured import agrees
 
 X = torch.linspace(-1, 1, 24).view(6, 4)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph import workers
-from memgraph.spill import SpillError
+from memgraph.storage import io_threads
+from memgraph.storage.spill_file import SpillError
 from tests.training import (
     ALL,
     OPTIMIZERS,
@@ -33,8 +33,8 @@ class Faulty:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, lasting: bool, fault: Callable[[], None]) -> None:
         self.at, self.lasting, self.fault, self.calls = at, lasting, fault, 0
-        self.transfer = workers.transfer
-        monkeypatch.setattr(workers, "transfer", self)
+        self.transfer = io_threads.transfer
+        monkeypatch.setattr(io_threads, "transfer", self)
 
     def __call__(self, *where: Any) -> None:
         self.calls += 1
@@ -184,16 +184,16 @@ def test_a_disk_without_room_for_states_leaves_everything_as_it_was(
 
 
 def test_nothing_of_an_update_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memgraph import windowed, windows
+    from memgraph.optim import windowed_optimizer, windowed_update
 
     updates: list[weakref.ref[Any]] = []
 
-    class Watched(windows.Update):
+    class Watched(windowed_update.Update):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             updates.extend(map(weakref.ref, (self, *self.slabs)))
 
-    monkeypatch.setattr(windowed, "Update", Watched)
+    monkeypatch.setattr(windowed_optimizer, "Update", Watched)
     one = training(tmp_path, OPTIMIZERS["AdamW"], SIDES["states"]).steps(1)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph import training_state, whole_file
-from memgraph.training_state import load_state, save_state
+from memgraph.api import atomic_file, training_state
+from memgraph.api.training_state import load_state, save_state
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -42,7 +42,7 @@ def test_an_interrupt_as_the_file_is_made_leaves_nothing(
 ) -> None:
     save_state(tmp_path / name, *training())
     before = (tmp_path / name).read_bytes()
-    monkeypatch.setattr(whole_file, "_opened", interrupting(whole_file._opened))
+    monkeypatch.setattr(atomic_file, "_opened", interrupting(atomic_file._opened))
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path / name, *training())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: before}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.kernels import adamw, cast, move, scaled, ways
-from memgraph.kernels.ways import WAYS, Way, measured, way_of
+from memgraph.kernels import adamw, autotune, cast, copy_runs, scaled
+from memgraph.kernels.autotune import WAYS, Way, measured, way_of
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def compiled(kernel: Any, signature: dict[str, str], warps: int = 4, **constants
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(ways, "_known", {})
+    monkeypatch.setattr(autotune, "_known", {})
 
 
 def test_a_cast_reads_and_writes_vectors() -> None:
@@ -70,7 +70,7 @@ def test_a_cast_reads_and_writes_vectors() -> None:
 def test_a_move_reads_and_writes_vectors(stochastic: bool) -> None:
     tl = __import__("triton.language", fromlist=["language"])
     ptx = compiled(
-        move._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
+        copy_runs._kernel, {"table": "*i64", "rows": "i32", "seed": "i32"},
         FROM="f32", INTO="bf16", OF=tl.uint32, TO=tl.uint16, STOCHASTIC=stochastic, ALIGNED=True, BLOCK=1024,
     )  # fmt: skip
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
@@ -90,7 +90,7 @@ def integers(kind: str) -> Any:
 def test_what_is_not_cast_or_not_aligned_compiles_too() -> None:
     for name, kind in (("", "u64"), ("f16", "u16")):
         compiled(
-            move._kernel, TABLE, FROM=name, INTO=name and "e4m3", OF=integers(kind),
+            copy_runs._kernel, TABLE, FROM=name, INTO=name and "e4m3", OF=integers(kind),
             TO=integers("u8" if name else kind), STOCHASTIC=False, ALIGNED=False, BLOCK=8192,
         )  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_every_move_that_casts_compiles(of: str, stochastic: bool) -> None:
     for into in FORMATS:
         if into != of:
             compiled(
-                move._kernel, TABLE, FROM=of, INTO=into, OF=integers(KINDS[of]), TO=integers(KINDS[into]),
+                copy_runs._kernel, TABLE, FROM=of, INTO=into, OF=integers(KINDS[of]), TO=integers(KINDS[into]),
                 STOCHASTIC=stochastic, ALIGNED=False, BLOCK=1024,
             )  # fmt: skip
 
@@ -124,7 +124,9 @@ def test_every_move_that_casts_compiles(of: str, stochastic: bool) -> None:
 def test_every_move_that_does_not_cast_compiles(aligned: bool) -> None:
     for kind in ("u8", "u16", "u32", "u64"):
         raw = integers(kind)
-        compiled(move._kernel, TABLE, FROM="", INTO="", OF=raw, TO=raw, STOCHASTIC=False, ALIGNED=aligned, BLOCK=8192)
+        compiled(
+            copy_runs._kernel, TABLE, FROM="", INTO="", OF=raw, TO=raw, STOCHASTIC=False, ALIGNED=aligned, BLOCK=8192
+        )
 
 
 @pytest.mark.parametrize("of", FORMATS[:3])
@@ -153,7 +155,7 @@ def test_every_update_compiles(parameter: str, stochastic: bool) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_compiles(way: Way) -> None:
     compiled(
-        move._kernel, TABLE, FROM="f32", INTO="bf16", OF=integers("u32"), TO=integers("u16"),
+        copy_runs._kernel, TABLE, FROM="f32", INTO="bf16", OF=integers("u32"), TO=integers("u16"),
         STOCHASTIC=False, ALIGNED=True, BLOCK=way.block, warps=way.warps,
     )  # fmt: skip
 
@@ -177,13 +179,13 @@ def test_on_a_cpu_the_twin_runs_and_nothing_is_measured() -> None:
 
 
 def test_what_was_not_measured_runs_as_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "setting", str)
+    monkeypatch.setattr(autotune, "setting", str)
     assert way_of("cast", GPU, 1 << 20) is None
 
 
 def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(ways, "setting", str)
+    monkeypatch.setattr(autotune, "setting", str)
     now: list[tuple[int, Way | None]] = []
     runs = 0
 
@@ -199,7 +201,7 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
         ((nbytes, way),) = now
         return 10.0 if way is None else 20.0 - WAYS.index(way) * 8 if nbytes > 1 << 20 else 30.0
 
-    monkeypatch.setattr(ways, "shortest", us)
+    monkeypatch.setattr(autotune, "shortest", us)
     found = measured("cast", GPU, trial)
     assert list(found.values()) == [None, None, WAYS[-1], WAYS[-1]]
     assert runs == 4 * (1 + len(WAYS))
@@ -209,7 +211,7 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
         WAYS[-1],
         WAYS[-1],
     ]
-    monkeypatch.setattr(ways, "_known", {})
+    monkeypatch.setattr(autotune, "_known", {})
     assert way_of("cast", GPU, 17 << 20) is None
     assert measured("cast", GPU, pytest.fail) == found  # type: ignore[arg-type]
     assert way_of("cast", GPU, 17 << 20) == WAYS[-1]
@@ -218,10 +220,10 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured for "cuda" is looked up for tensors, which know the number."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(ways, "setting", lambda device: "a GPU")
-    monkeypatch.setattr(ways, "_known", {})
+    monkeypatch.setattr(autotune, "setting", lambda device: "a GPU")
+    monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(ways, "shortest", lambda run, device: 1.0 if run() else 2.0)
+    monkeypatch.setattr(autotune, "shortest", lambda run, device: 1.0 if run() else 2.0)
     measured("cast", torch.device("cuda"), lambda nbytes, way: lambda: way == WAYS[2])
     assert way_of("cast", GPU, 1 << 20) == WAYS[2]
     assert way_of("cast", torch.device("cuda", 1), 1 << 20) is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.kinds import Kinds
+from memgraph.planning.call_kinds import Kinds
 
 
 class Scaled(nn.Module):

@@ -24,21 +24,21 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.far_update import FarStates, FarUpdate
-from memgraph.ops import Lease
-from memgraph.peak import measured, resident_bytes
-from memgraph.report import Report
-from memgraph.residence import Residence
-from memgraph.rewrite import rewrite
-from memgraph.slots import HomeSlots, slots, unread
-from memgraph.split import split
-from memgraph.step import Step
-from memgraph.summarize import summarize
-from memgraph.tiers import far_tier
-from memgraph.workers import STAGING
+from memgraph.graph.partition import split
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.optim.offloaded_update import FarStates, FarUpdate
+from memgraph.optim.placement import Residence
+from memgraph.optim.tier_slots import HomeSlots, slots, unread
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.report.report import Report
+from memgraph.runtime.step import Step
+from memgraph.storage.io_threads import STAGING
+from memgraph.storage.tier import Lease
+from memgraph.storage.tiers import far_tier
 from passes import Choice, Machine, Offload, Plan, Recompute, Trace, apply, check, predict
-from passes.gaps import Gaps
-from passes.schedule import CAST, HOMEWARD, Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import CAST, HOMEWARD, Fate, schedule
 from tests.strategies import ways
 from tests.subjects import MODELS, Subject, eager, price, subject, traced
 

@@ -10,8 +10,8 @@ import pytest
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.flight import Flight
-from passes.schedule import Fate
+from memgraph.runtime.step_run import Flight
+from passes.schedule.schedule import Fate
 from tests.faults import batch, fresh, living, open_files, step
 
 

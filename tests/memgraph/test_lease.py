@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.disk import DiskTier
-from memgraph.spill import PAGE
-from memgraph.workers import WORKERS
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.io_threads import WORKERS
+from memgraph.storage.spill_file import PAGE
 from tests.disk import MANY, Gate, drain, noise, round_trip
 
 

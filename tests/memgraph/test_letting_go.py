@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.letting_go import HANDS_OVER
-from memgraph.peak import measured, resident_bytes
-from passes.lifetime import RELEASED
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.runtime.released_outputs import HANDS_OVER
+from passes.ir.liveness import RELEASED
 from tests.alike import ROOM
 
 IDS = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memgraph import libraries
-from memgraph.libraries import libraries_nbytes, with_libraries
-from memgraph.peak import Allocation
+from memgraph.profile import library_workspaces
+from memgraph.profile.library_workspaces import libraries_nbytes, with_libraries
+from memgraph.profile.memory_meter import Allocation
 from passes import Op, Storage, Trace
-from passes.replays import kept_nbytes, with_kept
+from passes.cuda_graph_memory import kept_nbytes, with_kept
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
@@ -29,10 +29,10 @@ def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def measured(work: Any, device: Any) -> Any:
         return work(), Allocation(peak=1500, net=1000)
 
-    monkeypatch.setattr(libraries, "_known", {})
-    monkeypatch.setattr(libraries, "_here", threading.local())
-    monkeypatch.setattr(libraries, "measured", measured)
-    monkeypatch.setattr(libraries, "_multiply", lambda device: found.append(threading.current_thread().name))
+    monkeypatch.setattr(library_workspaces, "_known", {})
+    monkeypatch.setattr(library_workspaces, "_here", threading.local())
+    monkeypatch.setattr(library_workspaces, "measured", measured)
+    monkeypatch.setattr(library_workspaces, "_multiply", lambda device: found.append(threading.current_thread().name))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: found.append("cleared"), raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     return found
@@ -74,7 +74,7 @@ class Products(TorchDispatchMode):
 def test_there_is_a_product_of_each_kind_in_forward_and_in_backward() -> None:
     seen = Counter[str]()
     with torch.inference_mode(), Products(seen):
-        libraries._multiply(CPU)
+        library_workspaces._multiply(CPU)
     assert (seen["aten::mm"], seen["aten::addmm"]) == (2, 2)
 
 
@@ -82,5 +82,5 @@ def test_where_nobody_may_multiply_there_are_none(monkeypatch: pytest.MonkeyPatc
     def refuse(device: torch.device) -> None:
         raise RuntimeError("Deterministic behavior was enabled")
 
-    monkeypatch.setattr(libraries, "_products", refuse)
-    libraries._multiply(CPU)
+    monkeypatch.setattr(library_workspaces, "_products", refuse)
+    library_workspaces._multiply(CPU)

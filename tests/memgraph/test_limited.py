@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph import over_budget, planner, probe
-from memgraph.stopwatch import shortest
+from memgraph.planning import budget_error, planner
+from memgraph.profile import op_profiler
+from memgraph.system.timer import shortest
 from passes import BudgetError, Choice, Machine, Trace, make_plan
 from passes.pipeline import Log
 
@@ -31,8 +32,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(given)
         return shortest(*given)
 
-    monkeypatch.setattr(probe, "shortest", noted)
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "shortest", noted)
+    monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     return found
 
@@ -69,7 +70,7 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
     limit: float | None, few: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(over_budget, "FEW", few)
+    monkeypatch.setattr(budget_error, "FEW", few)
 
     def noted(error: BudgetError, *given: Any) -> BudgetError:
         calls.append(given)

@@ -12,10 +12,10 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import SpillError, StateError
-from memgraph.copies import Copy
-from memgraph.homes import Form, Home
-from memgraph.spill import nameless_file
-from memgraph.workers import write
+from memgraph.storage.async_copy import Copy
+from memgraph.storage.io_threads import write
+from memgraph.storage.mapped_storage import Form, Home
+from memgraph.storage.spill_file import nameless_file
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_whole_state import refusal
 from tests.limits import files_left, files_of_at_most

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.homes import place_of
-from memgraph.peak import measured
-from memgraph.training_state import load_state, save_state
+from memgraph.api.training_state import load_state, save_state
+from memgraph.profile.memory_meter import measured
+from memgraph.storage.mapped_storage import place_of
 
 FORMATS = ["run.pt", "run.safetensors"]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memgraph
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.alike import ROOM, Fact, assert_alike, batch, both, tight
 from tests.nets import Function, Heads, Net
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.lower import Lowering
-from memgraph.probe import Prober
-from memgraph.rewrite import rewrite
-from memgraph.summarize import Cost, summarize
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import Cost, summarize
+from memgraph.planning.lowering import Lowering
+from memgraph.profile.op_profiler import Prober
 from passes import Machine, Trace, make_plan, predict
 from tests.subjects import subject, traced
 from tests.zoo import CASES, fresh
@@ -140,7 +140,7 @@ def test_what_inductor_cant_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("memgraph.inductor._known", {})
+    monkeypatch.setattr("memgraph.graph.inductor._known", {})
     monkeypatch.setattr("torch._inductor.standalone_compile", broken)
     with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lower.py.*no compiler.*lower=None"):
         compiled(1 << 34, lower="inductor")

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import inductor, probe
 from memgraph.errors import LoweringError
-from memgraph.inductor import Segment
-from memgraph.lower import Lowering
-from memgraph.planner import Planner
-from memgraph.probe import Prober
-from memgraph.rewrite import rewrite
-from memgraph.summarize import summarize
+from memgraph.graph import inductor
+from memgraph.graph.inductor import Segment
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.planning.lowering import Lowering
+from memgraph.planning.planner import Planner
+from memgraph.profile import op_profiler
+from memgraph.profile.op_profiler import Prober
 from passes import Machine, make_plan, predict
 from passes.segments import Price
 from tests.subjects import subject
@@ -140,6 +141,6 @@ def test_what_tuning_takes_is_none_of_a_segments_workspace_and_no_step_tunes(mon
     node.meta["val"] = (torch.empty(1000),)
     cost = Prober(1 << 30)(node)
     assert cost.workspace == 0 and len(runs) > 2
-    monkeypatch.setattr(probe, "_known", {})  # as in a process that begins anew
+    monkeypatch.setattr(op_profiler, "_known", {})  # as in a process that begins anew
     runs.clear()
     assert Prober(1 << 30)(node).workspace == 0 and len(runs) > 2

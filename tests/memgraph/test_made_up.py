@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph import probe
+from memgraph.profile import op_profiler
 from tests.alike import ROOM
 
 ROWS = torch.randint(0, 24, (320,), generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def test_workspaces_that_depend_on_values_are_within_the_forecast(
     function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     torch.manual_seed(0)
     compiled = memgraph.compile(Through(function), ROOM)
     compiled(torch.randn(32, 24)).backward()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import backward, module
+from memgraph.api import compiled_module
+from memgraph.runtime import autograd_function
 from tests.alike import ROOM, batch
 
 MIB = 2**20
@@ -38,7 +39,7 @@ def taking(work: Callable[..., Any], held: list[Tensor]) -> Callable[..., Any]:
     return more
 
 
-@pytest.mark.parametrize(("where", "name"), [(module, "eager_gradients"), (backward, "_give")])
+@pytest.mark.parametrize(("where", "name"), [(compiled_module, "eager_gradients"), (autograd_function, "_give")])
 def test_what_is_allocated_around_the_halves_is_measured(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.microbatches import parts_of
+from memgraph.microbatch.microbatches import parts_of
 
 Forward = Callable[..., Any]
 

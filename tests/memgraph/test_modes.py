@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 from tests.alike import ROOM, Fact, assert_alike, batch, steps, tight
 from tests.fates import all_given_up
 from tests.nets import Plain, Running

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import memgraph
 from memgraph import StateError
-from memgraph.training_state import load_state, save_state
+from memgraph.api.training_state import load_state, save_state
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_whole_state import refusal
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.homes import is_far
-from memgraph.overlap import overlap
+from memgraph.storage.mapped_storage import is_far
+from memgraph.tensors.aliasing import overlap
 from tests.streamed import ADAMW, batch, chain, loss, streamed
 
 TWO = (0, 4)  # of equal shape

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.capture import capture, losses
-from memgraph.overwritten import can_run_again, overwritten
-from memgraph.peak import measured, resident_bytes
+from memgraph.capture.capture import capture, losses
+from memgraph.capture.reentrant_forward import can_run_again, overwritten
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.alike import ROOM, Fact, assert_alike, batch
 
 Change = Callable[[Tensor, Tensor], Tensor]  # of what the layer makes and the buffer: what is returned

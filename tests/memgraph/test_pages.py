@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from memgraph import pages
-from memgraph.pages import pages_us
+from memgraph.profile import page_faults
+from memgraph.profile.page_faults import pages_us
 from passes import Machine, parse, predict
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,8 @@ STEP = """
     return output o, gradient g
 """
 ASK = f"""
-from memgraph.device import return_freed_memory
-from memgraph.pages import new_nbytes
+from memgraph.system.device import return_freed_memory
+from memgraph.profile.page_faults import new_nbytes
 from passes import parse
 import torch
 hole = torch.empty(120_000, dtype=torch.uint8)
@@ -44,22 +44,22 @@ def test_values_of_the_size_that_goes_back_at_once_take_new_pages() -> None:
 
 
 def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "returns_freed_memory", lambda: True)
-    monkeypatch.setattr(pages, "new_nbytes", lambda trace: {"a": 8192, "g": 4096})
-    monkeypatch.setattr(pages, "page_us", lambda: 2.0)
+    monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: True)
+    monkeypatch.setattr(page_faults, "new_nbytes", lambda trace: {"a": 8192, "g": 4096})
+    monkeypatch.setattr(page_faults, "page_us", lambda: 2.0)
     machine = Machine(1 << 30)
     forecast = predict(parse(STEP), machine)
     assert pages_us(forecast, machine) == 6.0
     assert pages_us(forecast, Machine(1 << 30, "cuda")) == 0.0
-    monkeypatch.setattr(pages, "returns_freed_memory", lambda: False)
+    monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: False)
     assert pages_us(forecast, machine) == 0.0
 
 
 def test_a_page_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(pages, "_known", {})
-    us = pages.page_us()
+    monkeypatch.setattr(page_faults, "_known", {})
+    us = page_faults.page_us()
     assert us >= 0.0
-    monkeypatch.setattr(pages, "_known", {})
-    monkeypatch.setattr(pages, "_measure", lambda: pytest.fail("measured again"))
-    assert pages.page_us() == us
+    monkeypatch.setattr(page_faults, "_known", {})
+    monkeypatch.setattr(page_faults, "_measure", lambda: pytest.fail("measured again"))
+    assert page_faults.page_us() == us

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from memgraph.peak import Allocation, CpuMeter, CudaMeter, _account, measured, resident_bytes
+from memgraph.profile.memory_meter import Allocation, CpuMeter, CudaMeter, _account, measured, resident_bytes
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -152,7 +152,7 @@ def test_resident_bytes_counts_a_storage_once() -> None:
 
 
 def test_it_is_silent_and_leaves_the_environment_alone() -> None:
-    code = "import os; from memgraph.peak import measured; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
+    code = "import os; from memgraph.profile.memory_meter import measured; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
@@ -192,7 +192,7 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
 def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_words_are_heard() -> None:
     script = """
 import torch
-from memgraph.peak import _log_level, measured
+from memgraph.profile.memory_meter import _log_level, measured
 before, held = _log_level().value, [torch.ones(1000)]
 measured(held.clear)
 print(_log_level().value == before)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memgraph.pieces import LINE, Row, boxes, cut
-from memgraph.spill import PAGE
+from memgraph.optim.window_plan import LINE, Row, boxes, cut
+from memgraph.storage.spill_file import PAGE
 
 itemsizes = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3).map(tuple)
 rows = st.builds(Row, st.integers(0, 100_000), st.just((4, 4)), itemsizes, itemsizes, st.booleans())

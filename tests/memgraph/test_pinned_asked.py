@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph import slab, tiers
 from memgraph.errors import MemgraphError
-from memgraph.homes import Form, Home
-from memgraph.host import Host
-from memgraph.links import Link
-from memgraph.pinned import PinnedTier
-from memgraph.slab import PinnedError, Slabs, pinned_nbytes
-from memgraph.spill import PAGE
+from memgraph.profile.link_bandwidth import Link
+from memgraph.storage import pinned_pool, tiers
+from memgraph.storage.mapped_storage import Form, Home
+from memgraph.storage.pinned_pool import PinnedError, Slabs, pinned_nbytes
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.pinned_tier import PinnedTier
+from memgraph.storage.spill_file import PAGE
 from passes import Machine
 from tests.queues import Late, Pinned
 
@@ -24,7 +24,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_it_is_read_as_a_budget_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memgraph.budget.memory_nbytes", lambda device: 64 * 10**9)
+    monkeypatch.setattr("memgraph.system.byte_sizes.memory_nbytes", lambda device: 64 * 10**9)
     found = [pinned_nbytes(pinned) for pinned in ("16GB", "1GiB", 5000, 0.25, None)]
     assert found == [16 * 10**9, 1 << 30, 5000, 16 * 10**9, None]
 
@@ -48,7 +48,7 @@ def test_what_makes_no_sense_is_refused_by_its_own_name(pinned: Any, kind: type[
 
 
 def test_a_plan_sends_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(slab.VARIABLE, "64MB")
+    monkeypatch.setenv(pinned_pool.VARIABLE, "64MB")
     link = Link(((1000, 1.0),))
     monkeypatch.setattr(tiers, "host_links", lambda device: (link, link))
     machine = tiers.linked(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)

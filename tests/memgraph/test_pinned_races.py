@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner
-from memgraph.pinned import PinnedTier
-from memgraph.slab import Slabs
-from passes.schedule import Fate
+from memgraph.planning import planner
+from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_tier import PinnedTier
+from passes.schedule.schedule import Fate
 from tests.fates import all_given_up, given_up
 from tests.queues import Late, Pinned
 

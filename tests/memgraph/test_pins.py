@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.homes import Form, Home
-from memgraph.host import Host
-from memgraph.slab import SHARED, CudaPins, Slabs
+from memgraph.storage.mapped_storage import Form, Home
+from memgraph.storage.pinned_pool import SHARED, CudaPins, Slabs
+from memgraph.storage.pinned_storage import Host
 from tests.queues import Late, Pinned
 
 GPU = torch.device("cuda", 1)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import costs, module, plan_cache, planner
+from memgraph.api import compiled_module
+from memgraph.planning import plan_cache, planner
+from memgraph.system import measurement_cache
 from passes import Choice, Machine, Op, Storage, Trace, make_plan
 from passes.pipeline import FAIR
 from tests.oracle.network import layers
@@ -37,8 +39,8 @@ def budget_for(count: int, share: float = 0.8) -> int:
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """The steps that were searched for; one step is kept."""
-    monkeypatch.setattr(module, "PLANS", 1)
-    monkeypatch.setattr(module, "NODES", 0)
+    monkeypatch.setattr(compiled_module, "PLANS", 1)
+    monkeypatch.setattr(compiled_module, "NODES", 0)
     found: list[Trace] = []
 
     def counted(trace: Trace, machine: Machine, **given: Any) -> Choice:
@@ -164,12 +166,12 @@ def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:
     search, tight = once(found), machine(0.7)
     plan_cache.planned(TRACE, tight, (), search)
     key = plan_cache._key(TRACE, tight, ())
-    good = costs.kept(key, plan_cache.FILE)
+    good = measurement_cache.kept(key, plan_cache.FILE)
     damaged: list[object] = [[], {}, {**good, "decisions": ["recompute nothing"]}, {**good, "sliced": 3, "prices": 5}]
     for bad in damaged:
         plan_cache._texts.clear()
         plan_cache._near.clear()
-        costs.keep(key, bad, plan_cache.FILE)
+        measurement_cache.keep(key, bad, plan_cache.FILE)
         assert plan_cache.planned(TRACE, tight, (), search).plan == found[0].plan
     assert len(found) == 5
 
@@ -182,5 +184,5 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(map(len, plan_cache._texts.values())) <= 5_000
     assert list(plan_cache._texts)[-1] == "key 99"
     assert Path(os.environ["MEMGRAPH_CACHE"], plan_cache.FILE).stat().st_size <= 250_000
-    there = [i for i in range(100) if costs.kept(f"key {i}", plan_cache.FILE)]
+    there = [i for i in range(100) if measurement_cache.kept(f"key {i}", plan_cache.FILE)]
     assert 10 <= len(there) < 100

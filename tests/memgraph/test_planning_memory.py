@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import links, probe
-from memgraph.disk import DiskTier
-from memgraph.links import SIZES, disk_links
-from memgraph.stopwatch import CACHE, cool
-from memgraph.workers import STAGING
+from memgraph.profile import link_bandwidth, op_profiler
+from memgraph.profile.link_bandwidth import SIZES, disk_links
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.io_threads import STAGING
+from memgraph.system.timer import CACHE, cool
 from tests.planning_memory import anonymous_nbytes
 
 
@@ -49,8 +49,8 @@ def test_the_disk_is_measured_in_the_room_there_is(
         return 1.0, 1.0
 
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(links, "_known", {})
-    monkeypatch.setattr(links, "_copied", copied)
+    monkeypatch.setattr(link_bandwidth, "_known", {})
+    monkeypatch.setattr(link_bandwidth, "_copied", copied)
     disk_links(tmp_path, room)
     if room is None:
         assert seen == [(nbytes,) * count for nbytes, count in SIZES.items()]
@@ -72,7 +72,7 @@ class Frozen(nn.Module):
 
 def warnings_of_a_plan(budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the logger warns of while a step is planned in a process that knows no prices."""
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     caplog.clear()
     with caplog.at_level(logging.WARNING, "memgraph"):
         memgraph.plan(Frozen(), torch.randn(64, 512), budget=budget, offload=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memgraph.printout import Row, _folded
+from memgraph.report.printout import Row, _folded
 
 HIDES, WAITS = "hides behind compute", "compute waits for it"
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph import TorchVersionError, private_names
-from memgraph.private_names import ATTRIBUTES, CUDA_NAMES, DISTRIBUTED, LATE_NAMES, NAMES, check, missing
+from memgraph import TorchVersionError
+from memgraph.system import private_names
+from memgraph.system.private_names import ATTRIBUTES, CUDA_NAMES, DISTRIBUTED, LATE_NAMES, NAMES, check, missing
 from tests.test_torch_names import mentioned
 
 FOLDER = Path(private_names.__file__).parent

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import memgraph
-from memgraph import apart as apart_module
-from memgraph import probe
-from memgraph.apart import apart, is_apart, is_profiled
-from memgraph.peak import Allocation, measured
-from memgraph.trial import Trial
+from memgraph.optim.optimizer_profiler import Trial
+from memgraph.profile import op_profiler
+from memgraph.profile.memory_meter import Allocation, measured
+from memgraph.system import profiler_thread as apart_module
+from memgraph.system.profiler_thread import apart, is_apart, is_profiled
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ class Sorted(nn.Module):
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ops are priced here, and not remembered from elsewhere."""
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
 
 
@@ -51,7 +51,7 @@ def test_the_first_call_within_a_profiler_has_the_forecast_of_one_without(monkey
     x = torch.randn(1024, 64)
     with profiled():
         within = forecast_of(x)
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     assert within == forecast_of(x)
 
 

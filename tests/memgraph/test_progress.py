@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph import progress
-from memgraph.progress import Progress
+from memgraph.planning import progress
+from memgraph.planning.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import logging, time
-from memgraph import progress
+from memgraph.planning import progress
 logging.basicConfig(level=logging.INFO, format="logged %(message)s")
 progress.FIRST_S, progress.NEXT_S = 0.01, 60.0
 with progress.Progress() as told:

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
-from memgraph import times
-from memgraph.recent import LENGTH, LOOKS, Recent
-from memgraph.times import Wall
+from memgraph.profile import step_timer
+from memgraph.profile.step_timer import Wall
+from memgraph.report.step_times import LENGTH
+from memgraph.runtime.step_history import LOOKS, Recent
 
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def test_looks_are_few() -> None:
 
 def test_halves_are_timed_without_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.chain([0.0, 1.0, 5.0, 7.0])
-    monkeypatch.setattr(times, "now", lambda device: next(ticks))
+    monkeypatch.setattr(step_timer, "now", lambda device: next(ticks))
     whole = Wall(CPU)
     for _ in range(2):
         with whole:

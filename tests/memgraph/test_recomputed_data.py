@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import planner
-from memgraph.nodes import tensors
-from memgraph.probe import made_of
-from memgraph.rewrite import rewrite
-from memgraph.truth import REAL
+from memgraph.graph.nodes import tensors
+from memgraph.graph.result_layout import REAL, made_of
+from memgraph.graph.rewrite import rewrite
+from memgraph.planning import planner
 from passes import Recompute
-from passes.schedule import Fate
+from passes.schedule.schedule import Fate
 from tests.fates import given_up
 
 WIDTH = 16

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import memgraph
 import passes
-from memgraph import planner, recording
-from memgraph.pinned import PinnedLease, PinnedTier
-from memgraph.recording import Recording
-from memgraph.slab import Slabs
-from passes.schedule import Fate
+from memgraph.planning import planner
+from memgraph.runtime import cuda_graphs
+from memgraph.runtime.cuda_graphs import Recording
+from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_tier import PinnedLease, PinnedTier
+from passes.schedule.schedule import Fate
 from tests.fates import all_given_up, given_up
 from tests.queues import Late, Pinned
 from tests.tapes import Tapes
@@ -188,7 +189,7 @@ def test_parameters_that_move_are_read_where_they_are_then(device: Device) -> No
 
 
 def test_what_moves_all_the_time_ends_up_op_by_op(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST", 2)
     model = Layers()
     ours = memgraph.compile(model, "1GB", cuda_graphs=True)
     with torch.no_grad():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.peak import resident_bytes
-from memgraph.trial import state_tensors
+from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.profile.memory_meter import resident_bytes
 from tests.streamed import batch, chain, far, loss, streamed, tightest
 
 ROOM = 1 << 30

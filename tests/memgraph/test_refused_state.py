@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import StateError
-from memgraph.training_state import load_state, save_state
+from memgraph.api.training_state import load_state, save_state
 
 
 def net() -> nn.Module:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.far_update import FarUpdate
-from memgraph.fused import FusedUpdate
-from memgraph.homes import place_of
-from memgraph.movement import bring_home
-from memgraph.peak import measured, resident_bytes
-from memgraph.relay import Relay
-from memgraph.spill import SpillError
-from memgraph.trial import state_tensors
-from memgraph.window_bytes import Far, window_bytes
+from memgraph.optim.fused_update import FusedUpdate
+from memgraph.optim.offloaded_update import FarUpdate
+from memgraph.optim.optimizer_profiler import state_tensors
+from memgraph.optim.streamed_update import Relay
+from memgraph.optim.window_memory import Far, window_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.storage.mapped_storage import place_of
+from memgraph.storage.spill_file import SpillError
+from memgraph.storage.transfer import bring_home
 from tests.disk import Gate, drain
 from tests.faults import failing
 from tests.fused import fused, smallest, steps

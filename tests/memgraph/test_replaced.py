@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from memgraph.homes import is_far
-from memgraph.residence import Residence, spread
-from memgraph.slots import HomeSlots
+from memgraph.optim.placement import Residence, spread
+from memgraph.optim.tier_slots import HomeSlots
+from memgraph.storage.mapped_storage import is_far
 from tests.streamed import Twins, batch, far
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph import StateError, whole_file
-from memgraph.training_state import load_state, save_state
+from memgraph import StateError
+from memgraph.api import atomic_file
+from memgraph.api.training_state import load_state, save_state
 
 NAMES = pytest.mark.parametrize("name", ["run.pt", "run.safetensors"])
 
@@ -20,7 +21,7 @@ NAMES = pytest.mark.parametrize("name", ["run.pt", "run.safetensors"])
 @pytest.fixture(autouse=True, params=[False, True], ids=["nameless", "by name"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:  # as on a file system without nameless files
-        monkeypatch.setattr(whole_file, "_opened", whole_file._opened_by_name)
+        monkeypatch.setattr(atomic_file, "_opened", atomic_file._opened_by_name)
 
 
 @pytest.fixture

@@ -17,20 +17,23 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph import costs, planner, probe, workers
-from memgraph import times as times_of
-from memgraph.copies import rates
-from memgraph.device import return_freed_memory
-from memgraph.disk import DiskTier
-from memgraph.links import Link
-from memgraph.recent import LENGTH
-from memgraph.replan import as_measured, replanned, repriced
-from memgraph.step import Step
-from memgraph.times import Clock, Times, Wall
-from memgraph.toll import Toll
+from memgraph.planning import planner
+from memgraph.planning.replan import as_measured, replanned, repriced
+from memgraph.profile import op_profiler
+from memgraph.profile import step_timer as times_of
+from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.step_timer import Clock, Times, Wall
+from memgraph.report.step_times import LENGTH
+from memgraph.runtime.step import Step
+from memgraph.storage import io_threads
+from memgraph.storage.async_copy import rates
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.system import measurement_cache
+from memgraph.system.device import return_freed_memory
 from passes import BudgetError, Choice, Machine, Op, Recompute, Trace, apply, predict
-from passes.forecast import update_nbytes
 from passes.pipeline import make_plan
+from passes.simulate.forecast import update_nbytes
 from tests.passes.test_forecast import AWAY, MACHINE, STEP
 
 TRUE = {"aten.gelu.default": 10.0, "aten.addmm.default": 1000.0, "aten.mm.default": 1000.0}
@@ -61,7 +64,8 @@ def price(path: Path, us: dict[str, float]) -> None:
                 known = {name: fact for name, fact in json.loads(value).items() if name != "once"}
                 text = json.dumps(known | {"us": us.get(fn, 5.0)})
                 file.execute(
-                    "UPDATE costs SET value = ?, digest = ? WHERE key = ?", (text, costs._digest(key, text), key)
+                    "UPDATE costs SET value = ?, digest = ? WHERE key = ?",
+                    (text, measurement_cache._digest(key, text), key),
                 )
 
 
@@ -74,7 +78,7 @@ def x() -> Tensor:
 def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Compiles a module whose ops take what TRUE says, with the given prices in the cache."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     return_freed_memory()  # as under the budgets below: prices are kept for steps that run like this
     memgraph.plan(net(), x, budget=1 << 30, loss=loss)
     run = Clock.run
@@ -87,7 +91,7 @@ def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def compile(us: dict[str, float], budget: int, **wishes: Any) -> Any:
         price(tmp_path / "costs.sqlite", us)
-        monkeypatch.setattr(probe, "_known", {})
+        monkeypatch.setattr(op_profiler, "_known", {})
         monkeypatch.setattr(Clock, "run", as_it_were)
         return memgraph.compile(net(), budget, loss=loss, offload=None, **wishes)
 
@@ -196,9 +200,9 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (FAST, FAST))
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
-    monkeypatch.setattr("memgraph.tiers.STAGING", 0)  # more than this step has
+    monkeypatch.setattr("memgraph.storage.tiers.disk_links", lambda folder, room: (FAST, FAST))
+    monkeypatch.setattr("memgraph.storage.tiers.disk_toll", lambda folder, links, room: Toll())
+    monkeypatch.setattr("memgraph.storage.tiers.STAGING", 0)  # more than this step has
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
     step(module, x)
@@ -324,7 +328,11 @@ def test_copies_of_the_update_tell_of_the_links_too(
 
 
 def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease, sent, plain = DiskTier([1 << 20], tmp_path).lease(), torch.ones(1 << 20, dtype=torch.uint8), workers.transfer
+    lease, sent, plain = (
+        DiskTier([1 << 20], tmp_path).lease(),
+        torch.ones(1 << 20, dtype=torch.uint8),
+        io_threads.transfer,
+    )
     lease.offload(0, sent)
     lease.free(0)
 
@@ -332,10 +340,10 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
         time.sleep(0.1)
         plain(*args)
 
-    monkeypatch.setattr(workers, "transfer", slow)
+    monkeypatch.setattr(io_threads, "transfer", slow)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    monkeypatch.setattr(workers, "transfer", plain)
+    monkeypatch.setattr(io_threads, "transfer", plain)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
     _, back = rates(lease.moved)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.report import Report
+from memgraph.report.report import Report
 from tests.nets import batch, net
 
 

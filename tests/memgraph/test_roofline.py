@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from memgraph import roofline
-from memgraph.peak import measured
+from memgraph.profile import roofline
+from memgraph.profile.memory_meter import measured
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner, saved
-from memgraph.saved import priced, saved_plan
+from memgraph.planning import planner
+from memgraph.report import saved_plan as saved
+from memgraph.report.saved_plan import priced, saved_plan
 from passes import Machine, parse, parse_plan
 from tests.nets import batch, net
 from tests.zoo import CASES, fresh

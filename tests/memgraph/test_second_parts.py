@@ -9,13 +9,13 @@ import torch
 from torch import nn, optim
 
 from memgraph import SpillError
-from memgraph.copies import Copy, settle
-from memgraph.disk import DiskTier
-from memgraph.homes import place_of
-from memgraph.movement import bring_home, fetch, store
-from memgraph.spill import nameless_file
-from memgraph.windowed import Windowed
-from memgraph.workers import CHUNK, write
+from memgraph.optim.windowed_optimizer import Windowed
+from memgraph.storage.async_copy import Copy, settle
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.io_threads import CHUNK, write
+from memgraph.storage.mapped_storage import place_of
+from memgraph.storage.spill_file import nameless_file
+from memgraph.storage.transfer import bring_home, fetch, store
 from tests.limits import files_of_at_most
 
 NBYTES = 4 * CHUNK  # in two parts

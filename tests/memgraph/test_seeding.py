@@ -13,7 +13,7 @@ from torch.random import fork_rng
 from torch.torch_version import TorchVersion
 
 import memgraph
-from memgraph.capture import capture
+from memgraph.capture.capture import capture
 from tests.captured import agrees
 
 X = torch.linspace(-1, 1, 16).view(4, 4)

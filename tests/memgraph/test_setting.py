@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.setting import driver, setting
+from memgraph.system.setting import driver, setting
 
 GPU = torch.device("cuda", 0)
 

@@ -11,15 +11,17 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import graph_module
 
 import memgraph
-from memgraph import fakes, module, probe
+from memgraph.api import compiled_module
+from memgraph.capture import fake_tensors
+from memgraph.profile import op_profiler
 
 
 @pytest.mark.filterwarnings("ignore:.*differs from call to call")
 def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_known", {})
-    monkeypatch.setattr(probe, "KNOWN", 10)
-    monkeypatch.setattr(fakes, "CACHED", 100)
-    monkeypatch.setattr(module, "NODES", 0)
+    monkeypatch.setattr(op_profiler, "_known", {})
+    monkeypatch.setattr(op_profiler, "KNOWN", 10)
+    monkeypatch.setattr(fake_tensors, "CACHED", 100)
+    monkeypatch.setattr(compiled_module, "NODES", 0)
     compiled = memgraph.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), "1GB")
     FakeTensorMode.cache_clear()
     sources: list[int] = []
@@ -29,8 +31,8 @@ def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch
         texts = [name for name in linecache.cache if name.startswith("<eval_with_key>")]
         sources.append(len(texts) + len(graph_module._loader.eval_cache))
         assert len(FakeTensorMode.cache) <= 100
-        assert len(probe._known) <= 10
-    assert len(compiled._steps) == module.PLANS
+        assert len(op_profiler._known) <= 10
+    assert len(compiled._steps) == compiled_module.PLANS
     assert sources[-1] == sources[1]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph.spill import PAGE, nameless_file
-from memgraph.workers import read, write
+from memgraph.storage.io_threads import read, write
+from memgraph.storage.spill_file import PAGE, nameless_file
 from tests.limits import files_of_at_most
 
 PAGES = torch.arange(8 * PAGE, dtype=torch.int32).to(torch.uint8)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.flight import Flight
-from memgraph.shortage import explained
+from memgraph.runtime.shortage import explained
+from memgraph.runtime.step_run import Flight
 from tests.nets import net
 
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memgraph.interrupts import Interrupts
+from memgraph.system.signals import Interrupts
 
 
 class Stopped(Exception):

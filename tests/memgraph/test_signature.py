@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memgraph
-from memgraph.attributes import Attributes
-from memgraph.signature import signature
+from memgraph.guards.module_attributes import Attributes
+from memgraph.guards.signature import signature
 
 ROOM = "1GB"
 

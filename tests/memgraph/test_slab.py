@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memgraph import tiers
 from memgraph.errors import MemgraphError
-from memgraph.links import Link
-from memgraph.pinned import PinnedTier
-from memgraph.slab import PinnedError, Slabs, cap_nbytes
-from memgraph.spill import PAGE
+from memgraph.profile.link_bandwidth import Link
+from memgraph.storage import tiers
+from memgraph.storage.pinned_pool import PinnedError, Slabs, cap_nbytes
+from memgraph.storage.pinned_tier import PinnedTier
+from memgraph.storage.spill_file import PAGE
 from passes import Machine
 from tests.queues import Late, Pinned
 

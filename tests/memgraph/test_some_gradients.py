@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.nets import batch, net
 
 

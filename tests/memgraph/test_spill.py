@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph import disk, spill
-from memgraph.disk import DiskTier
-from memgraph.spill import PAGE, spill_folder
+from memgraph.storage import disk_tier, spill_file
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.spill_file import PAGE, spill_folder
 from tests.disk import MANY, SHM, files_in, noise, round_trip
 from tests.faults import failing
 
-ROOT = Path(disk.__file__).parents[1]
+ROOT = Path(disk_tier.__file__).parents[1]
 
 
 def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
     assert lease.room is not None
     file = os.fstat(lease.room)
     assert (stat.S_IMODE(file.st_mode), file.st_nlink) == (0o600, 0)
-    assert file.st_blocks * 512 >= file.st_size == tier.nbytes == PAGE + spill.pages(MANY)
+    assert file.st_blocks * 512 >= file.st_size == tier.nbytes == PAGE + spill_file.pages(MANY)
     assert fcntl.fcntl(lease.room, fcntl.F_GETFL) & os.O_DIRECT == takes_o_direct(tmp_path)
     assert not list(tmp_path.iterdir())
     lease.release()
@@ -98,7 +98,7 @@ def test_it_works_without_o_direct(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_process_that_ends_in_the_middle_of_a_copy_ends_well(folder: Path) -> None:
     code = f"""
 import atexit, torch
-from memgraph.disk import DiskTier
+from memgraph.storage.disk_tier import DiskTier
 atexit.register(lambda: print(*[part.closed for copy in [*lease.out.values(), *lease.back.values()] for part in copy.parts]))
 tier = DiskTier([1 << 24] * 2, {str(folder)!r})
 lease = tier.lease()
@@ -118,11 +118,11 @@ def test_a_folder_that_was_given_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     assert spill_folder(tmp_path) == tmp_path
 
 
-@pytest.mark.skipif(not SHM.is_dir() or not spill.is_ram(SHM), reason="/dev/shm is not in RAM")
+@pytest.mark.skipif(not SHM.is_dir() or not spill_file.is_ram(SHM), reason="/dev/shm is not in RAM")
 def test_a_temporary_folder_in_ram_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(SHM))
     lasting = Path("/var/tmp")
-    on_disk = os.access(lasting, os.W_OK) and not spill.is_ram(lasting)
+    on_disk = os.access(lasting, os.W_OK) and not spill_file.is_ram(lasting)
     assert spill_folder() == (lasting if on_disk else SHM)
     assert spill_folder(SHM) == SHM
 

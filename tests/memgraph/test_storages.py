@@ -11,13 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import memgraph
-from memgraph import known
-from memgraph.capture import capture
-from memgraph.known import KnowingMode
-from memgraph.nodes import tensors
-from memgraph.peak import measured, resident_bytes
-from memgraph.probe import Made, made_of
-from memgraph.surrogates import COPY_STORAGES
+from memgraph.capture import constant_fake_mode
+from memgraph.capture.capture import capture
+from memgraph.capture.constant_fake_mode import KnowingMode
+from memgraph.graph.aten_shims import COPY_STORAGES
+from memgraph.graph.nodes import tensors
+from memgraph.graph.result_layout import Made, made_of
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.nets import Function
 
 X = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
@@ -112,8 +112,8 @@ def test_a_write_into_a_view_is_foretold_as_the_kernel_does_it(
 def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_before(
     make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known, "_noted", set())
-    monkeypatch.setattr(known, "_roomy", set(COPY_STORAGES))
+    monkeypatch.setattr(constant_fake_mode, "_noted", set())
+    monkeypatch.setattr(constant_fake_mode, "_roomy", set(COPY_STORAGES))
     real = made_of(make(8))
     for mode in (FakeTensorMode, FakeTensorMode, KnowingMode, KnowingMode):  # torch remembers what the second one makes
         with mode():

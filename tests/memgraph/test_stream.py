@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.workers import STAGING
+from memgraph.storage.io_threads import STAGING
 from tests.streamed import (
     OPTIMIZERS,
     TINY,

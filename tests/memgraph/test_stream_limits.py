@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.homes import is_far
-from memgraph.spill import SpillError
+from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.spill_file import SpillError
 from passes import Reload
 from tests.faults import failing, open_files
 from tests.smallest import smallest_of

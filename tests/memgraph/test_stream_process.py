@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.limit import data_nbytes
-from memgraph.device import return_freed_memory
+from memgraph.system.device import return_freed_memory
 from tests.streamed import loss, streamed, streams
 
 LAYERS, WIDTH, BUDGET = 28, 1024, 30_000_000

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph import Point, Sweep
-from memgraph.curve import missing
-from memgraph.sweep import POINTS
+from memgraph.api.budget_sweep import POINTS
+from memgraph.report.budget_curve import missing
 from passes import make_plan
 from tests.nets import batch, net
 
@@ -107,7 +107,7 @@ def test_the_knee_is_furthest_below_the_chord(times: list[float], knee: int) -> 
 
 
 def test_a_plan_for_less_takes_the_place_of_a_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = sys.modules["memgraph.sweep"]  # memgraph.sweep is the function
+    room = sys.modules["memgraph.api.budget_sweep"]  # memgraph.sweep is the function
     half = (swept().smallest + swept().needs) // 2
 
     def worse(trace: Any, machine: Any, **wishes: Any) -> Any:

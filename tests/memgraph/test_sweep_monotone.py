@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memgraph import Sweep
-from memgraph.sweep import _Sweeping
-from passes import Machine, Trace, predict, program
+from memgraph.api.budget_sweep import _Sweeping
+from passes import Machine, Trace, predict
+from passes.lp import problem
 from tests.strategies import machines, traces
 
 
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
 
 
 def check(sweep: Sweep) -> None:

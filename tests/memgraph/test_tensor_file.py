@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import tensor_file
+from memgraph.api import safetensors_file
+from memgraph.api.training_state import load_state, save_state
 from memgraph.errors import StateError
-from memgraph.homes import place_of
-from memgraph.training_state import load_state, save_state
+from memgraph.storage.mapped_storage import place_of
 from tests.limits import files_of_at_most
 
 NAME = "run.safetensors"
@@ -163,8 +163,8 @@ def test_all_is_read_as_it_was(tmp_path: Path) -> None:
         "c": [torch.zeros(()), (0.9, float("inf")), None, True, {3: images}],
         "d": {"e.f": torch.ones(1), "e": {"f": torch.zeros(1)}},
     }
-    tensor_file.write(state, tmp_path / NAME, tmp_path)
-    found = tensor_file.read(tmp_path / NAME)
+    safetensors_file.write(state, tmp_path / NAME, tmp_path)
+    found = safetensors_file.read(tmp_path / NAME)
     assert found["model"]["a"] is found["model"]["b"]
     assert found["c"][1:4] == [(0.9, float("inf")), None, True]
     assert found["c"][4][3].stride() == images.stride()
@@ -176,8 +176,8 @@ def test_all_is_read_as_it_was(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, sys, torch
-from memgraph import tensor_file
-from memgraph.homes import Form, Home
+from memgraph.api import safetensors_file as tensor_file
+from memgraph.storage.mapped_storage import Form, Home
 forms = [Form((32, 512, 512), strides, torch.float32) for strides in ((262144, 512, 1), (262144, 1, 512))]
 home = Home(forms, sys.argv[1])
 state = {str(i): home.tensor(i) for i in range(2)}
@@ -198,8 +198,8 @@ def test_what_lies_on_disk_is_never_whole_in_memory(tmp_path: Path) -> None:
 
 def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
     saved = nn.utils.spectral_norm(nn.Linear(4, 4)).state_dict()
-    tensor_file.write({"model": saved}, tmp_path / NAME, tmp_path)
-    assert tensor_file.read(tmp_path / NAME)["model"]._metadata == saved._metadata  # type: ignore[attr-defined]
+    safetensors_file.write({"model": saved}, tmp_path / NAME, tmp_path)
+    assert safetensors_file.read(tmp_path / NAME)["model"]._metadata == saved._metadata  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("allowed", [0, 1000, 300_000])
@@ -248,7 +248,7 @@ def test_what_is_no_state_or_of_another_model_changes_nothing(tmp_path: Path) ->
     save_file({"weight": torch.ones(2, 4)}, fake, metadata={"memgraph": '{"items": [["model", {"tensor": "none"}]]}'})
     save_state(keys, nn.Sequential(model), optimizer)
     save_state(dtype, nn.Linear(4, 2).double(), optimizer)
-    tensor_file.write(
+    safetensors_file.write(
         {"memgraph": 1, "model": model.state_dict(), "random": torch.ones(3), "random_cuda": []}, rng, "."
     )
     random = torch.get_rng_state()
@@ -275,7 +275,7 @@ def test_the_plans_of_a_compiled_model_are_kept(tmp_path: Path) -> None:
     _, optimizer, called = trained(compiled)
     save_state(tmp_path / NAME, called, optimizer)
     save_state(tmp_path / "run.pt", called, optimizer)
-    plans = tensor_file.read(tmp_path / NAME)["plans"]
+    plans = safetensors_file.read(tmp_path / NAME)["plans"]
     assert plans == torch.load(tmp_path / "run.pt", weights_only=True)["plans"]
     again = memgraph.compile(called._module, 2_050_000, optimizer=optimizer, plan=plans)
     train(again, optimizer, 1)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import step_graph
-from memgraph.alone import ALONE, capturing
-from memgraph.capture import capture
+from memgraph.capture.capture import capture
+from memgraph.planning import step_graph
+from memgraph.system.locks import ALONE, capturing
 
 ROOM = "1GB"
 

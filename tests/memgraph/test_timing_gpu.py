@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from memgraph import stopwatch
-from memgraph.pinned import pinned_speed
-from memgraph.stopwatch import LINE, shortest
-from memgraph.times import Clock
+from memgraph.profile.step_timer import Clock
+from memgraph.storage.pinned_tier import pinned_speed
+from memgraph.system import timer
+from memgraph.system.timer import LINE, shortest
 
 GPU = torch.device("cuda", 0)
 WAIT, LAUNCH = 20.0, 5.0  # microseconds: to be waited for, and of an op on the host
@@ -45,7 +45,7 @@ def test_short_work_takes_what_it_does_behind_other_work(
 ) -> None:
     device = Device(us)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: device.host / 1e6))
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: device.host / 1e6))
     assert least <= shortest(device.run, GPU) <= least + (WAIT + LAUNCH) * (1 if us > 6e3 else 2 / LINE)
     assert set(device.waits) == {GPU}  # which need not be the current one
 

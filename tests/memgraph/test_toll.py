@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import memgraph
-from memgraph import costs, tiers, toll
-from memgraph.links import Link
-from memgraph.tiers import linked
-from memgraph.toll import Toll, disk_toll
+from memgraph.profile import copy_overhead
+from memgraph.profile.copy_overhead import Toll, disk_toll
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import linked
+from memgraph.storage import tiers
+from memgraph.system import measurement_cache
 from passes import Machine
 
 LINK = Link(((1 << 20, 2000.0),))
@@ -22,8 +24,8 @@ SLOW = Link(((1 << 20, 1e6),))
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toll, "_known", {})
-    monkeypatch.setattr(costs, "_open", {})
+    monkeypatch.setattr(copy_overhead, "_known", {})
+    monkeypatch.setattr(measurement_cache, "_open", {})
 
 
 def test_a_toll_is_measured_once_for_a_file_system_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +34,8 @@ def test_a_toll_is_measured_once_for_a_file_system_and_kept(tmp_path: Path, monk
     assert found.call > 0.0
     assert found.drag >= 0.0
     assert torch.equal(torch.get_rng_state(), random)
-    monkeypatch.setattr(toll, "_known", {})
-    monkeypatch.setattr(toll, "_measure", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(copy_overhead, "_known", {})
+    monkeypatch.setattr(copy_overhead, "_measure", lambda *given: pytest.fail("measured again"))
     assert disk_toll(tmp_path, (LINK, LINK)) == found
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
+from memgraph.api.training_state import load_state, save_state
 from memgraph.errors import StateError
-from memgraph.homes import place_of
-from memgraph.training_state import load_state, save_state
+from memgraph.storage.mapped_storage import place_of
 from tests.limits import files_of_at_most
 
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memgraph.errors import CaptureError
-from memgraph.trees import flatten, unflatten
+from memgraph.tensors.pytree import flatten, unflatten
 
 
 class Color(enum.Enum):

@@ -11,9 +11,9 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import FusedError, UpdateError
-from memgraph.pointwise import POINTWISE
-from memgraph.stepper import Stepper
-from memgraph.twin import twin
+from memgraph.optim.elementwise import POINTWISE
+from memgraph.optim.optimizer_clone import Stepper
+from memgraph.optim.twin import twin
 from tests.streamed import Twins, assert_kept, batch, chain, far, loss, train
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)

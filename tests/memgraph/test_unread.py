@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.homes import is_far
-from memgraph.peak import measured, resident_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.storage.mapped_storage import is_far
 from tests.streamed import ADAMW, WIDTH, batch, chain, loss, streamed
 
 

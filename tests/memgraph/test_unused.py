@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.homes import place_of
-from memgraph.unused import without, zeros
+from memgraph.graph.unused import without, zeros
+from memgraph.storage.mapped_storage import place_of
 from tests.alike import Fact, assert_alike, batch, both, tight
 from tests.nets import Function
 

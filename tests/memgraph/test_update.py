@@ -9,9 +9,9 @@ import torch
 from torch import nn, optim
 
 import memgraph
-from memgraph import probe
-from memgraph.peak import measured, resident_bytes
-from memgraph.trial import state_tensors, update_nbytes
+from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
+from memgraph.profile import op_profiler
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.updates import OPTIMIZERS, ROOM, batch, net, square, step
 
 
@@ -183,9 +183,9 @@ def test_planning_under_a_profiler_finds_the_same_workspaces(monkeypatch: pytest
         return [op.workspace for op in report.forecast.trace.ops]
 
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     expected = workspaces()
     assert sum(map(bool, expected)) > 1
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "_known", {})
     with torch.autograd.profiler.profile():
         assert workspaces() == expected

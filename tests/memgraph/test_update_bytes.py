@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memgraph.peak import measured, resident_bytes
-from memgraph.trial import state_tensors, update_nbytes
+from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.updates import OPTIMIZERS
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

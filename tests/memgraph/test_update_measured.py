@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.alone import ALONE
-from memgraph.far_update import FarUpdate
+from memgraph.optim.offloaded_update import FarUpdate
+from memgraph.system.locks import ALONE
 from tests.updates import OPTIMIZERS, ROOM, batch, net, square, step
 
 

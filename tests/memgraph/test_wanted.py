@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture import capture, losses
+from memgraph.capture.capture import capture, losses
 
 ROOM = "1GB"
 

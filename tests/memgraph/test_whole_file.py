@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph import tensor_file, training_state, whole_file
-from memgraph.training_state import load_state, save_state
+from memgraph.api import atomic_file, safetensors_file, training_state
+from memgraph.api.training_state import load_state, save_state
 
 MOMENTS: dict[str, tuple[object, str]] = {"fsync": (os, "fsync"), "rename": (os, "replace")}
 
@@ -40,11 +40,11 @@ def killed(work: Callable[[], None]) -> None:
 
 
 def save_and_die(path: Path, moment: str, by_name: bool) -> None:
-    content = (tensor_file, "numbers") if path.suffix == ".safetensors" else (training_state._Sink, "write")
+    content = (safetensors_file, "numbers") if path.suffix == ".safetensors" else (training_state._Sink, "write")
     owner, name = MOMENTS.get(moment, content)
     setattr(owner, name, die)
     if by_name:
-        whole_file._opened = whole_file._opened_by_name
+        atomic_file._opened = atomic_file._opened_by_name
     save_state(path, net(2))
 
 
@@ -77,7 +77,7 @@ def test_where_each_file_has_a_name_the_next_save_removes_what_a_killed_one_has_
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
-    file, name = whole_file._opened_by_name(path)
+    file, name = atomic_file._opened_by_name(path)
     users = tmp_path / ".run.pt.settings"
     users.write_text("mine")
     save_state(path, net(1))
@@ -89,7 +89,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run.pt", "run.safetensors"])
 def test_files_without_a_name_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(whole_file, "OPEN", "/nowhere")
+    monkeypatch.setattr(atomic_file, "OPEN", "/nowhere")
     save_state(tmp_path / name, net(1))
     model = net(0)
     load_state(tmp_path / name, model)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memgraph.peak import measured, resident_bytes
-from memgraph.window_bytes import window_bytes
+from memgraph.optim.window_memory import window_bytes
+from memgraph.profile.memory_meter import measured, resident_bytes
 from tests.training import (
     OPTIMIZERS,
     SIDES,

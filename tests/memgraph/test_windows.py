@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memgraph.errors import UpdateError
-from memgraph.windowed import Windowed
+from memgraph.optim.windowed_optimizer import Windowed
 from tests.training import (
     ALL,
     LOW_PRECISION,
@@ -245,7 +245,7 @@ def test_writing_by_the_file_is_seen_as_a_change_of_the_parameter(tmp_path: Path
 
 
 def test_where_nothing_is_far_the_plain_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memgraph.windowed.Update", None)
+    monkeypatch.setattr("memgraph.optim.windowed_optimizer.Update", None)
     one = training(tmp_path, OPTIMIZERS["AdamW"], NOT).steps()
     assert_equal(one, training(tmp_path, OPTIMIZERS["AdamW"], None).steps())
 

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import links, planner, probe
-from memgraph.links import Link
-from memgraph.peak import measured
-from memgraph.toll import Toll
-from memgraph.wire import LARGEST, narrow, widen
+from memgraph.planning import planner
+from memgraph.profile import link_bandwidth as links
+from memgraph.profile import op_profiler
+from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.memory_meter import measured
+from memgraph.storage.wire_cast import LARGEST, narrow, widen
 from passes import Choice, Machine, Offload, Trace, apply, predict
-from passes.gaps import Gaps
-from passes.program import SMALLEST_TRIP
-from passes.schedule import Fate, schedule
-from passes.wire import WORKSPACE
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir.wire import WORKSPACE
+from passes.lp.problem import SMALLEST_TRIP
+from passes.schedule.schedule import Fate, schedule
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 1040, 72  # a shape that no other test prices
@@ -173,15 +175,15 @@ def rounded(model: Layers, cast: set[str]) -> Tensor:
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op takes 5 ms, and a copy of a value as long as two of them; a cast takes nothing
     to speak of."""
-    monkeypatch.setattr(probe, "shortest", lambda *_, **__: 5000.0)
-    monkeypatch.setattr(probe, "keep", lambda key, value: None)
-    monkeypatch.setattr(probe, "kept", lambda key: None)
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(op_profiler, "shortest", lambda *_, **__: 5000.0)
+    monkeypatch.setattr(op_profiler, "keep", lambda key, value: None)
+    monkeypatch.setattr(op_profiler, "kept", lambda key: None)
+    monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))
-    monkeypatch.setattr("memgraph.tiers.disk_links", lambda folder, room: (slow, slow))
-    monkeypatch.setattr("memgraph.tiers.disk_toll", lambda folder, links, room: Toll())
-    monkeypatch.setattr("memgraph.tiers.casts", lambda device: (fast, fast))
+    monkeypatch.setattr("memgraph.storage.tiers.disk_links", lambda folder, room: (slow, slow))
+    monkeypatch.setattr("memgraph.storage.tiers.disk_toll", lambda folder, links, room: Toll())
+    monkeypatch.setattr("memgraph.storage.tiers.casts", lambda device: (fast, fast))
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import memgraph
-from passes import linear
+from passes.lp import solver
 from tests.nets import batch, net
 
 SAID = "highspy is not installed"
@@ -25,7 +25,7 @@ def sweep() -> memgraph.Sweep:
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "highspy", None)
+    monkeypatch.setattr(solver, "highspy", None)
 
 
 @pytest.mark.usefixtures("absent")

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from passes import Machine, Offload, Plan, Recompute, Trace, apply, predict
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate, schedule
 from tests.strategies import ways
 
 Choices = Mapping[str, Sequence[Fate]]

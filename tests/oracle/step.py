@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes import Life, Op, lifetimes
-from passes.gaps import Gaps
+from passes.analysis.reuse_gaps import Gaps
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ lines(trace)         its ops as they are called, without notes and inputs
 from __future__ import annotations
 
 from passes import Trace, check, parse
-from passes.exchanges import placed
+from passes.order.comm_order import placed
 
 VALUES, TANGENTS = "abc", "pqr"
 

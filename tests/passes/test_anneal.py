@@ -10,10 +10,11 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Recompute, Trace, apply, check, linear, make_plan, predict
-from passes.anneal import anneal
-from passes.gaps import Gaps
-from passes.optimize import optimize
+from passes import Machine, Recompute, Trace, apply, check, make_plan, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep.anneal import anneal
+from passes.lp import solver
+from passes.search.optimize import optimize
 from tests.oracle.checkmate import checkmate
 from tests.oracle.network import layers
 from tests.passes.interpreter import run
@@ -86,7 +87,7 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 def test_without_highs_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anneal(STEP, Machine(4607))
-    monkeypatch.setattr(linear, "highspy", None)
+    monkeypatch.setattr(solver, "highspy", None)
     assert anneal(STEP, Machine(4607)) == ()
 
 
@@ -99,7 +100,7 @@ def test_nothing_to_decide_is_nothing_to_anneal() -> None:
 PLAN_EACH = """
 import sys
 from passes import Machine, parse, predict
-from passes.anneal import anneal
+from passes.deep.anneal import anneal
 for text in sys.stdin.read().split("====="):
     trace = parse(text)
     for share in (0.6, 0.8):

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Trace, apply, check, parse, predict
-from passes.chain import rerun_slices
-from passes.gaps import Gaps
-from passes.greedy import descend
-from passes.slices import Slices
+from passes.analysis.chain_slices import Slices
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep.chain import rerun_slices
+from passes.search.greedy import descend
 from tests.passes.interpreter import run
 from tests.passes.processes import printed
 from tests.strategies import decoded, machines, traces
@@ -192,7 +192,7 @@ def test_what_may_run_once_runs_once(trace: Trace, machine: Machine) -> None:
 PLAN_EACH = """
 import sys
 from passes import Machine, parse
-from passes.chain import rerun_slices
+from passes.deep.chain import rerun_slices
 for text in sys.stdin.read().split("=====\\n"):
     print(*rerun_slices(parse(text), Machine(0)), sep="\\n", end="\\n\\n")
 """

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, apply, optimize, parse, predict, program, residents
-from passes.gaps import Gaps
-from passes.greedy import descend_from, state_of
-from passes.linear import INFINITY, Linear
-from passes.model import Model
-from passes.program import Program
-from passes.relax import relax
-from passes.trace import Trace
+from passes import Machine, apply, parse, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir.trace import Trace
+from passes.lp import problem, residents
+from passes.lp.model import Model
+from passes.lp.problem import Program
+from passes.lp.relax import relax
+from passes.lp.solver import INFINITY, Linear
+from passes.schedule.candidate import state_of
+from passes.search import optimize
+from passes.search.greedy import descend_from
 
 LAYERS = 8
 SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
@@ -22,7 +25,7 @@ SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
 
 
 def chain() -> Trace:

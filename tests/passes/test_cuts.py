@@ -10,12 +10,14 @@ from expecttest import assert_expected_inline
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Plan, Recompute, Trace, apply, check, linear, phases, predict
-from passes.cuts import cut_backward
-from passes.gaps import Gaps
-from passes.linear import INFINITY, Effort
-from passes.phases import Phases, Pieces
-from passes.program import Program
+from passes import Machine, Plan, Recompute, Trace, apply, check, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep import phase_lp
+from passes.deep.phase_lp import Phases, Pieces
+from passes.deep.phase_search import cut_backward
+from passes.lp import solver
+from passes.lp.problem import Program
+from passes.lp.solver import INFINITY, Effort
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import cheapest_of_all
 from tests.oracle.network import layers
@@ -82,7 +84,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     places = range(trace.boundary, len(trace.ops) - 1)
     cuts = data.draw(st.sets(st.sampled_from(places), max_size=6)) if places else set[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "CRUMBS", crumbs)
+        patch.setattr(phase_lp, "CRUMBS", crumbs)
         model = Phases(Pieces(Program(Gaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
         assume(model.linear.costs)
         solved = model.solve()
@@ -137,14 +139,14 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 def test_without_highs_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cut_backward(STEP, Machine(4607)).plan
-    monkeypatch.setattr(linear, "highspy", None)
+    monkeypatch.setattr(solver, "highspy", None)
     assert cut_backward(STEP, Machine(4607)).plan == ()
 
 
 PLAN_EACH = """
 import sys
 from passes import Machine, parse, predict
-from passes.cuts import cut_backward
+from passes.deep.phase_search import cut_backward
 for text in sys.stdin.read().split("====="):
     trace = parse(text)
     for share in (0.5, 0.7, 0.9):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes import Choice, Machine, Recompute, apply, parse, predict
-from passes.choice import dearer
+from passes.simulate.choice import dearer
 
 MACHINE = Machine(1 << 30)
 STEP = parse("""

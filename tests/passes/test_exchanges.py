@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, parse, predict
-from passes.exchanges import placed
+from passes.order.comm_order import placed
 from tests.passes.layered import backward, forward, placed_lines
 
 BACKWARD = "\n".join(backward("v", "w"))

@@ -7,14 +7,14 @@ from dataclasses import replace
 from expecttest import assert_expected_inline as expected
 
 from passes import Machine, Reload, Stream, Trace, apply, parse, predict
-from passes.forecast import early_share
-from passes.gaps import Gaps
-from passes.model import Model
-from passes.program import Program
-from passes.relax import relax
-from passes.schedule import Fate, schedule
-from passes.streamable import Streamable
-from passes.streams import updates_of
+from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.streamable import Streamable
+from passes.lp.model import Model
+from passes.lp.problem import Program
+from passes.lp.relax import relax
+from passes.schedule.fetches import updates_of
+from passes.schedule.schedule import Fate, schedule
+from passes.simulate.forecast import early_share
 
 MACHINE = Machine(10_000, out=10.0, back=10.0, homes=True, window=300, turns=True)
 AHEAD = replace(MACHINE, ahead=200)

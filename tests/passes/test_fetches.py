@@ -5,8 +5,8 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from passes import Machine, apply, check
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate, schedule
 from tests.passes.interpreter import run
 from tests.passes.layered import lines, step
 

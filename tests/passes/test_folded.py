@@ -6,20 +6,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Trace, apply, check, folded, layers, model, optimize, parse, predict, program, relax
-from passes.gaps import Gaps
-from passes.layers import Layers
+from passes import Machine, Trace, apply, check, parse, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp import model, problem, relax
+from passes.lp.repeated import layers, search
+from passes.lp.repeated.layers import Layers
+from passes.search import optimize
 from tests.oracle.exhaustive import cheapest
 from tests.oracle.network import layers as network
 
 SMALL = 1e-6  # microseconds: what a solver's tolerance may add
 
 
-def numbers(trace: Trace, budget: int = 0) -> program.Program:
-    return program.Program(Gaps(trace), Machine(budget))
+def numbers(trace: Trace, budget: int = 0) -> problem.Program:
+    return problem.Program(Gaps(trace), Machine(budget))
 
 
-def between(trace: Trace, share: float) -> program.Program:
+def between(trace: Trace, share: float) -> problem.Program:
     """With a budget between what no plan can lower and what is needed if nothing is done."""
     found = numbers(trace)
     least, most = int(found.base.max()), found.captured.peak
@@ -105,8 +108,8 @@ def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObjec
     best = cheapest(trace, step.machine.budget)
     assume(best is not None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folded, "OUTER", outer)
-        least = folded.lowest(step, found) if found else None
+        patch.setattr(search, "OUTER", outer)
+        least = search.lowest(step, found) if found else None
     assume(least is not None)
     assert best is not None and least is not None
     assert least.solved.us <= best + SMALL and least.any_us <= best + SMALL
@@ -114,11 +117,11 @@ def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObjec
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded, "LONG", 0)
-    monkeypatch.setattr(folded, "LEAST", 16)
+    monkeypatch.setattr(search, "LONG", 0)
+    monkeypatch.setattr(search, "LEAST", 16)
     trace = network(40)
     step = between(trace, share)
-    found = folded.folded(step)
+    found = search.folded(step)
     assert found is not None and found.gap <= optimize.ENOUGH
     assert predict(apply(trace, found.plan), step.machine).peak <= step.machine.budget
     assert found.plan == optimize.optimize(trace, step.machine).plan
@@ -128,7 +131,7 @@ def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyP
 def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> None:
     step = between(network(40), share)
     found = layers.layers(step, 16)
-    least = folded.lowest(step, found) if found else None
+    least = search.lowest(step, found) if found else None
     full = relax.relax(model.Model(step, step.machine.budget))
     assert least is not None and full is not None and full.solved is not None
     assert least.solved.us == pytest.approx(full.solved.us, abs=1e-5 * step.captured.us)
@@ -136,5 +139,5 @@ def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> Non
 
 
 def test_short_steps_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded, "LEAST", 16)
-    assert folded.folded(between(network(40), 0.5)) is None
+    monkeypatch.setattr(search, "LEAST", 16)
+    assert search.folded(between(network(40), 0.5)) is None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes import KINDS, Forecast, Machine, Offload, Op, Plan, Recompute, Reload, Trace, apply, parse, predict
-from passes.trace import type_nbytes
+from passes.ir.trace import type_nbytes
 from tests.passes.interpreter import run
 from tests.strategies import machines, planned, traces
 

@@ -7,8 +7,8 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import Trace, parse
-from passes.gaps import Gaps
-from passes.trace import ITEMSIZE, type_nbytes
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir.trace import ITEMSIZE, type_nbytes
 from tests.strategies import traces
 
 STEP = parse("""

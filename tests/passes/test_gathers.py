@@ -8,8 +8,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
-from passes.exchanges import placed, sequence
-from passes.streamable import Streamable
+from passes.analysis.streamable import Streamable
+from passes.order.comm_order import placed, sequence
 from tests.passes.layered import placed_lines
 
 # n is read first, with v, and goes alone; l and m are packed, as are s and t; w is in two buckets; u is not read.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import BudgetError, Choice, Machine, Offload, Recompute, Trace, apply, check, make_plan, parse, predict
-from passes.greedy import descend, descend_at_home
 from passes.pipeline import Pass
+from passes.search.greedy import descend, descend_at_home
 from tests.passes.interpreter import run
 from tests.passes.processes import printed
 from tests.strategies import LINKS, decoded, machines, traces
@@ -287,7 +287,7 @@ def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine
 PLAN_EACH = """
 import sys
 from passes import Machine, parse
-from passes.greedy import descend, descend_at_home
+from passes.search.greedy import descend, descend_at_home
 from passes.pipeline import Pass
 for text in sys.stdin.read().split("=====\\n"):
     print(*descend(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")

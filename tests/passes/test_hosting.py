@@ -18,17 +18,17 @@ from passes import (
     Trace,
     apply,
     check,
-    greedy,
     make_plan,
     parse,
     parse_plan,
     predict,
-    residents,
 )
-from passes.forecast import update_nbytes
-from passes.gaps import Gaps
-from passes.hosting import hosted
-from passes.schedule import Fate, schedule
+from passes.analysis.host_update import hosted
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp import residents
+from passes.schedule.schedule import Fate, schedule
+from passes.search import greedy
+from passes.simulate.forecast import update_nbytes
 
 SIZES = (1000, 1000, 3000)
 

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import Plan, Trace, apply, lifetimes, parse
-from passes.lifetime import released
+from passes.ir.liveness import released
 from tests.passes.interpreter import run
 from tests.strategies import planned, traces
 

@@ -10,11 +10,12 @@ from expecttest import assert_expected_inline
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Trace, apply, check, phases, predict
-from passes.gaps import Gaps
-from passes.moments import Moments
-from passes.phases import Pieces
-from passes.program import Program
+from passes import Machine, Trace, apply, check, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep import phase_lp
+from passes.deep.phase_lp import Pieces
+from passes.deep.rerun_state import Moments
+from passes.lp.problem import Program
 from tests.passes.interpreter import run
 from tests.passes.test_greedy import STEP
 from tests.strategies import traces
@@ -64,7 +65,7 @@ x:100 d:100 a:1100 b:2100 c:2100 e:2600 f:3600 o:3604 p:4608 q:5108 (a:3608) (b:
 @given(traces(max_forward=12), st.data())
 def test_the_simulator_says_the_same(trace: Trace, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phases, "CRUMBS", 0.0)
+        patch.setattr(phase_lp, "CRUMBS", 0.0)
         found = moments(trace)
         found = found.with_runs(tuple(keys(data, found)))
         applied = apply(trace, found.plan())

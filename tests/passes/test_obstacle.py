@@ -9,10 +9,11 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Trace, make_plan, parse, predict, residents
-from passes.gaps import Gaps
-from passes.obstacle import STREAM, TIER, _in_use, obstacle
-from passes.program import Program
+from passes import BudgetError, Machine, Trace, make_plan, parse, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.explain import STREAM, TIER, _in_use, obstacle
+from passes.lp import residents
+from passes.lp.problem import Program
 from tests.strategies import traces
 
 LOSS = parse("""

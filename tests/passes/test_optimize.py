@@ -10,26 +10,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import (
-    BudgetError,
-    Choice,
-    Machine,
-    Plan,
-    Recompute,
-    Reload,
-    Trace,
-    apply,
-    decisions,
-    linear,
-    make_plan,
-    parse,
-    predict,
-    program,
-)
-from passes.gaps import Gaps
-from passes.optimize import optimize
-from passes.schedule import Fate, schedule
-from passes.work import WORK_PER_US, work_for
+from passes import BudgetError, Choice, Machine, Plan, Recompute, Reload, Trace, apply, make_plan, parse, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir import decisions
+from passes.lp import problem, solver
+from passes.schedule.schedule import Fate, schedule
+from passes.search.optimize import optimize
+from passes.search.work import WORK_PER_US, work_for
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import all_fates, best_of, cheapest, cheapest_of_all
 from tests.oracle.network import layers
@@ -41,13 +28,13 @@ SINGLE = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.CAST_OFFLOAD
 
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
     monkeypatch.setattr(decisions, "WORKSPACE", 0)
 
 
 def between(trace: Trace, machine: Machine, share: float) -> Machine:
     """The machine with a budget between what no plan can lower and what is needed if nothing is done."""
-    found = program.Program(Gaps(trace), machine)
+    found = problem.Program(Gaps(trace), machine)
     least, most = int(found.base.max()), found.captured.peak
     return replace(machine, budget=least + int((most - least) * share))
 
@@ -112,7 +99,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     choices = all_fates(gaps, Machine(0))
     fates = {storage: data.draw(st.sampled_from(list(choices[storage]))) for storage in choices}
     forecast = predict(apply(trace, schedule(gaps, fates, Machine(0))), Machine(0))
-    floor = program.Program(gaps, Machine(0)).floor
+    floor = problem.Program(gaps, Machine(0)).floor
     assert forecast.peak >= floor.max(initial=0.0)
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
@@ -264,7 +251,7 @@ def test_a_network_is_planned_as_checkmate_plans_it(count: int, share: float) ->
 
 def test_the_budget_may_be_what_no_plan_can_lower() -> None:
     trace = layers(4)
-    found = program.Program(Gaps(trace), Machine(0))
+    found = problem.Program(Gaps(trace), Machine(0))
     least = int(found.base.max())
     assert optimize(trace, Machine(least - 1)).plan == ()
     for budget in (least, least + 1):
@@ -283,7 +270,7 @@ def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) ->
     trace = layers(4)
     machine = between(trace, Machine(0), 0.5)
     with_it = make_plan(trace, machine)
-    monkeypatch.setattr(linear, "highspy", None)
+    monkeypatch.setattr(solver, "highspy", None)
     choice = make_plan(trace, machine)
     assert choice.forecast.peak <= machine.budget
     assert choice.greedy and not with_it.greedy

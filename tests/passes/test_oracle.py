@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Plan, Recompute, Trace, apply, check, parse, predict
-from passes.gaps import Gaps
-from passes.greedy import descend
+from passes.analysis.reuse_gaps import Gaps
+from passes.search.greedy import descend
 from tests.oracle.checkmate import Optimum, checkmate, sweeps_of
 from tests.oracle.exhaustive import best_fates, best_keep_set, cheapest, cheapest_of_all
 from tests.oracle.network import layers

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, apply, check, parse
-from passes.gaps import Gaps
-from passes.greedy import state_of
-from passes.model import Model
-from passes.polish import polish
-from passes.program import Program
-from passes.relax import relax
-from passes.schedule import Fate
-from passes.whole import leaning
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp.model import Model
+from passes.lp.problem import Program
+from passes.lp.relax import relax
+from passes.lp.rounding import leaning
+from passes.schedule.candidate import state_of
+from passes.schedule.schedule import Fate
+from passes.search.local_search import polish
 
 MIB = 1 << 20
 WAYS = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD)

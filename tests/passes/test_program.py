@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from passes import Machine, parse
-from passes.gaps import Gaps
-from passes.program import Program
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp.problem import Program
 
 STEP = parse("""
     forward:

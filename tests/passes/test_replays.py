@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes import Machine, check, parse, predict
-from passes.replays import kept_nbytes, obstacle, with_kept
+from passes.cuda_graph_memory import kept_nbytes, obstacle, with_kept
 
 STEP = """
 forward:

@@ -20,21 +20,20 @@ from passes import (
     Trace,
     apply,
     check,
-    decisions,
-    greedy,
     make_plan,
     parse,
     predict,
-    program,
-    residents,
 )
-from passes.gaps import Gaps
-from passes.model import Model
-from passes.optimize import optimize
-from passes.relax import relax
-from passes.schedule import HOMEWARD, Fate, schedule
-from passes.timing import in_time
-from passes.updates import early
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir import decisions
+from passes.lp import problem, residents
+from passes.lp.model import Model
+from passes.lp.relax import relax
+from passes.order.early_updates import early
+from passes.schedule.copy_timing import in_time
+from passes.schedule.schedule import HOMEWARD, Fate, schedule
+from passes.search import greedy
+from passes.search.optimize import optimize
 from tests.oracle.exhaustive import all_fates, best_of
 from tests.passes.interpreter import run
 from tests.strategies import traces
@@ -45,7 +44,7 @@ SINGLE = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL)
 
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
     monkeypatch.setattr(decisions, "WORKSPACE", 0)
     monkeypatch.setattr(greedy, "SMALLEST_HOME", 1)
     monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
@@ -149,7 +148,7 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
     assume(plan)
     captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
     note("\n".join(map(str, plan)))
-    model = Model(program.Program(Gaps(trace), machine), forecast.peak)
+    model = Model(problem.Program(Gaps(trace), machine), forecast.peak)
     relaxed, choice = relax(model), Choice(plan, captured, forecast)
     assert relaxed is not None
     assert relaxed.any_us <= forecast.us - captured.us + SMALL
@@ -177,7 +176,7 @@ def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     for may in choices.values():
         many *= len(may)
     assume(many < 5000)
-    found = program.Program(gaps, machine)
+    found = problem.Program(gaps, machine)
     least, most = int(found.floor.max()), found.captured.peak
     machine = replace(machine, budget=least + int((most - least) * share))
     best = best_of(gaps, choices, machine)
@@ -255,7 +254,7 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
     machine = Machine(1000, out=20.0, back=20.0, homes=True, window=500)
-    floor = int(program.Program(Gaps(CHAIN), machine).floor.max())
+    floor = int(problem.Program(Gaps(CHAIN), machine).floor.max())
     with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
         make_plan(CHAIN, machine)
 

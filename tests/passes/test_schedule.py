@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes import Machine, Offload, Recompute, Reload, Trace, apply, check, lifetimes, parse, predict
-from passes.gaps import Gaps
-from passes.schedule import AWAY, Fate, fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import AWAY, Fate, fate, schedule
 from tests.passes.interpreter import run
 from tests.strategies import LINKS, legal_fates, machines, traces
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import Machine, Trace, model, program
-from passes.gaps import Gaps
-from passes.optimize import optimize
-from passes.relax import write
+from passes import Machine, Trace
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp import model, problem
+from passes.lp.relax import write
+from passes.search.optimize import optimize
 from tests.passes.test_optimize import SMALL, assert_no_keep_set_beats_the_bound, best_that_moves_once, between
 from tests.strategies import machines, traces
 
@@ -17,7 +18,7 @@ from tests.strategies import machines, traces
 @pytest.fixture(autouse=True)
 def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "LONG", 0)
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
 
 
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
@@ -45,7 +46,7 @@ def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) 
 def _least(trace: Trace, machine: Machine, long: int) -> float | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "LONG", long)
-        written = model.Model(program.Program(Gaps(trace), machine), machine.budget)
+        written = model.Model(problem.Program(Gaps(trace), machine), machine.budget)
         for position in range(len(trace.ops)):
             write(written, position)
         solved = written.linear.solve()

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes import Machine, Op, Reload, Storage, Trace, check, parse, predict
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
-from passes.slicing import resliced, sliced
+from passes.analysis.reuse_gaps import Gaps
+from passes.order.microbatch_order import resliced, sliced
+from passes.schedule.schedule import Fate, schedule
 from tests.strategies import machines, traces
 
 MACHINE = Machine(1000, out=10.0, back=10.0, homes=True, capacity=1 << 30)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from passes import Machine, Reload, parse
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate, schedule
 
 STEP = parse("""
     forward:

@@ -9,12 +9,13 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Plan, Trace, apply, check, predict, timing
-from passes.forecast import Forecast
-from passes.gaps import Gaps
-from passes.linear import INFINITY
-from passes.schedule import Fate, schedule
-from passes.timing import in_time
+from passes import Machine, Plan, Trace, apply, check, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp.solver import INFINITY
+from passes.schedule import copy_timing
+from passes.schedule.copy_timing import in_time
+from passes.schedule.schedule import Fate, schedule
+from passes.simulate.forecast import Forecast
 from tests.passes.layered import step
 from tests.strategies import LINKS, legal_fates, machines, traces
 
@@ -89,7 +90,7 @@ def test_without_time_copies_are_timed_in_one_way(monkeypatch: pytest.MonkeyPatc
         simulated.append(trace)
         return predict(trace, machine)
 
-    monkeypatch.setattr(timing, "predict", predicted)
+    monkeypatch.setattr(copy_timing, "predict", predicted)
     machine = replace(MACHINE, budget=1000)
     plan = schedule(GAPS, FATES, machine)
     forecast, count = predict(apply(STEP, plan), machine), list[int]()

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, greedy, make_plan, parse, pipeline, predict
-from passes.chain import rerun_slices
-from passes.gaps import Gaps
-from passes.greedy import State, descend, state_of
-from passes.optimize import optimize
+from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep.chain import rerun_slices
+from passes.lp.problem import Program
 from passes.pipeline import PASSES, QUICK
-from passes.polish import polish
-from passes.program import Program
-from passes.schedule import Fate
+from passes.schedule.candidate import State, state_of
+from passes.schedule.schedule import Fate
+from passes.search import greedy
+from passes.search.greedy import descend
+from passes.search.local_search import polish
+from passes.search.optimize import optimize
 from tests.oracle.network import layers
 
 TRACE = layers(6)

@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import BrokenTrace, Machine, Recompute, Trace, apply, check, parse, predict
-from passes.gaps import Gaps
-from passes.schedule import Fate, schedule
-from passes.updates import early
+from passes.analysis.reuse_gaps import Gaps
+from passes.order.early_updates import early
+from passes.schedule.schedule import Fate, schedule
 from tests.passes.layered import backward, forward, lines
 from tests.strategies import traces
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Offload, Reload, Trace, apply, check, decisions, make_plan, parse, predict, program
-from passes.gaps import Gaps
-from passes.greedy import descend
-from passes.optimize import optimize
-from passes.wire import narrowed
+from passes import Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.ir import decisions
+from passes.ir.wire import narrowed
+from passes.lp import problem
+from passes.search.greedy import descend
+from passes.search.optimize import optimize
 
 # All of a, b and c have to go for p, and none of them is cheap to make again.
 STEP = parse("""
@@ -34,7 +36,7 @@ STEP = parse("""
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
     monkeypatch.setattr(decisions, "WORKSPACE", 0)
 
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Plan, Proposal, Trace, make_plan, optimize, pipeline, residents
-from passes.gaps import Gaps
-from passes.greedy import descend_at_home
-from passes.linear import INFINITY, Effort, Solved
-from passes.model import Model
-from passes.optimize import SEARCHES, optimize_at_home
-from passes.program import Program
-from passes.work import FEW, NARROW, WORK_PER_OP
+from passes import Machine, Plan, Proposal, Trace, make_plan, pipeline
+from passes.analysis.reuse_gaps import Gaps
+from passes.lp import residents
+from passes.lp.model import Model
+from passes.lp.problem import Program
+from passes.lp.solver import INFINITY, Effort, Solved
+from passes.search import optimize
+from passes.search.greedy import descend_at_home
+from passes.search.optimize import SEARCHES, optimize_at_home
+from passes.search.work import FEW, NARROW, WORK_PER_OP
 from tests.oracle.network import layers
 from tests.passes.test_optimize import between
 from tests.passes.test_pipeline import FLOOR, STEP

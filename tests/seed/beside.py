@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import planner
+from memgraph.planning import planner
 from passes import Choice, Machine, Trace
-from passes.gaps import Gaps
-from passes.schedule import Fate
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate
 from tests.alike import Fact, Loop, assert_equal
 from tests.fates import choice, linked
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph import far_update, workers
+from memgraph.optim import offloaded_update
+from memgraph.storage import io_threads
 from tests.alike import Fact
 from tests.seed.beside import WIDTH, Function, assert_alike, batch, linear
 from tests.streamed import WIDTH as WIDE
@@ -23,7 +24,7 @@ from tests.streamed import batch as wide_batch
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an update of little takes several."""
-    monkeypatch.setattr(far_update, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
 
 
 def test_an_empty_sequence_is_the_identity() -> None:
@@ -149,13 +150,13 @@ def test_what_was_fetched_and_not_changed_is_not_copied_back(monkeypatch: pytest
     with torch.no_grad():
         model(wide_batch())
     calls: list[Any] = []
-    transfer = workers.transfer
+    transfer = io_threads.transfer
 
     def noted(call: Any, *rest: Any) -> None:
         calls.append(call)
         transfer(call, *rest)
 
-    monkeypatch.setattr(workers, "transfer", noted)
+    monkeypatch.setattr(io_threads, "transfer", noted)
     with torch.no_grad():
         model(wide_batch())
     assert far(module) == {"parameter"}

@@ -1,0 +1,241 @@
+"""The module that `memgraph.compile` returns: the given one, whose step stays under the budget.
+
+    model(x)    ->  a plan for calls like this, made now or found; then its forward.  Backward follows by autograd.
+
+Steps are kept by signature, and the one that was used longest ago goes first; what was decided of it stays, in
+`plan_cache`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.leaf_inputs import refuse_leaves, rewrite
+from ..capture.loss_outputs import Wanted, everything, scalars
+from ..errors import FusedError, NoPlanError
+from ..graph.captured import Captured
+from ..guards.module_attributes import Attributes
+from ..guards.module_proxy import Shared
+from ..guards.signature import has_gradients, signature
+from ..options.compile_options import Wishes
+from ..planning.call_kinds import Kinds
+from ..planning.param_groups import groups_of
+from ..planning.planner import Planner
+from ..report.report import Report
+from ..report.tables import mb
+from ..runtime.autograd_function import Unforeseen
+from ..runtime.eager_fallback import eager_gradients
+from ..runtime.step import Step
+from ..system.locks import ALONE, undisturbed
+from ..system.user_warning import notice
+from ..tensors.pytree import Spec, flatten, tensors_of
+from .transforms import refuse_duals, refuse_transforms
+
+PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
+NODES = 10_000  # of their graphs: more steps are kept as long as they have no more, at about 5 kB each
+LEAST = 50  # nodes that each step counts for besides its own
+LOG = logging.getLogger(__name__)
+
+Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
+ONCE = "this one step runs the plain module again, outside of the budget, and later steps are planned for"
+MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
+LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
+
+
+class CompiledModule(Shared):
+    """A module that trains like the one it was made of.  `plan` is the report of the latest call's step."""
+
+    def __new__(cls, planner: Planner) -> Self:
+        return super().__new__(cls, planner.module)
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(planner.module)
+        self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
+        self.__dict__["_wanted"] = planner.wishes.wanted
+        self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
+
+    def __reduce__(self) -> Any:
+        """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
+        self._refuse_awaited("a copy")
+        wishes = replace(self._planner.wishes, optimizer=None, fuse=False, hosts=False)
+        return _again, (self._planner.module, wishes)
+
+    @property
+    def plan(self) -> Report:
+        """What the step of the latest call does, what it was forecast to take, and what it took.
+
+        Raises:
+            NoPlanError: the module has not been called yet; it is an AttributeError, for whoever looks around.
+        """
+        if self._latest is None:
+            raise NoPlanError(
+                "there is no plan before the first call; "
+                "memgraph.plan(model, *args, budget=...) makes one without a step"
+            )
+        return self._latest.reported
+
+    @property
+    def plans(self) -> tuple[Report, ...]:
+        """The reports of all kinds of calls whose plans are kept, the one that was used longest ago first.
+
+        A call that adds to gradients is another kind than one that makes them, and so is one of another shape, or
+        without gradients.  There are none before the first call.
+        """
+        return tuple(step.report for step in list(self._steps.values()))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given to `memgraph.compile`."""
+        if self._planner.wishes.optimizer is None:
+            raise AttributeError("no optimizer was given to memgraph.compile, or this is a copy, which has none")
+        return self._planner.wishes.optimizer
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
+        gives it, wherever the gradients live.  With a sharded optimizer it is that of the means over all ranks.
+
+        Raises:
+            FusedError: with `fuse_update` there are none.
+        """
+        if self._planner.sharded is not None:
+            return self._planner.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        if self._planner.fused is not None:
+            raise FusedError(
+                "backward has updated the parameters, and no gradient is left to clip; compile without "
+                "fuse_update for this"
+            )
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(undisturbed(self._module, lambda: list(self._module.named_parameters(*args, **kwargs))))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return iter(undisturbed(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_awaited("state_dict()")
+        return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
+
+    @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_transforms()
+        self.refuse_torn()
+        leaves, spec = flatten((args, kwargs))
+        tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
+        refuse_duals(tensors)
+        step = self._step(args, kwargs, key)
+        refuse_leaves(tensors, step.captured.rewritten)
+        if self._latest is not None and self._latest is not step:
+            self._latest.rest()
+        self.__dict__["_latest"] = step
+        outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
+        return step.captured.result(rewrite(outputs, tensors, step.captured.rewritten), tensors)
+
+    def refuse_torn(self) -> None:
+        """
+        Raises:
+            FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
+        """
+        if self._planner.fused is not None:
+            self._planner.fused.torn.check()
+
+    def _refuse_awaited(self, what: str) -> None:
+        """
+        Raises:
+            ShardError: what other ranks have updated of the parameters has not been gathered since.
+        """
+        if self._planner.sharded is not None:
+            self._planner.sharded.awaited.refuse(self._module.parameters(), what)
+
+    def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
+        """All tensors that a call reads, and the key of its plan."""
+        parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
+        owned = [*parameters, *buffers]
+        guard = signature(self._module, owned, spec, leaves, self._attributes)
+        tensors = [*owned, *tensors_of(leaves)]
+        adds = bool(self._planner.wishes.accumulate) or has_gradients(parameters)
+        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), adds, self._wanted)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        """The planned step for a call, from the cache or made now."""
+        step: Step | None = self._steps.get(key)
+        if step is None or step.is_due:
+            return self._planned(args, kwargs, key)
+        return self._used(key, step)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        steps: OrderedDict[Key, Step] = self._steps
+        with ALONE:
+            if key not in steps:  # another thread may have planned it by now
+                steps[key] = self._made(args, kwargs, key)
+            if steps[key].is_due and steps[key].report.plan:
+                LOG.info("a plan is looked for once more, with the times that the step's own ops took")
+            step = steps[key] = steps[key].better()
+            steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
+            while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
+                steps.popitem(last=False)
+            return step
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
+        LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
+        if warning := self._kinds.warning(args, kwargs):
+            notice(warning)
+        guard, adds, wanted = key
+        step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
+        LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
+        return step
+
+    def _used(self, key: Key, step: Step) -> Step:
+        with suppress(KeyError):  # another thread may have let it go by now
+            self._steps.move_to_end(key)
+        return step
+
+    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unforeseen:
+        """What to do if a gradient comes for an output that no loss was expected to be made of, or the other way
+        round."""
+        if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
+            return lambda tangents: []
+        if self._planner.fused is not None:
+            return _refuse_unforeseen
+        again = eager_gradients(self._module, captured, args, kwargs)
+
+        def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            if any(tangent is not None and i not in captured.tangents for i, tangent in enumerate(tangents)):
+                what, self.__dict__["_wanted"] = MORE, everything
+            else:
+                what, self.__dict__["_wanted"] = LESS, scalars
+            notice(f"{what} outputs")
+            return again(tangents)
+
+        return run
+
+
+def _weight(step: Step) -> int:
+    """What a step counts for: its nodes; more, if it holds room elsewhere."""
+    halves = step.halves.forward, step.halves.backward
+    nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
+    holds = step.tier is not None or step.home_slots is not None or step.replays is not None
+    return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
+
+
+def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    raise FusedError(
+        "a loss was made of outputs other than the scalar ones, from which alone backward updates: let the model "
+        "return its loss, give loss=, or compile without fuse_update"
+    )
+
+
+def _again(module: nn.Module, wishes: Wishes) -> CompiledModule:
+    return CompiledModule(Planner(module, wishes))

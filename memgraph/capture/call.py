@@ -1,0 +1,50 @@
+"""A module's call taken apart: the tensors that it reads, each with its role, and all that is left when they are gone.
+
+model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form in which `run` puts other tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..graph.captured import Input
+from ..tensors.pytree import Spec, flatten, tensors_of, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What runs, and the real tensors that it reads, in the order of the placeholders."""
+
+    module: nn.Module
+    leaves: list[Any]
+    spec: Spec
+    inputs: tuple[Input, ...]
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = flatten((args, kwargs))
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        given = tensors_of(leaves)
+        inputs = (
+            *(Input("parameter", name) for name in parameters),
+            *(Input("buffer", name) for name in buffers),
+            *(Input("input", index=i) for i in range(len(given))),
+        )
+        return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
+
+    def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """By name, what stands in the place of parameters and buffers; `values` has a tensor for each input."""
+        return {role.name: value for role, value in zip(self.inputs, values, strict=True) if role.kind != "input"}
+
+    def run(self, values: Sequence[Tensor]) -> Any:
+        """The result with other tensors in the place of the inputs; parameters and buffers are the module's own."""
+        pairs = zip(self.tensors, self.inputs, values, strict=True)
+        given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
+        leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        return self.module(*args, **kwargs)

@@ -1,0 +1,66 @@
+"""Tensors that a step reads though they are neither parameters, buffers nor arguments.
+
+torch.tensor([1., 2.]) in forward, or a tensor in a plain attribute    ->   a `get_attr` node with a real tensor
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from ..errors import CaptureError
+from ..graph.nodes import written_by
+from .restore_module import held
+
+
+def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
+    """Give each constant of a graph its fake tensor."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph, str(node.target))
+        if isinstance(constant, FakeTensor):
+            raise CaptureError(
+                f"a tensor {tuple(constant.shape)} was kept from an earlier trace: make it anew in forward"
+            )
+        if isinstance(constant, Tensor):
+            node.meta["val"] = mode.from_tensor(constant)
+
+
+def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
+    """Raise if backward reached tensors that are no inputs and whose gradient somebody may look at.
+
+    A tensor that forward makes and then gives `requires_grad_()`, as PEFT's and transformers'
+    `enable_input_require_grads` do, is gone with the step, and so would its gradient be: it needs none.
+    """
+    for tensor in trained:
+        if not isinstance(tensor, FakeTensor):
+            name = _name(tensor, module)
+            raise CaptureError(f"{name} requires a gradient but is no parameter of the module: register it as one")
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"forward makes a tensor of shape {tuple(tensor.shape)}, calls requires_grad_() on it and gives it a "
+                "hook, which no captured step would call: return the tensor, and hook the output of the module"
+            )
+
+
+def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
+    """A graph that only makes new values can't write to a constant."""
+    constants = {
+        node.meta["val"].untyped_storage()._cdata: getattr(graph, str(node.target))
+        for node in graph.graph.find_nodes(op="get_attr")
+        if "val" in node.meta
+    }
+    for node in graph.graph.nodes:
+        for written in written_by(node):
+            constant = constants.get(written.meta["val"].untyped_storage()._cdata)
+            if constant is not None:
+                raise CaptureError(
+                    f"forward changes {_name(constant, module)} in place, which is no buffer: register it as one"
+                )
+
+
+def _name(tensor: Tensor, module: nn.Module) -> str:
+    for path, child in module.named_modules():
+        for name, value in held(child):
+            if value is tensor:
+                return f"the tensor {'.'.join(filter(None, (path, name)))}"
+    return f"a tensor of shape {tuple(tensor.shape)}"

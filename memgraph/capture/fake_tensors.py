@@ -1,0 +1,87 @@
+"""Where a trace takes place: fake tensors in the place of real ones, and the modes of torch around them.
+
+No real tensor is read or written, and the random generators and autocast's cache are afterwards as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._C._autograd import _saved_tensors_hooks_set_tracing
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import CaptureError
+from ..graph.captured import Input
+from .chance import no_draws
+
+CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
+
+
+@contextmanager
+def surroundings(mode: FakeTensorMode) -> Iterator[None]:
+    """What must be on, and what must be off, while a step is traced."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(no_draws())
+        stack.callback(_forget_old_shapes)
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        stack.enter_context(mode)
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(preserve_node_meta())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(_without_saved_tensor_hooks())
+        # A submodule that the user compiled runs as it is.
+        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+        yield
+
+
+def _forget_old_shapes() -> None:
+    """Empty torch's cache of ops on fake tensors once it is full: with each new shape of a call it grows."""
+    if len(FakeTensorMode.cache) > CACHED:
+        FakeTensorMode.cache_clear()
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """The caller's hooks, those of a checkpoint around the call say, are for real tensors."""
+    before = _saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        _saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
+def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
+    """In an ordinary loop `loss.backward()` stands outside of autocast."""
+    with ExitStack() as stack:
+        for device in {"cpu", *(value.device.type for value in values)}:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
+    """A tensor without bytes, of the same strides: an expanded input stays expanded, for kernels look at strides."""
+    if is_lazy(tensor):
+        raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
+    if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+        kind = f"{tensor.layout} {type(tensor).__name__}"
+        raise CaptureError(f"{role.label} is a {kind}; only dense tensors of torch's own class are captured")
+    if tensor.is_conj() or tensor.is_neg():
+        raise CaptureError(f"{role.label} is lazily conjugated or negated: call .resolve_conj().resolve_neg() on it")
+    if role.kind == "buffer" and tensor.requires_grad:
+        raise CaptureError(f"{role.label} requires a gradient: make it a parameter")
+    with mode, torch.no_grad():
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,90 @@
+"""Inputs that forward may change in place, though they require a gradient: results of an op before the module.
+
+    h = before(x); model(h)       model begins with nn.ReLU(inplace=True): h is another tensor afterwards, for autograd
+                                  and in memory, and its old gradient is that of what `before` made
+
+While a call is traced, such an input has a node of autograd's behind it, as `h` has, but no op.  In a step, `rewrite`
+tells autograd that `h` is now what the step made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Entries:
+    """By their places, where the gradients of such inputs arrive: `edges` stay those of the inputs as they were."""
+
+    edges: Mapping[int, GradientEdge] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Sequence[Tensor], places: Sequence[int]) -> Entries:
+        """Give the traced inputs at these places a node of autograd's; no op is written down."""
+        for place in places:
+            seed = torch.zeros((), requires_grad=True)
+            _Entry.apply(values[place].requires_grad_(False), seed)  # type: ignore[no-untyped-call]
+        return cls({place: get_gradient_edge(values[place]) for place in places})
+
+    def seeds(self) -> list[int]:
+        """The ids of the leaves behind the nodes, of which nobody wants a gradient."""
+        behind = [node for edge in self.edges.values() for node, _ in edge.node.next_functions]
+        return [id(node.variable) for node in behind if node is not None]  # type: ignore[attr-defined]
+
+    def rewritten(self, values: Sequence[Tensor]) -> list[int]:
+        """The places of those that forward has changed in place, and not behind autograd's back."""
+        return [place for place, edge in self.edges.items() if values[place].grad_fn is not edge.node]
+
+
+def rewrite(outputs: list[Tensor], tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> list[Tensor]:
+    """The outputs of a step, with each input that it has changed in the place of its new value."""
+    for place, output in rewritten.items():
+        outputs[output] = _Rewritten.apply(tensors[place], outputs[output])  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def refuse_leaves(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> None:
+    """
+    Raises:
+        CaptureError: an input that forward changes in place is a leaf that requires a gradient, as in eager.
+    """
+    for place in rewritten:
+        if tensors[place].is_leaf and tensors[place].requires_grad:
+            raise CaptureError(
+                f"forward changes an input of shape {tuple(tensors[place].shape)} in place, which is a leaf that "
+                "requires a gradient: autograd refuses that in eager as well; clone it first"
+            )
+
+
+class _Entry(torch.autograd.Function):
+    """Nothing, as an op that works in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, seed: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Rewritten(torch.autograd.Function):
+    """What has been written to `tensor` is `value`: its gradient goes there, and none to what `tensor` was."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]

@@ -1,0 +1,163 @@
+"""What forward does to torch's generators, or to a tensor's `.data`, is done once, while it is traced: it is refused.
+
+    torch.manual_seed(0)                                a CaptureError, at the user's line
+    with torch.random.fork_rng(): ...                   the same
+    noise = torch.rand(4, generator=self.generator)     fine: the graph draws from it, in every step
+    y.data = y * 2                                      a CaptureError: no op is written down for it
+
+Torch's own code may do all of it: only who calls from elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import _compile, nn
+from torch._dynamo import eval_frame
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import CaptureError
+from ..system.frames import MEMGRAPH, TORCH
+
+STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
+SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
+# Who passes calls on.
+BETWEEN = (torch.random.__file__, torch.cuda.random.__file__, _compile.__file__, eval_frame.__file__, __file__)
+INSTEAD = (
+    "seed outside of the module, or draw from a torch.Generator that the module makes in __init__ and seeds nowhere "
+    "else"
+)
+TRACING = threading.local()  # whose `on` is there in the thread that traces
+DATA: Any = torch.Tensor.data
+
+
+@contextmanager
+def no_seeding(module: nn.Module) -> Iterator[None]:
+    """Raise where forward asks or sets the state of one of torch's generators, makes one, or sets a tensor's `.data`.
+
+    All generators are afterwards as they were.
+    """
+    default = torch.default_generator
+    with _disable_current_modes():
+        seed, state = default.initial_seed(), default.get_state()
+        own = [(name, generator, generator.get_state()) for name, generator in _generators(module)]
+    try:
+        with _guarded():
+            yield
+        with _disable_current_modes():
+            # Other threads may draw from it, but not forward, whose numbers are no real ones.
+            changed = ["torch.default_generator"] if default.initial_seed() != seed else []
+            changed += [name for name, generator, before in own if not torch.equal(generator.get_state(), before)]
+        if changed:
+            raise CaptureError(f"forward seeds {changed[0]}, which would be done once: {INSTEAD}")
+    finally:
+        with _disable_current_modes():
+            if default.initial_seed() != seed:
+                default.set_state(state)
+            for _, generator, before in own:
+                generator.set_state(before)
+
+
+def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
+    for path, part in module.named_modules():
+        for name, held in vars(part).items():
+            if isinstance(held, torch.Generator):
+                yield ".".join(filter(None, (path, name))), held
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    with ExitStack() as stack:
+        TRACING.on = True
+        stack.callback(vars(TRACING).clear)
+        stack.enter_context(mock.patch.object(torch.random, "default_generator", _Guard(torch.default_generator)))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Refused))
+        for device in (torch.cuda, torch.cuda.random):
+            for name in (*STATES, *SEEDS):
+                guarded = _refusing(f"torch.cuda.{name}", getattr(device, name))
+                stack.enter_context(mock.patch.object(device, name, guarded))
+        stack.enter_context(mock.patch.object(FakeTensor, "data", property(DATA.__get__, _set_data), create=True))
+        yield
+
+
+def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if (found := _asker()) is not None:
+            place, called = found
+            _refuse(called or name, place)
+        return run(*args, **kwargs)
+
+    return refuse
+
+
+class _Guard:
+    """In the place of the default generator, for the functions of torch.random."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return _refusing(f"torch's default generator ({name})", getattr(self._generator, name))
+
+
+class _Made(type(torch.Generator)):  # type: ignore[misc]
+    """Has a class that makes nothing for the user, and that all generators are instances of."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _refusing("a torch.Generator that it makes", torch._C.Generator)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _Refused(torch._C.Generator, metaclass=_Made):
+    """In the place of torch.Generator."""
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    if (found := _asker()) is not None:
+        place, _ = found
+        raise CaptureError(
+            f"forward sets .data of a tensor at {place}, for which no op is written down: "
+            "compute another tensor, or change this one in place (under torch.no_grad(), if need be)"
+        )
+    DATA.__set__(tensor, value)
+
+
+def _refuse(what: str, place: str) -> NoReturn:
+    raise CaptureError(
+        f"forward asks or seeds {what} at {place}, which would be done once, while it is captured: {INSTEAD}"
+    )
+
+
+def _asker() -> tuple[str, str] | None:
+    """Return the line that asks and the function of torch's that it calls, if that is known; None if the line is
+    torch's or memgraph's own, or of another thread than that which traces."""
+    if not hasattr(TRACING, "on"):
+        return None
+    frame, called = sys._getframe(1), ""
+    while frame is not None and _passes_on(frame.f_code):
+        called = _public_name(frame.f_code) or called
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_code.co_filename.startswith((TORCH, MEMGRAPH)):
+        return None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}", called
+
+
+def _public_name(code: CodeType) -> str:
+    """Return the name by which a user calls one of torch's functions for generators; empty for other code."""
+    name, own = code.co_name, "torch" if hasattr(torch, code.co_name) else "torch.random"
+    package = {torch.random.__file__: own, torch.cuda.random.__file__: "torch.cuda"}.get(code.co_filename)
+    return f"{package}.{name}" if package and name in (*STATES, *SEEDS, "fork_rng") else ""
+
+
+def _passes_on(code: CodeType) -> bool:
+    return code.co_filename in BETWEEN or code.co_filename.endswith("contextlib.py")

@@ -1,0 +1,61 @@
+"""Let backward add each gradient to the one that is there as soon as it is made.
+
+g = mm(x, d)                        g = mm(x, d)
+...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes go here
+return g                            ...
+                                    return w_grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import fx
+
+from .captured import Captured
+from .nodes import is_lazy, returned
+from .ops import accumulate
+
+
+def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
+    """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`; and to
+    this rank's part of what ranks have summed."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.output(graph.graph_copy(captured.graph.graph, copies))
+    output.meta = dict(captured.graph.graph.output_node().meta)
+    inputs, handed = graph.find_nodes(op="placeholder"), returned(graph)
+    owners = {role.name: node for role, node in zip(captured.inputs, inputs, strict=True) if role.kind == "parameter"}
+    last_input = inputs[-1]
+    for place, role in enumerate(captured.outputs):
+        if role.kind not in ("gradient", "shard"):
+            continue
+        with graph.inserting_after(last_input):
+            last_input = _gradient_input(graph, owners[role.name] if role.kind == "gradient" else handed[place])
+        if role.kind == "shard" or role.name not in watched:
+            with graph.inserting_after(handed[place]):
+                handed[place] = _accumulate(graph, last_input, handed[place])
+    output.args = (tuple(handed),)
+    return graph
+
+
+def mark_watched(captured: Captured, watched: Container[str]) -> None:
+    """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere; nor can
+    those that are yet to be conjugated or negated, of which a copy would have to be made for it."""
+    output = captured.graph.graph.output_node()
+    output.meta["kinds"] = tuple(
+        "watched" if role.kind == "gradient" and (role.name in watched or is_lazy(node)) else kind
+        for role, kind, node in zip(captured.outputs, output.meta["kinds"], returned(captured.graph.graph), strict=True)
+    )
+
+
+def _gradient_input(graph: fx.Graph, owner: fx.Node) -> fx.Node:
+    """An input for the gradient that is there, which looks like the parameter, or the part of a sum, whose it is."""
+    node = graph.placeholder(f"{owner.name}_grad")
+    node.meta = {"kind": "gradient", "val": owner.meta["val"].detach().clone(), "where": owner.meta.get("where", "")}
+    return node
+
+
+def _accumulate(graph: fx.Graph, gradient: fx.Node, new: fx.Node) -> fx.Node:
+    node = graph.call_function(accumulate, (gradient, new))
+    node.meta = {"phase": "backward", "val": gradient.meta["val"], "where": new.meta.get("where", "")}
+    return node

@@ -1,0 +1,75 @@
+"""Let backward update each parameter itself.
+
+dx = mm(dy, w)                          dx = mm(dy, w)
+dw = mm(x_t, dy)              ->        dw = mm(x_t, dy)
+...                                     ...
+return dw                               w_update = update(w, dw)    # in place
+
+Where the update stands is the text's affair: see `passes/updates.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+
+from torch import Tensor, fx, nn, optim
+
+from ..errors import FusedError
+from ..tensors.aliasing import shared_memory
+from .captured import Captured
+from .nodes import returned
+from .ops import update
+
+
+def updating(captured: Captured, module: nn.Module, optimizer: optim.Optimizer) -> tuple[Captured, dict[str, Tensor]]:
+    """The step that updates what this optimizer has of the module, and the parameters by the names of the ops that do.
+
+    Raises:
+        FusedError: one of them shares memory, so backward would read what is updated; or see `fusing`.
+    """
+    named = dict(module.named_parameters())
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
+    updated = update_nodes(captured.graph.graph)
+    if shared := shared_memory(module, optimizer, updated.values()):
+        raise FusedError(f"{shared}, or compile without fuse_update")
+    return captured, {op: named[name] for op, name in updated.items()}
+
+
+def fusing(captured: Captured, names: Container[str]) -> Captured:
+    """The step that updates the parameters of these names itself, and does not hand out their gradients.
+
+    The graph is changed in place.
+
+    Raises:
+        FusedError: backward would begin where nobody can say whether gradients are scaled.
+    """
+    graph = captured.graph.graph
+    output, handed = graph.output_node(), returned(graph)
+    if not captured.tangents or any(handed[i].meta["val"].numel() != 1 for i in captured.tangents):
+        raise FusedError(
+            "fuse_update=True wants the loss in the step, and the model returns no scalar that can be "
+            "differentiated: give loss=, or a module that returns its loss"
+        )
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
+    parameters = {role.name: node for node, role in inputs if role.kind == "parameter"}
+    roles = {i: role for i, role in enumerate(captured.outputs) if role.kind == "gradient" and role.name in names}
+    with graph.inserting_before(output):
+        for i, role in roles.items():
+            _insert(graph, parameters[role.name], handed[i], role.name)
+    rest = [i for i in range(len(handed)) if i not in roles]
+    output.args = (tuple(handed[i] for i in rest),)
+    output.meta["kinds"] = tuple(output.meta["kinds"][i] for i in rest)
+    updates = tuple(role.name for role in roles.values())
+    return replace(captured, outputs=tuple(captured.outputs[i] for i in rest), updates=updates)
+
+
+def update_nodes(graph: fx.Graph) -> dict[str, str]:
+    """The name of the parameter that each node updates, by the node's name, in the graph's order."""
+    return {str(node.name): str(node.args[2]) for node in graph.nodes if node.target is update}
+
+
+def _insert(graph: fx.Graph, parameter: fx.Node, gradient: fx.Node, name: str) -> None:
+    node = graph.create_node("call_function", update, (parameter, gradient, name), name=f"{parameter.name}_update")
+    node.meta = {"phase": "update", "val": None, "where": parameter.meta.get("where", "")}

@@ -1,0 +1,160 @@
+"""A joint fx graph -> the trace that `passes` plan on.
+
+    %mm : call_function[aten.mm.default](%x, %w)  ->  mm = aten.mm.default(x, w)  # f32[8, 16] | makes mm:512 | 3 us
+
+One line a node; storages are found on the fake tensors, so views show as values that hold what others made.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import Op, Storage, Trace
+from passes.ir.wire import WORKSPACE
+
+from ..system.device import block_nbytes
+from .inductor import Segment
+from .nodes import changed_storages, is_random, returned, storages, tensors, written_by
+from .ops import accumulate, state_nbytes, update
+
+SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+# Batch norm in training reads the running statistics only to update them: running it again gives the same output.
+PURE_AGAIN = (torch.ops.aten._native_batch_norm_legit_functional.default,)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What running an op takes: microseconds, and bytes that it allocates and frees meanwhile."""
+
+    us: float = 0.0
+    workspace: int = 0
+
+
+FAR = "far"  # in the meta of an input whose bytes live in the far tier
+DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
+OPS = torch.ops.memgraph
+# Of memory ops, which are not run to know.
+WORKSPACES: dict[Any, int] = {OPS.narrow.default: WORKSPACE, OPS.reduced.default: DIVISOR}
+Price = Callable[[fx.Node], Cost]
+
+
+def free_of_charge(node: fx.Node) -> Cost:
+    """Every op costs nothing."""
+    return Cost()
+
+
+def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
+    """The trace of a joint graph, whose placeholders bear `meta["kind"]` and whose output bears `meta["kinds"]`."""
+    mutated = _mutated(graph)
+    names: dict[int, str] = {}
+    ops: list[Op] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            values = zip(node.meta["kinds"], returned(graph), strict=True)
+            return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
+        ops.append(_summarize_node(node, names, price, mutated))
+    raise ValueError("the graph has no output node")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the op draws random numbers.  Attention with dropout_p=0 draws none, though torch 2.13 tags it so."""
+    if not is_random(node) or has_own_generator(node):
+        return False
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            return bool(value != 0.0)
+    return "scaled_dot_product" not in str(node.target) or bool(node.kwargs.get("dropout_p", 0.0) != 0.0)
+
+
+def has_own_generator(node: fx.Node) -> bool:
+    """Whether it draws from a generator of the module's own, which changes with it as a buffer does."""
+    return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
+
+
+def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated: set[fx.Node]) -> Op:
+    values = tensors(node)
+    makes, holds = [], []
+    for i, value in enumerate(values):
+        storage = value.untyped_storage()
+        if storage._cdata not in names:
+            names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
+            # Of its first result's device: attention's seeds lie on the host, unless a CUDA graph is recorded.
+            nbytes = 0 if FAR in node.meta else block_nbytes(storage.nbytes(), values[0].device)
+            makes.append(Storage(names[storage._cdata], nbytes))
+        holds.append(names[storage._cdata])
+    cost = price(node) if node.op == "call_function" else Cost()
+    if node.target in WORKSPACES:
+        cost = Cost(workspace=WORKSPACES[node.target])
+    drawn = state_nbytes(values[0].device) if node.op == "call_function" and draws(node) else 0
+    return Op(
+        name=node.name,
+        fn=_fn(node),
+        reads=tuple(read.name for read in node.all_input_nodes),
+        makes=tuple(makes),
+        holds=tuple(dict.fromkeys(holds)),
+        phase=node.meta.get("phase", "forward"),
+        us=cost.us,
+        workspace=block_nbytes(cost.workspace, values[0].device) if values else cost.workspace,
+        draws=drawn,
+        once=_once(node, mutated),
+        far=FAR in node.meta,
+        again=node.meta.get("again", ""),
+        part=node.meta.get("part", 0),
+        slice=node.meta.get("slice", 0),
+        type=", ".join(map(_type, values)),
+        where=node.meta.get("where", ""),
+    )
+
+
+def _fn(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta["kind"])
+    if node.op == "get_attr":
+        return "buffer"
+    if node.target is operator.getitem:
+        return "getitem"
+    if isinstance(node.target, Segment):
+        return "memgraph.segment"
+    own = next((op for op in (accumulate, update) if node.target is op), None)
+    return str(node.target) if own is None else f"memgraph.{own.__name__}"
+
+
+def _type(value: Tensor) -> str:
+    return f"{SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
+
+
+def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
+    """An op that changes what it reads, or reads what the step will have changed, may not run again in backward."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if has_own_generator(node):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_by(node))
+    changes = changes or (schema is not None and schema.is_mutable)
+    return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
+
+
+def _mutated(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that the step writes to, and the views of them."""
+    written = changed_storages(graph)
+    return {node for node in graph.nodes if not written.isdisjoint(storages(node))}

@@ -1,0 +1,123 @@
+"""What a captured graph depends on: the key under which it may be used again.
+
+    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, what forward may read of the module, ..., modes)
+
+In the key are the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor; the
+attributes and the hooks of every submodule; and the modes of torch that change which kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from ..tensors.layout import has_storage
+from .module_attributes import Attributes
+
+GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
+PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+
+
+def signature(
+    module: nn.Module,
+    owned: Sequence[Tensor],
+    spec: Hashable,
+    leaves: Sequence[object],
+    attributes: Attributes | None = None,
+) -> Hashable:
+    """The guard key of a call; equal keys may share a graph.  What is no tensor is in it by type and value.
+
+    `owned` are the module's parameters and buffers; `attributes` are its own, from the call before.
+    """
+    return (
+        spec,
+        _given(leaves),
+        tuple(map(_tensor, owned)),
+        tuple(map(has_hooks, owned)),
+        (attributes or Attributes(module)).key,
+        in_process_group(),
+        _modes(),
+    )
+
+
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether gradients are there already, to which backward will add."""
+    return any(parameter.grad is not None for parameter in parameters)
+
+
+def watched(module: nn.Module) -> set[str]:
+    """The names of the parameters whose gradient somebody is told of, so that autograd itself has to accumulate it."""
+    return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
+
+
+def read_later(module: nn.Module) -> set[str]:
+    """The names of the parameters whose gradient somebody may read from `.grad` before the optimizer does, so that it
+    stays on the device."""
+    return {name for name, _ in module.named_parameters()} if in_process_group() else watched(module)
+
+
+def kernel_modes() -> Hashable:
+    """The settings of torch by which it chooses kernels, whatever it computes."""
+    backends, cuda = torch.backends, torch.backends.cuda
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_nnpack_enabled(),
+        tuple(torch._C._get_fp32_precision_getter(*place) for place in PRECISIONS),
+        (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
+        tuple(torch._C._get_sdp_priority_order()),
+        backends.cudnn.enabled and (backends.cudnn.benchmark, backends.cudnn.deterministic),
+        backends.mha.get_fastpath_enabled(),
+    )
+
+
+def in_process_group() -> bool:
+    """Whether a data-parallel wrapper may be told that gradients are there: its hooks on the accumulation can't be
+    seen."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of the parameter itself want its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _given(leaves: Sequence[object]) -> Hashable:
+    """Of each leaf what counts; of a tensor that is given once more, or lies in another's memory, which one that is."""
+    first: dict[tuple[str, int], int] = {}
+    found: list[Hashable] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            found.append(_constant(leaf))
+            continue
+        same = first.setdefault(("tensor", id(leaf)), place)
+        near = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if has_storage(leaf) else place
+        found.append((same, near, *_tensor(leaf)))
+    return tuple(found)
+
+
+def _constant(leaf: object) -> Hashable:
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex | slice) else leaf  # 0.0 == -0.0
+
+
+def _tensor(tensor: Tensor) -> tuple[Hashable, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _modes() -> Hashable:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (
+        tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        tuple(id(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()),
+        kernel_modes(),
+    )

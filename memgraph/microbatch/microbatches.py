@@ -1,0 +1,172 @@
+"""A module that takes its batch in parts, and joins what they return.
+
+    y = model(x)      ->   x_0, x_1 = x.tensor_split(2);   y = cat([model(x_0), model(x_1)])
+    l = model(x, t)   ->   l = model(x_0, t_0) * (n_0 / n) + model(x_1, t_1) * (n_1 / n)      # reduction="mean"
+
+Cut are the tensors with as many rows as the first one has, as `torch.distributed.pipelining` cuts them; whatever else
+is given, each part is given whole.  A part uses parameters under names of its own, so that autograd first sums what the
+part says of a parameter, and then the parts.  The last part runs first: autograd begins with what ran last, and so the
+sums are those of a loop over the parts that calls `backward` in each.
+
+A mean is one over rows; but a cross entropy that is returned as it is counts its targets, as it does for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.restore_module import Untouched
+from ..errors import CaptureError
+from ..graph.provenance import part_running
+from ..guards.attribute_snapshot import Contents
+from ..guards.module_proxy import Shared
+from ..tensors.pytree import Spec, flatten, unflatten
+from .targets import Targets
+
+INSTEAD = "use microbatches=1"
+
+
+class MicroBatches(Shared):
+    """`module`, run on at most `count` parts of its batch.
+
+    `reduction` says what a scalar that it returns is of those of the parts: their sum, or their mean by rows.
+    """
+
+    def __init__(self, module: nn.Module, count: int, reduction: str | None = None) -> None:
+        super().__init__(module)
+        self.__dict__ |= {"_count": count, "_reduction": reduction}
+
+    def __reduce__(self) -> Any:
+        return MicroBatches, (self._module, self._count, self._reduction)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        rows = parts_of(leaves, self._count)
+        if len(rows) == 1:
+            return self._module(*args, **kwargs)
+        cut = _cut(leaves, len(rows))
+        parts = [self._run(i + 1, unflatten(cut[i], spec), rows[i]) for i in reversed(range(len(rows)))]
+        return _joined(parts[::-1], self._reduction)
+
+    def _run(self, number: int, call: Any, rows: int) -> Part:
+        named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
+        known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
+        before = Untouched(self._module, list(self._module.parameters()))
+        with part_running(number), Targets() as targets:
+            result = torch.func.functional_call(self._module, named, *call)
+            before.refuse_leaks(known)
+        # Recurrent layers keep a list of their weights, which would go on holding the aliases.
+        if before.before.changed(Contents(self._module, list(named.values()))) is None:
+            before.restore()
+        return Part.of(result, rows, targets)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the module returned for one part of the batch."""
+
+    leaves: tuple[Any, ...]
+    counts: tuple[Tensor | None, ...]  # of targets, for leaves that are a mean over them
+    spec: Spec
+    rows: int
+
+    @classmethod
+    def of(cls, result: Any, rows: int, targets: Targets) -> Part:
+        leaves, spec = flatten(result)
+        return cls(tuple(leaves), tuple(map(targets.of, leaves)), spec, rows)
+
+
+def parts_of(leaves: Sequence[Any], count: int) -> tuple[int, ...]:
+    """The rows of each part of a call with these arguments; no part is empty, unless the whole batch is."""
+    rows = rows_of(leaves)
+    count = max(1, min(count, rows))
+    return tuple(rows // count + (i < rows % count) for i in range(count))
+
+
+def rows_of(leaves: Sequence[Any]) -> int:
+    """The rows of a batch: those of the first tensor that has any dimension.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise CaptureError("microbatches cuts the batch along dimension 0, and no argument is a tensor that has one")
+
+
+def is_cut(leaf: Any, rows: int) -> bool:
+    """Whether an argument of a call with a batch of so many rows is cut with it."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def _cut(leaves: Sequence[Any], count: int) -> list[list[Any]]:
+    """The arguments of each part."""
+    rows = rows_of(leaves)
+    columns = [leaf.tensor_split(count) if is_cut(leaf, rows) else (leaf,) * count for leaf in leaves]
+    return [list(part) for part in zip(*columns, strict=True)]
+
+
+def _joined(parts: Sequence[Part], reduction: str | None) -> Any:
+    """What the module returns for the whole batch."""
+    spec = parts[0].spec
+    if any(part.spec != spec for part in parts):
+        raise CaptureError(f"the module returns results of other forms for other numbers of rows: {INSTEAD}")
+    return unflatten([_joined_leaf(parts, place, reduction) for place in range(len(parts[0].leaves))], spec)
+
+
+def _joined_leaf(parts: Sequence[Part], place: int, reduction: str | None) -> Any:
+    first, *others = column = [part.leaves[place] for part in parts]
+    if not isinstance(first, Tensor):
+        if any(type(leaf) is not type(first) or leaf != first for leaf in others):
+            raise CaptureError(f"the module returns {first!r} for one part of the batch, and another value for others")
+        return first
+    if all(is_cut(leaf, part.rows) for leaf, part in zip(column, parts, strict=True)):
+        return torch.cat(column)
+    if any(leaf.dim() for leaf in column):
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in column)
+        raise CaptureError(
+            f"the module returns tensors of shapes {shapes} for parts of {', '.join(str(part.rows) for part in parts)} "
+            f"rows, which are no rows of a whole: return a row for each row of the batch, or scalars, or {INSTEAD}"
+        )
+    return _reduced(column, parts, [part.counts[place] for part in parts], reduction)
+
+
+def _reduced(
+    scalars: Sequence[Tensor], parts: Sequence[Part], counts: Sequence[Tensor | None], reduction: str | None
+) -> Tensor:
+    if reduction is None:
+        raise CaptureError(
+            "the module returns a scalar, and microbatches must know how it comes from those of the parts: give "
+            'reduction="mean" if it is a mean over the rows of the batch, "sum" if it is a sum; or return the outputs, '
+            "and compute the loss from them all (loss=, or outside)"
+        )
+    if reduction == "mean":
+        counted = [count for count in counts if count is not None]
+        if len(counted) == len(parts):
+            total = _sum(counted)
+            # In float64, for integers divided give float32, whatever the scalars are.
+            scalars = [
+                or_zero(one, n) * (n.double() / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)
+            ]
+        else:
+            rows = sum(part.rows for part in parts)
+            scalars = [one * (part.rows / rows) for one, part in zip(scalars, parts, strict=True)]
+    return _sum(scalars)
+
+
+def or_zero(mean: Tensor, count: Tensor) -> Tensor:
+    """A mean over so many targets, but 0 of none of them."""
+    return torch.where(count > 0, mean, torch.zeros_like(mean))
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

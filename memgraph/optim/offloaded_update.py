@@ -1,0 +1,194 @@
+"""The update of an optimizer for whose parameters the far tier is home, or for their gradients or states.
+
+update = FarUpdate(optimizer, where=folder)
+update.nbytes(trained)                   what it takes on the device, in windows
+FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
+
+How large a window is depends on what is trained and not on the budget, so that the smallest budget for which there is
+a plan is the same whatever was asked for. Windows are as large as the step that ran last was planned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from passes import Trace
+
+from ..errors import UpdateError
+from ..storage.async_copy import Moved
+from ..storage.mapped_storage import Where
+from ..storage.pinned_storage import Host
+from .elementwise import obstacle_to_windows
+from .host_step import reserve
+from .optimizer_profiler import states_nbytes
+from .state_parts import Owner, StatePart, is_large
+from .stepping import stepping
+from .streamed_update import Relay
+from .update_cost import STATE
+from .window_memory import Far, WindowBytes, window_bytes
+from .windowed_optimizer import Windowed
+
+SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
+ON_GPU = 128 << 20  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
+SHARE = 64  # of what is trained is one
+
+
+class FarUpdate:
+    """The update of an optimizer, or of none: then it is the caller's own affair.  `fused`: updates run in backward,
+    where somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None, hosts: bool = False
+    ) -> None:
+        self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
+        self.windowed: Windowed | None = None
+        self.relayed: Moved = {}  # the copies of the latest updates in backward
+        self.far_states: set[Owner] = set()
+        self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
+        self.reserved = 0  # bytes of a window there
+        self.planned: int | None = None  # bytes of a window in the latest step for which something is far
+
+    @property
+    def window(self) -> int:
+        """Bytes of a window, for who plans an update of what is trained now."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        largest = ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
+        return min(largest, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
+
+    @property
+    def current(self) -> int:
+        """Bytes of a window, for who updates: what was frozen or thawed since the plan changes nothing."""
+        return self.window if self.planned is None else self.planned
+
+    @property
+    def moved(self) -> Moved:
+        """The copies of the latest update in windows, or of the latest backward that has updated."""
+        return self.relayed if self.windowed is None else self.windowed.moved
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether any of the state may live far."""
+        return self.obstacle is None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why nothing of the state can live far with this optimizer, and what to do."""
+        if self.optimizer is None:
+            return None
+        return obstacle_to_windows(self.optimizer, lambda parameter: parameter.requires_grad)
+
+    def nbytes(self, trained: Collection[Tensor]) -> int:
+        """What an update allocates at most, whatever lives far."""
+        return max((taken.total for taken in self._taken(trained)), default=0)
+
+    def between(self, trained: Collection[Tensor]) -> int:
+        """What is there at most between two updates in backward, of which both move their windows meanwhile."""
+        return max((taken.between for taken in self._taken(trained)), default=0) if self.fused else 0
+
+    def _taken(self, trained: Collection[Tensor]) -> Sequence[WindowBytes]:
+        """What the next update takes, and any later one, if all that is large lives far."""
+        if self.optimizer is None:
+            return ()
+        return window_bytes(self.optimizer, self.window, Far(is_large, is_large, is_large), trained, self.fused)
+
+    def refuse_at_home(self, there: int, budget: float) -> None:
+        """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
+        `there`: the bytes of parameters and buffers.
+
+        Raises:
+            UpdateError: its update can't be planned, or all that has to stay is more than the budget.
+        """
+        if self.optimizer is None or (obstacle := self.obstacle) is None:
+            return
+        needed = there + states_nbytes(self.optimizer)
+        if needed > budget:
+            raise UpdateError(
+                f"{obstacle}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
+            )
+
+    def stepping(self, parts: Sequence[StatePart]) -> float:
+        """Bytes of states that the host steps on per microsecond; 0.0 if it may not, or is the device itself."""
+        if not self.hosts or self.optimizer is None or not isinstance(self.where, Host):
+            return 0.0
+        return stepping(self.optimizer, parts, self.window)
+
+    def begin(self) -> None:
+        """Let the optimizer step in windows."""
+        if self.windowed is not None:
+            self.windowed.nbytes = self.current
+        elif self.optimizer is not None and not self.fused:
+            far, hosted = self.far_states.__contains__, self.hosted.__contains__
+            self.windowed = Windowed(self.optimizer, self.current, far, self.where, hosted)
+
+    def host(self, parameters: Collection[Owner]) -> None:
+        """Step on these on the host from now on.
+
+        Raises:
+            PinnedError: it has no room for two windows.
+        """
+        if parameters and self.reserved < self.current and isinstance(self.where, Host):
+            reserve(self.where, self.current, self)
+            self.reserved = self.current
+        self.hosted.update(parameters)
+
+    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Relay:
+        """Updates in windows for gradients that come one after the other, in this order."""
+        relay = Relay(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
+        self.relayed = relay.moved
+        return relay
+
+    def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
+        """The states of these parameters, as far as there are any."""
+        states = self.optimizer.state if self.optimizer is not None else {}
+        return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
+
+
+@dataclass(frozen=True, eq=False)
+class FarStates:
+    """Whose states one step has far, which of them are stepped there, and the update that does so."""
+
+    update: FarUpdate
+    owners: tuple[Owner, ...] = ()
+    hosted: tuple[Owner, ...] = ()
+    window: int | None = None  # bytes of one, as it was planned
+
+    @classmethod
+    def of(cls, update: FarUpdate, trace: Trace, parts: Sequence[StatePart]) -> FarStates:
+        """What a planned step says of `parts` of the states."""
+        states = [
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+        ]
+        far = tuple(owner for _, part in states for owner in part.owners)
+        hosted = tuple(owner for op, part in states if op.hosted for owner in part.owners)
+        return cls(update, far, hosted, update.window)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the update makes new states where they belong."""
+        update = self.update
+        known = update.far_states.issuperset(self.owners) and update.hosted.issuperset(self.hosted)
+        return known and update.planned == self.window
+
+    def begin(self) -> list[dict[str, object]]:
+        """Let the update run in windows, and have new states made where they belong; the states that are there."""
+        self.update.planned = self.window
+        self.update.begin()
+        self.update.far_states.update(self.owners)
+        self.update.host(self.hosted)
+        return self.there()
+
+    def there(self) -> list[dict[str, object]]:
+        """The states, as far as there are any."""
+        return self.update.states(self.owners)
+
+    def end(self, kept: Collection[Owner]) -> list[dict[str, object]]:
+        """New states are made on the device, but for those of `kept`; the states that are there and belong there."""
+        gone = set(self.owners) - set(kept)
+        self.update.far_states.difference_update(gone)
+        self.update.hosted.difference_update(self.hosted)  # a plan that takes this one's place says so anew
+        return self.update.states(gone)

@@ -1,0 +1,140 @@
+"""Cut what an update reads and writes into windows of few bytes.
+
+    w  f32[1000000], with its gradient and two states        ->   w[0:262144]            window 0
+    b  f32[1000], with as much                                    w[262144:524288]       window 1
+    windows of 4 MiB                                              ...
+                                                                  w[786432:1000000], b   window 3
+
+A piece is a range of a parameter's elements in the order in which they lie in memory. It begins a page of every tensor
+that it is cut from, so that it can be moved past the page cache.
+
+Where a piece ends can be seen in the last bit of a low-precision result: kernels take whole vectors of elements, and
+the rest one by one, which rounds otherwise. So a parameter in low precision is left whole where it fits a window. Where
+it does not, its pieces are whole vectors, and so short that threads do not divide them: they give what a single thread
+gives on the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..storage.spill_file import PAGE
+
+SERIAL = 16384  # elements; threads do not divide fewer than 32768
+LINE = 64  # bytes to which each tensor in a window is aligned
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter in an update: how many elements, and the bytes of each in its tensors.
+
+    Those in `moved` get room in the window; those in `resident` are used where they are, and those in `fresh` are made
+    by the update.
+    """
+
+    count: int
+    moved: tuple[int, ...]
+    resident: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
+    exact: bool = True  # results do not depend on where it is cut
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` elements in all tensors."""
+        return count * sum(self.moved + self.resident + self.fresh)
+
+    def room(self, count: int) -> int:
+        """Bytes that `count` elements take in the window."""
+        return sum(aligned(count * itemsize) for itemsize in self.moved)
+
+    @property
+    def quantum(self) -> int:
+        """Elements of the shortest piece."""
+        return PAGE // min(self.moved + self.resident + self.fresh)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements from `begin` to `end` of the parameter in a row."""
+
+    row: int
+    begin: int
+    end: int
+    whole: bool
+
+    @property
+    def count(self) -> int:
+        return self.end - self.begin
+
+
+Window = tuple[Piece, ...]
+
+
+def cut(rows: Sequence[Row], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
+    """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
+    With `apart` none holds pieces of two rows.
+
+    Raises:
+        ValueError: the shortest piece of some parameter is larger than that.
+    """
+    windows: list[list[Piece]] = [[]]
+    room = nbytes
+    for i, row in enumerate(rows, first):
+        _refuse_coarse(row, nbytes)
+        begin, done = 0, False
+        while not done:
+            count = None if apart and not begin and windows[-1] else _fits(row, begin, room, nbytes)
+            if count is None:
+                windows.append([])
+                room = nbytes
+                continue
+            windows[-1].append(Piece(i, begin, begin + count, count == row.count))
+            room -= row.nbytes(count)
+            begin += count
+            done = begin == row.count
+    return [tuple(window) for window in windows if window]
+
+
+def _refuse_coarse(row: Row, nbytes: int) -> None:
+    """
+    Raises:
+        ValueError: an empty window does not hold a piece of it.
+    """
+    if _fits(row, 0, nbytes, nbytes) is None:
+        least = row.nbytes(min(row.count, row.quantum))
+        raise ValueError(f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least")
+
+
+def _fits(row: Row, begin: int, room: int, nbytes: int) -> int | None:
+    """How many elements from `begin` on go into the room that a window of `nbytes` still has."""
+    rest = row.count - begin
+    limit = rest if row.exact else SERIAL
+    if not row.exact and begin == 0 and row.nbytes(rest) <= nbytes:
+        return rest if row.nbytes(rest) <= room else None  # it will fit the next window whole
+    if rest <= limit and row.nbytes(rest) <= room:
+        return rest
+    pieces = min(room // row.nbytes(row.quantum), limit // row.quantum)
+    return pieces * row.quantum or None
+
+
+def boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
+    """Views that together are the elements from `begin` to `end` of a tensor of any strides, row by row."""
+    if begin == end:
+        return []
+    if tensor.dim() <= 1:
+        return [tensor.reshape(-1)[begin:end]]
+    inner = tensor[0].numel()
+    first, last = -(-begin // inner), end // inner
+    if first > last:  # within one row
+        return boxes(tensor[last], begin - last * inner, end - last * inner)
+    found = boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
+    if first < last:
+        found.append(tensor[first:last])
+    return found + (boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes, rounded up to whole lines."""
+    return -(-nbytes // LINE) * LINE

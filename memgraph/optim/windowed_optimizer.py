@@ -1,0 +1,122 @@
+"""Put a step in windows on an optimizer.
+
+    windowed = Windowed(optimizer, nbytes, far_states, where)
+    optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
+
+Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
+what is pickled of it, have the plain step.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from ..storage.async_copy import Moved
+from ..storage.mapped_storage import Where, place_of
+from ..storage.spill_file import SpillError
+from .elementwise import by_elements, in_place_of_step, refuse, unhooked
+from .update_operands import Whose, nobody
+from .windowed_update import Update
+
+
+class Windowed:
+    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk, and `hosted` which
+    are stepped on the host."""
+
+    def __init__(
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, hosted: Whose = nobody
+    ) -> None:
+        self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
+        self.optimizer = optimizer
+        self.pending: Update | None = None
+        self.moved: Moved = {}  # the copies of the latest update
+        self.plain = optimizer.step
+        optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """What `optimizer.step` does now.
+
+        Raises:
+            SpillError: the disk failed. The next call goes on with the same update.
+            UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
+        """
+        optimizer = self.optimizer
+        if not by_elements(type(optimizer)) and not self._far():
+            return self.plain(*args, **kwargs)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        if self.pending is not None and self._goes_on(self.pending):
+            return self._resume(self.pending, args, kwargs)
+        if self._far():
+            refuse(optimizer)
+        return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
+
+    def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._far():
+            refuse(optimizer)  # again, for the gradients that the closure made
+            with torch.inference_mode(False), torch.no_grad():
+                self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
+                self.moved = self.pending.moved
+                self._run(self.pending)
+        else:
+            unhooked(type(optimizer))(optimizer)
+        return loss
+
+    def _resume(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on with an update whose first hooks and closure have run."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._run(update)
+        for hook in chain(self.optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+            hook(self.optimizer, args, kwargs)
+        return update.loss
+
+    def _run(self, update: Update) -> None:
+        try:
+            update.run()
+        except SpillError as error:
+            raise SpillError(f"{error}; {_left(update)}") from error
+        except BaseException as error:
+            if isinstance(error, Exception) and not update.begun:  # the optimizer itself refuses what it was given
+                self.pending = None
+            else:  # Ctrl-C
+                error.add_note(_left(update))
+            raise
+        finally:
+            if update.done:
+                self.pending = None
+
+    def _goes_on(self, update: Update) -> bool:
+        """Whether this update is still to be finished; no, if the state was loaded anew."""
+        changed = update.changed()
+        if changed == "gradient" and update.begun:
+            done = f"{update.finished} of {len(update.windows)} windows of the last update are done"
+            message = f"{done}, and the gradients that the others want have been changed"
+            raise SpillError(f"{message}; load an earlier state into model and optimizer")
+        if changed is not None:
+            self.pending = None
+        return changed is None
+
+    def _far(self) -> bool:
+        """Whether anything that the step needs is on disk, or belongs there."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return any(self.far_states(parameter) or any(map(place_of, self._tensors(parameter))) for parameter in trained)
+
+    def _tensors(self, parameter: Tensor) -> list[Tensor]:
+        held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
+        return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+def _left(update: Update) -> str:
+    """What an update that has ended early still has to do, and how."""
+    if update.done:
+        return "this update is done"
+    done = f"{update.finished} of {len(update.windows)} windows of this update are done"
+    return f"{done}: call step() again, which does the others, or load an earlier state into model and optimizer"

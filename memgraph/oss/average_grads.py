@@ -1,0 +1,117 @@
+"""The gradients of a sharded optimizer, averaged over the ranks, for the pieces that this one updates.
+
+    rank 0: g f32[8] of a bucket     rank 1: g f32[8]     ->   f32[4] of their mean on each, once it is waited for
+
+They are averaged where that is fastest, and may be there already: held since they were clipped, left by the backward of
+a compiled module, or the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .comm.shared_memory import Near
+from .grad_presence import SPARSE
+from .held_gradients import Held, Same
+from .shards.shard_views import Laid
+from .sparse import mean, refuse
+
+if TYPE_CHECKING:
+    from .optimizer import OSS
+
+Gradients = Callable[[], list[Tensor]]  # waits; one for each of the own pieces of a bucket
+
+
+class Averages:
+    """The averages of one optimizer, step after step."""
+
+    def __init__(self, optimizer: OSS) -> None:
+        self.optimizer = optimizer
+        self.near: Near | None = None  # the ranks, if they can read each other's memory now
+        self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
+
+    def begin(self) -> None:
+        """Make gradients flat that other ranks are going to read, and tell them where they are."""
+        optimizer = self.optimizer
+        self.near = optimizer.neighbours
+        self.flats.clear()
+        if self.near is not None:
+            if not optimizer.are_same and optimizer.held is None:
+                optimizer.pieces.flatten(self.flats)
+            self.near.open(self.flats, optimizer.pieces.parameters)
+
+    def end(self) -> None:
+        """Let go of the flat gradients."""
+        self.flats.clear()
+
+    def of(self, laid: Laid) -> Gradients:
+        """Begin to average the gradients of a bucket."""
+        optimizer = self.optimizer
+        if optimizer.held is not None:
+            held = optimizer.held.gradients_of(laid)
+            return lambda: held
+        if (parts := optimizer.inside.averaged(laid)) is not None:
+            return parts
+        if optimizer.are_same:
+            own = optimizer.pieces.own_gradients(laid, self.flats, optimizer.inside.kinds)
+            return lambda: own
+        if self.near is not None:
+            near, mine = self.near, optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
+            return lambda: laid.gradients(near.average(laid, mine))
+        wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
+        return lambda: laid.gradients(wait())
+
+    def hold(self, kinds: Sequence[int]) -> Held:
+        """The averages of all gradients."""
+        optimizer = self.optimizer
+        kind = Same if optimizer.are_same else Held
+        return kind(optimizer.pieces.parameters, kinds, self._all(kinds))
+
+    def give(self, kinds: Sequence[int]) -> None:
+        """Let all own pieces have their gradients."""
+        for laid, gradients in self._all(kinds):
+            give(laid, gradients, kinds)
+
+    def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
+        """The averages of all buckets, for their own pieces."""
+        self.begin()
+        coming = [(laid, self.of(laid)) for laid in self.used(kinds)]
+        found = [(laid, wait()) for laid, wait in coming]
+        if self.near is not None:
+            self.near.meet("averaging of the gradients")
+        self.end()
+        if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
+            return found
+        return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
+
+    def _with_sparse(self, laid: Laid, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
+        """The gradients of whole parameters, sparse where they are so."""
+        exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
+        found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
+        for piece in laid.bucket.pieces:
+            if kinds[piece.item] != SPARSE:
+                continue
+            parameter = parameters[piece.item]
+            gradient = parameter.grad if self.optimizer.are_same else mean(exchange, parameter, piece.rank)
+            if piece.rank == exchange.rank and gradient is not None:
+                found[piece.item] = gradient
+        return list(found.values())
+
+    def used(self, kinds: Sequence[int]) -> list[Laid]:
+        """The buckets in which some rank has a gradient."""
+        if self.optimizer.is_cut and SPARSE in kinds:
+            refuse(self.optimizer.optim)
+        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
+
+
+def give(laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
+    """Let the own pieces of a bucket have their gradients; returns those that have one."""
+    given = []
+    for (piece, view), gradient in zip(laid.own, gradients, strict=True):
+        if kinds[piece.item]:
+            view.grad = gradient
+            given.append(view)
+    return given

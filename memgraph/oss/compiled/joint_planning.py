@@ -1,0 +1,133 @@
+"""Ranks that plan a step together: the same text, the same prices, the same plan.
+
+    rank 0: mm 10 us, budget 2 GB     rank 1: mm 12 us, budget 1 GB     ->    both: mm 10 us, 1 GB, and rank 0's plan
+
+What an op takes is rank 0's; what it needs at most is the largest of all, so that the promise holds on each. Whoever
+has another step to plan is told so before anything hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+
+import torch
+
+import passes
+from passes import Choice, Machine, Storage, Trace
+
+from ...errors import PlanError
+from ...report.reuse_plan import reused
+from ...report.saved_plan import SavedPlan, saved, unpriced
+from ..comm.agreement import agree, telling
+from ..comm.consensus import ADVICE
+from ..comm.exchange import Exchange
+from ..comm.texts import texts
+
+SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
+PLANNING = "the planning of the step"
+FINE = f"{PLANNING}: without trouble"
+
+
+class Together:
+    """The ranks of a group while they plan."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        self.exchange, self.device = exchange, device
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around what comes before `trace` or `machine`: what fails here on a rank, the others are told there."""
+        return telling(self.exchange.watch, PLANNING, ADVICE)
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that the ranks have."""
+        return min(int(row) for row in self.exchange.each(self._integers([number]))[:, 0])
+
+    def count(self, text: str) -> int:
+        """How many different texts the ranks have."""
+        return len(set(texts(self.exchange.watch, text.encode(), "count of hosts")))
+
+    def trace(self, trace: Trace) -> Trace:
+        """The step with one price for all ranks.
+
+        Raises:
+            AgreementError: a rank has another step, or has failed.
+        """
+        lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
+        agree(self.exchange.watch, lines, ADVICE)
+        numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
+        most = self.exchange.most(self._integers(numbers)).tolist()
+        us = self.first([op.us for op in trace.ops])
+        works, sizes = most[: len(us)], most[len(us) :]
+        ops = (replace(op, us=us[i], workspace=works[i]) for i, op in enumerate(trace.ops))
+        ops = (replace(op, makes=_states(op.makes, sizes[i])) if op.fn == "state" else op for i, op in enumerate(ops))
+        return replace(trace, ops=tuple(ops))
+
+    def machine(self, machine: Machine) -> Machine:
+        """The machine with links as fast as rank 0's, and room for each of the ranks that share a far tier.
+
+        Raises:
+            AgreementError: a rank has failed to find out how fast its own are.
+        """
+        agree(self.exchange.watch, [FINE], ADVICE)
+        facts = asdict(machine)
+        facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
+        hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
+        room = machine.capacity // hosts.count(platform.node().encode())
+        return replace(
+            Machine(**facts),
+            capacity=self.least(room),
+            homes=bool(self.least(machine.homes)),
+            window=-self.least(-machine.window),
+        )
+
+    def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], Choice]) -> Choice:
+        """What rank 0 finds.
+
+        Raises:
+            BudgetError: it finds nothing that fits.
+        """
+        if self.exchange.rank == 0:
+            try:
+                found = search(trace, machine)
+            except passes.BudgetError as error:
+                self._told(json.dumps({"error": str(error), "smallest": error.smallest}))
+                raise
+            except BaseException as error:
+                self._told(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                raise
+            self._told(saved(found, machine).to_json())
+            return found
+        told = self._told("")
+        facts = json.loads(told)
+        if "smallest" in facts:
+            raise passes.BudgetError(facts["error"], machine.budget, facts["smallest"])
+        if "error" in facts:
+            raise PlanError(f"rank 0, which plans for all, has failed: {facts['error']}")
+        return reused([SavedPlan.from_json(told)], trace, machine)
+
+    def first(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers of rank 0."""
+        given = self.exchange.numbers(numbers, torch.float64, self.device)
+        return [float(number) for number in self.exchange.each(given)[0].tolist()]
+
+    def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
+        return self.exchange.numbers(numbers, torch.int64, self.device)
+
+    def _told(self, text: str) -> str:
+        """The text of rank 0."""
+        return texts(self.exchange.watch, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
+
+
+def _bare(trace: Trace) -> Trace:
+    """The step without what may differ from rank to rank: prices, and the bytes of states."""
+    bare = unpriced(trace)
+    ops = (replace(op, makes=_states(op.makes, 0)) if op.fn == "state" else op for op in bare.ops)
+    return replace(bare, ops=tuple(ops))
+
+
+def _states(makes: tuple[Storage, ...], nbytes: int) -> tuple[Storage, ...]:
+    return tuple(Storage(made.name, nbytes) for made in makes)

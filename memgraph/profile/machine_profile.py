@@ -1,0 +1,50 @@
+"""Measure the links between a device and its tier.
+
+linked(machine, "disk", device, folder, sizes) -> the machine with bytes per microsecond out and back
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from passes import Machine
+
+from ..storage.io_threads import STAGING
+from ..storage.pinned_pool import cap_nbytes
+from ..storage.spill_file import Folder, spill_folder
+from .copy_overhead import disk_toll
+from .link_bandwidth import casts, disk_links, host_links
+
+USUAL = 4 << 20  # bytes of a value, where nothing is known of those that may be sent
+
+
+def linked(
+    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,),
+    wire: str = "", pinned: int | None = None, room: int | None = None,
+) -> Machine:  # fmt: skip
+    """The machine with its links to the tier, measured at first use.
+
+    A link has one rate, and small copies are slower.  It is the rate at which copies of all of `sizes`, the values that
+    may be sent, take as long as they were measured to: right for the sum of them, too high for the smallest of them and
+    too low for the largest.  With `wire`, values may be cast to it for their way; `pinned` is what the caller allows of
+    the host's memory, and `room` are the bytes of the device that measuring a disk may take.
+    """
+    if tier is None:
+        return machine
+    sizes = sizes or (USUAL,)
+    room = room // 2 if room is not None else None  # what Python has made of the step lies there as well
+    links = host_links(device) if tier == "host" else disk_links(folder, room)
+    out, back = links
+    machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
+    if wire:
+        out, back = casts(device)
+        machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
+    if tier == "host":  # less what the slots lose by where they begin
+        cap = cap_nbytes() if pinned is None else pinned
+        return replace(machine, capacity=cap - cap // 128)
+    toll, capacity = disk_toll(folder, links, room), shutil.disk_usage(spill_folder(folder)).free
+    return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity, turns=True)

@@ -1,0 +1,94 @@
+"""The time of an op that can't be run, from its flops and its bytes.
+
+    mm f32[8192, 8192] x f32[8192, 8192]   ->   max(1.1e12 flops / flops per us, 805 MB / bytes per us)
+
+What the device does of each in a microsecond is measured once, by a matmul and a copy, and kept with the costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from ..graph.nodes import tensors
+from ..guards.signature import kernel_modes
+from ..system.measurement_cache import once
+from ..system.setting import setting
+from ..system.timer import shortest
+
+SIDE, SIDE_GPU = 768, 4096  # of the matrices that are multiplied: enough for all of the device
+COPIED, COPIED_GPU = 32 << 20, 256 << 20  # bytes: more than caches hold
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Flops, and bytes read or written, per microsecond."""
+
+    flops: float = 20_000.0
+    nbytes: float = 5_000.0
+
+
+_known: dict[str, Rates] = {}
+
+
+def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
+    """Microseconds of an op that touches so many bytes; the device's rates are guessed if measuring them would take
+    more than `limit`."""
+    values = [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
+    dtype = next((value.dtype for value in values if value.dtype in DTYPES), torch.float32)
+    device = values[0].device if values else torch.device("cpu")
+    rates = _rates(device, dtype) if limit >= 2 * _sizes(device)[1] else Rates()
+    return round(max(flops(node) / rates.flops, nbytes / rates.nbytes), 1)
+
+
+def flops(node: fx.Node) -> float:
+    """The op's floating point operations; 0 where torch does not count them."""
+    count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda read: read.meta.get("val"))
+    try:
+        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
+        return 0.0  # a formula that does not know this form of the op
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    key = f"rates {dtype} {device} {kernel_modes()} {setting(device)}"
+    return once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
+
+
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """The side of the matrices, and the bytes that are copied."""
+    return (SIDE_GPU, COPIED_GPU) if device.type == "cuda" else (SIDE, COPIED)
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
+    with torch.no_grad(), torch._C._DisableAutocast():
+        side, copied = _sizes(device)
+        # One after the other: what both take at once is more than was looked for.
+        return Rates(2 * side**3 / _multiply_us(side, dtype, device), 2 * copied / _copy_us(copied, device))
+
+
+def _multiply_us(side: int, dtype: torch.dtype, device: torch.device) -> float:
+    multiply = partial(_multiply, torch.full((side, side), 0.5, dtype=dtype, device=device))
+    multiply()
+    return shortest(multiply, device)
+
+
+def _copy_us(nbytes: int, device: torch.device) -> float:
+    of, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = partial(into.copy_, of)
+    copy()
+    return shortest(copy, device)
+
+
+def _multiply(matrix: Tensor) -> Tensor:
+    return matrix @ matrix

@@ -1,0 +1,9 @@
+"""Print plans, and keep them.
+
+report          Report: plan, forecast and measurement of a step
+printout        a report as text
+tables          numbers and tables as text
+budget_curve    Sweep: time by budget
+saved_plan      a plan in a file
+reuse_plan      apply a saved plan to a step, and check it
+"""

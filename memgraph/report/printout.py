@@ -1,0 +1,270 @@
+"""A report as a person reads it: does it fit, what lies where at the peak, what was decided and why.
+
+fits: forecast 118.2 MB, measured 118.2 MB, budget 120.0 MB
+time: forecast 31.0 ms, +4.2%; as it is, the step takes 29.7 ms and needs 191.4 MB
+
+bytes               at the peak, aten.mm.default h.7.mlp     decided
+kind  at the peak   kind  bytes  what  type  where           what  op  where  bytes  time  why
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
+from passes.ir.ops import sent_nbytes
+from passes.lp.solver import INSTALL, MISSING
+
+from .step_times import LENGTH, is_off
+from .tables import mb, ms, table
+
+if TYPE_CHECKING:
+    from .report import Report
+
+TOP = 10  # rows of what lies there at the peak
+NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
+
+
+def printout(report: Report) -> RenderableType:
+    """The lines and the tables of a report."""
+    forecast, blank = report.forecast, Text("")
+    return Group(
+        Text(_verdict(report)), blank, _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
+    )  # fmt: skip
+
+
+def _verdict(report: Report) -> str:
+    plain = report.choice.captured
+    lines = [
+        _bytes(report),
+        *_held(report),
+        *_several(report),
+        *_adding(report),
+        f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
+        f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+        *_exchanged(report),
+        *_compiled(report),
+        *([report.recorded] if report.recorded else []),
+        *_taken(report),
+        *_proven(report),
+        *_greedy(report),
+        *_rounded(report),
+    ]
+    if not report.counted:
+        lines.append("no optimizer was given: its states and its update are not counted; give optimizer=")
+    return "\n".join(lines)
+
+
+def _bytes(report: Report) -> str:
+    """The three that the promise is about, to the byte where they would look alike."""
+    found = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
+    alike = len(set(map(mb, found))) < len(set(found))
+    forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in found]
+    said = f"forecast {forecast}, measured {(*measured, _unmeasured(report))[0]}, budget {budget}"
+    if report.measured is None or report.measured <= min(report.peak, report.budget):
+        return f"fits: {said}"
+    verdict = "over the budget" if report.measured > report.budget else "over the forecast"
+    return f"{verdict}: {said}; {report.beyond or 'which should not be: please report it'}"
+
+
+def _unmeasured(report: Report) -> str:
+    """What stands in the place of the bytes that were measured."""
+    return f"not yet ({report.unmeasured})" if report.unmeasured else "not yet"
+
+
+def _held(report: Report) -> list[str]:
+    """What torch's allocator makes of the bytes that were measured, and before what room it has for that."""
+    if not report.held:
+        room = f"{mb(report.budget - report.peak)} of the budget are left for what torch's allocator holds beyond that"
+        return [room] if report.machine.device.startswith("cuda") else []
+    over = ", over the budget" if report.held > report.budget else ""
+    return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
+
+
+def _several(report: Report) -> list[str]:
+    """What several open forwards have come to."""
+    if report.forwards < 2:
+        return []
+    over = f", over the budget; forwards={report.forwards} plans for them" * (report.together > report.budget)
+    return [f"{report.forwards} forwards were open at once: forecast {mb(report.together)} together{over}"]
+
+
+def _adding(report: Report) -> list[str]:
+    """What the next call needs if gradients are there by then, and there is no room for that."""
+    if report.adding <= report.budget:
+        return []
+    return [f"no plan within the budget was found for a call that adds to gradients; one needs {report.adding} B"]
+
+
+def _exchanged(report: Report) -> list[str]:
+    """What ranks exchange, and how much of it takes no time."""
+    net = [copy for copy in report.forecast.copies if copy.queue == "net"]
+    if not net:
+        return []
+    us = sum(copy.end - copy.begin for copy in net)
+    hidden = us * (1 - min(report.machine.strain, 1.0)) - sum(_spent(report.forecast, "reduced", "gathered").values())
+    trace = report.forecast.trace
+    nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
+    said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
+    return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
+
+
+def _compiled(report: Report) -> list[str]:
+    """What Inductor has compiled of the step, beside the plan as it was made."""
+    if report.lowered is None:
+        return []
+    count = sum(op.fn == "memgraph.segment" for op in report.lowered.trace.ops)
+    failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
+    if not count:
+        return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
+    return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(report.apart_us)}{failed}"]
+
+
+def _taken(report: Report) -> list[str]:
+    """What the step took, beside what was foretold, before and with what its own ops took."""
+    lines = []
+    if report.pages_us:
+        lines.append(f"predicted {ms(report.predicted_us)}, with {ms(report.pages_us)} for new pages")
+    if report.measured_us is not None:
+        again = report.repriced_us
+        own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"
+        lines.append(f"took {ms(report.measured_us)}{own}")
+    if report.recent_us is not None and is_off(report.recent_us, report.flight_us):
+        off = f"{report.recent_us / report.flight_us - 1:+.0%} on the forecast of {ms(report.flight_us)}"
+        lines.append(f"the latest {LENGTH} steps took {ms(report.recent_us)} at the median, {off}")
+    return lines
+
+
+def _proven(report: Report) -> list[str]:
+    """What no plan does better, and of which plans that is true."""
+    if not report.plan:
+        return []
+    single = report.choice.is_single
+    adds = report.choice.bound_us if single else report.choice.any_us
+    if not adds:
+        return [f"proven: only that no plan is faster than the step as it is; this one is {report.gap:.1%} above"]
+    each = "in which each value runs again and comes back at most once"
+    which = each if single else "that runs values again in backward only, however often,"
+    return [f"proven: no plan {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
+
+
+def _greedy(report: Report) -> list[str]:
+    """Why no more is proven, and what to do."""
+    if not report.choice.greedy:
+        return []
+    return [f"{MISSING}: the greedy planner made this plan, and nothing more is proven of it; {INSTALL}"]
+
+
+def _rounded(report: Report) -> list[str]:
+    """What is lossy, because `wire_dtype` asked for it."""
+    cast = [decision for decision in report.plan if isinstance(decision, Offload) and decision.wire]
+    if not cast:
+        return []
+    nbytes = sum(_held_nbytes(report, decision.value) for decision in cast)
+    return [f"lossy: {len(cast)} values of {mb(nbytes)} are rounded to {cast[0].wire} on their way"]
+
+
+def _held_nbytes(report: Report, value: str) -> int:
+    """The bytes of the storage that is sent away with a value."""
+    trace = report.choice.captured.trace
+    return trace.nbytes[trace.op[value].holds[0]]
+
+
+def _decided(report: Report) -> RenderableType:
+    if not report.plan:
+        return Text("decided: nothing; the step fits as it is")
+    lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
+    for row in sorted(_folded(_rows(report)), key=lambda row: -row.nbytes):
+        why = row.why if row.count == 1 else f"{row.count} x, {row.why}"
+        lines.add_row(row.verb, row.fn, row.where, mb(row.nbytes), ms(row.us), why)
+    return lines
+
+
+def _rows(report: Report) -> Iterator[Row]:
+    stalls, casts = _spent(report.forecast, "free", "wait"), _spent(report.forecast, "narrow", "widen")
+    for decision in report.plan:
+        op = report.choice.captured.trace.op[decision.value]
+        if isinstance(decision, Offload):
+            verb = f"offload as {decision.wire}" if decision.wire else "offload"
+            nbytes = _held_nbytes(report, op.name)
+            why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
+            yield Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
+        elif isinstance(decision, Stream):
+            verb, stays = ("update there", ", and is updated there") if decision.on else ("stream", "")
+            why = f"lives on {report.machine.tier}{stays}"
+            yield Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
+        elif isinstance(decision, Recompute) and op.makes:
+            yield Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_again(report, op))
+
+
+def _why_again(report: Report, op: Op) -> str:
+    if not (report.machine.out and report.machine.back):
+        return "no far tier"
+    trip = op.nbytes / report.machine.out + op.nbytes / report.machine.back
+    return f"a trip would take {ms(trip)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table; `count` identical layers make one."""
+
+    verb: str
+    fn: str
+    where: str
+    nbytes: int
+    us: float = 0.0
+    why: str = ""
+    count: int = 1
+
+
+def _folded(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ only in the numbers of their module paths, as one.  Of equal layers some may wait for what hides
+    in others: these are two rows."""
+    found: dict[tuple[str, str, str, str], Row] = {}
+    for row in rows:
+        where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", row.where)
+        key = (row.verb, row.fn, where, row.why)
+        same = found.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
+        path = where if same.count else row.where
+        found[key] = Row(row.verb, row.fn, path, same.nbytes + row.nbytes, same.us + row.us, row.why, same.count + 1)
+    return list(found.values())
+
+
+def _kinds(forecast: Forecast) -> Table:
+    lines = table("bytes", "kind", "at the peak", "at its own peak", right=NUMBERS)
+    for kind in KINDS:
+        if (most := int(forecast.by_kind[kind].max(initial=0))) > 0:
+            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.at])), mb(most))
+    lines.add_row("all", mb(forecast.peak), "")
+    return lines
+
+
+def _peak(forecast: Forecast) -> Table:
+    op = forecast.trace.ops[forecast.at]
+    lines = table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where", right=NUMBERS)
+    makers = [(life, forecast.trace.op[life.maker]) for life in forecast.alive(forecast.at)]
+    rows = _folded(Row(life.kind, f"{maker.fn} {maker.type}", maker.where, life.nbytes) for life, maker in makers)
+    for row in sorted(rows, key=lambda row: -row.nbytes)[:TOP]:
+        fn, _, type = row.fn.partition(" ")
+        lines.add_row(row.verb, mb(row.nbytes), fn if row.count == 1 else f"{row.count} x {fn}", type, row.where)
+    return lines
+
+
+def _spent(forecast: Forecast, *verbs: str) -> Counter[str]:
+    """How long compute is with such ops for the trip of each value, in microseconds."""
+    ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
+    fns = {f"memgraph.{verb}.default" for verb in verbs}
+    spent: Counter[str] = Counter()
+    for i, op in enumerate(ops):
+        if op.fn in fns:
+            value = re.sub(r"__(free|wire|back_\d+|wide_\d+)$", "", op.name)
+            spent[value] += begins[i + 1] - begins[i]  # type: ignore[assignment]
+    return spent

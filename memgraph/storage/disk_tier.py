@@ -1,0 +1,193 @@
+"""Let activations lie on disk between forward and backward, so that the RAM they took is free in between.
+
+Before:                   After:
+    a = relu(x)               a = relu(x)
+    ...                       lease.offload(0, a)      # two threads copy, while the next ops run
+    ...                       lease.free(0); del a     # the bytes have left
+    ...                       a = empty(...)
+    ...                       lease.reload(0, a)       # the threads copy back
+    ...                       lease.wait(0)            # the bytes are there
+    g = relu_bwd(a)           g = relu_bwd(a)
+
+Where the bytes lie is `spill.py`, how they are copied `copies.py`; here is which copy waits for which.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain
+
+import torch
+
+from ..system.user_warning import notice
+from .async_copy import Copy, Move, Moved, Part, settle
+from .io_threads import STAGING, Worker, read, start, write
+from .mapped_storage import FileMapping, Place
+from .spill_file import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
+
+
+class DiskTier:
+    """Room on disk for the activations of a step; `slots` are their bytes, `staging` the RAM that the copies take."""
+
+    def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
+        self.closed = False
+        self.process = os.getpid()  # whose files these are
+        self.homes: Mapping[int, Place] = {}  # slots that are places of the state, and no room of a lease's own
+        self.rooms: list[int] = []  # files that no lease has
+        self.slots = tuple(slots)
+        *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
+        self.staging = STAGING  # one set of buffers for all tiers of the process
+        self.folder = spill_folder(folder)
+        if is_ram(self.folder):
+            message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
+            notice(f"{message}: name a folder on a disk with spill_dir=")
+        start()  # here, because a step should pay neither their time nor their memory
+        self.rooms.append(self._make_room())
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
+        self.homes = homes
+
+    def lease(self) -> DiskLease:
+        """Room for one step in flight; a new file is made if all others are out."""
+        if self.closed:
+            raise ValueError("this tier is closed")
+        if self.process != os.getpid():  # a child of fork, whose parent goes on in the same files
+            self._give_up()
+            self.process = os.getpid()
+        return DiskLease(self, self.rooms.pop() if self.rooms else self._make_room())
+
+    def close(self) -> None:
+        """Give the disk its bytes back, those of a running lease as soon as it is released."""
+        self.closed = True
+        self._give_up()
+
+    def take_back(self, room: int, process: int) -> None:
+        """The lease that a process has had is given back."""
+        if process != self.process:
+            os.close(room)
+            return
+        self.rooms.append(room)
+        if self.closed:
+            self._give_up()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _give_up(self) -> None:
+        while self.rooms:
+            os.close(self.rooms.pop())
+
+    def _make_room(self) -> int:
+        return nameless_file(self.folder, max(self.nbytes, PAGE))
+
+
+class DiskLease:
+    """The room of one step in flight.  Used by one thread at a time."""
+
+    def __init__(self, tier: DiskTier, room: int) -> None:
+        self.tier = tier
+        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
+        self.room: int | None = room
+        self.process = os.getpid()
+        self.out: dict[int, Copy] = {}
+        self.back: dict[int, Copy] = {}
+        self.moved: Moved = {write: [], read: []}  # what the workers have taken up
+        self.dropped = False
+
+    def bind(self, homes: Mapping[int, Place]) -> None:
+        """Let slots be elsewhere than the tier was told."""
+        self.homes = {**self.homes, **homes}
+
+    def offload(self, slot: int, tensor: torch.Tensor) -> None:
+        """Start to copy the bytes of `tensor` out; they must not change until `free`."""
+        self._refuse_inherited()
+        settle(self.out.get(slot), self.back.get(slot))
+        self._start(self.out, slot, tensor, write)
+
+    def free(self, slot: int) -> None:
+        """Wait until the copy out has ended."""
+        self._refuse_inherited()
+        copy_of(slot, self.out, "offloaded").end()
+
+    def reload(self, slot: int, tensor: torch.Tensor) -> None:
+        """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
+        self._refuse_inherited()
+        leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
+        settle(self.back.get(slot))
+        self._start(self.back, slot, tensor, read, after=leaving)
+
+    def wait(self, slot: int) -> None:
+        """Wait until the copy back has ended."""
+        self._refuse_inherited()
+        copy_of(slot, self.back, "reloaded").end()
+
+    def release(self) -> None:
+        """Drop the copies that have not begun, wait for those that have, and give the room back."""
+        self.dropped = True
+        # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
+        if not isinstance(threading.current_thread(), Worker):
+            # No thread of a parent's is here to end a copy.
+            for part in chain(*self.moved.values()) if self.process == os.getpid() else ():
+                part.wait()
+            self._give_back()
+
+    def __del__(self) -> None:
+        # Nothing is to be waited for: a job holds its lease.
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self.out, self.back = {}, {}
+        self.moved = {write: [], read: []}
+        room, self.room = self.room, None
+        if room is not None:
+            self.tier.take_back(room, self.process)
+
+    def _start(
+        self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
+    ) -> None:
+        copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
+        # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
+        copy.begin(partial(self._take_up, self.moved[move]), after)
+
+    def _where(self, slot: int) -> tuple[int, int, int]:
+        """File, offset and bytes of a slot."""
+        room, home = self._room(), self.homes.get(slot)
+        if home is None:
+            return room, self.tier.offsets[slot], self.tier.slots[slot]
+        assert isinstance(home.mapping, FileMapping)
+        return home.mapping.file, home.offset, home.nbytes
+
+    def _take_up(self, begun: list[Part], part: Part) -> None:
+        begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
+        self._room()
+
+    def _refuse_inherited(self) -> None:
+        """
+        Raises:
+            SpillError: a child of fork goes on with what its parent had begun.
+        """
+        if self.process != os.getpid():
+            raise SpillError(
+                "this step began before the process was forked, and what it offloaded is its parent's: call the "
+                "module again in the child"
+            )
+
+    def _room(self) -> int:
+        if self.room is None or self.dropped:
+            raise ValueError("this lease is released")
+        return self.room
+
+
+def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
+    """The copy of a slot.
+
+    Raises:
+        ValueError: there is none, as nothing was offloaded there or reloaded.
+    """
+    if slot not in copies:
+        raise ValueError(f"slot {slot} was not {verb} in this lease; those that were: {sorted(copies)}")
+    return copies[slot]

@@ -1,0 +1,139 @@
+"""Find bytes on disk that no one else can see, and that vanish with the process.
+
+Before:                            After:
+    /var/tmp  79 GB free               /var/tmp  77 GB free, and lists nothing new
+                                       file 7: 2 GB, mode 0600, no name, every block allocated
+
+A file without a name is freed by the kernel when it is closed, a crash included.  Its blocks are allocated before the
+first byte is written, so that a full disk is an error here and not in the middle of a step.  It is used past the page
+cache, which would fill the RAM that the budget promised to leave free.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from os import PathLike
+from pathlib import Path
+
+from ..errors import MemgraphError
+
+Folder = str | PathLike[str] | None
+
+PAGE = 4096  # not 512: drives with 4096-byte sectors refuse less
+
+
+class SpillError(MemgraphError):
+    """The disk does not give, take or keep the bytes that were wanted."""
+
+
+def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Return `folder`; without one, the first of the temporary folder and /var/tmp that is not RAM."""
+    chosen = Path(tempfile.gettempdir() if folder is None else folder)
+    if not chosen.is_dir():
+        raise SpillError(f"activations cannot go to {chosen}: it is not a folder; name one with spill_dir=")
+    lasting = Path("/var/tmp")
+    if folder is None and is_ram(chosen) and os.access(lasting, os.W_OK) and not is_ram(lasting):
+        return lasting
+    return chosen.absolute()
+
+
+def is_ram(folder: Path) -> bool:
+    """Whether what is written into `folder` stays in memory.  Where the kernel does not tell, it does not."""
+    return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in _mounts(folder))
+
+
+def _mounts(folder: Path) -> list[list[str]]:
+    """The kernel's words for every place where the file system of `folder` is mounted; none where it does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    # 25 24 0:23 / /dev/shm rw,relatime shared:2 - tmpfs tmpfs rw,size=24684096k
+    return [words for words in map(str.split, lines) if words[2] == number]
+
+
+def mount(folder: Path) -> str:
+    """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
+    found = [words for words in _mounts(folder) if folder.is_relative_to(words[4])]
+    if not found:
+        return f"{os.stat(folder).st_dev} {folder}"
+    nearest = max(found, key=lambda words: len(words[4]))
+    return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))
+
+
+def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
+    """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
+    try:
+        _check_space(folder, nbytes, content)
+        file = _open_nameless(folder)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            _bypass_page_cache(file)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        message = f"cannot make a file of {nbytes} bytes for {content} in {folder}: {error}"
+        raise SpillError(
+            f"{message}; {advice_for(error, 'name a writable folder on a disk with spill_dir=')}"
+        ) from error
+    return file
+
+
+def advice_for(error: BaseException | None, otherwise: str) -> str:
+    """What to do about an error of the system: raise the limit that it is of, or do what is said for all others."""
+    number = getattr(error, "errno", None)
+    if number == errno.EFBIG:
+        return "the process may not write files of this size: raise the limit (ulimit -f, RLIMIT_FSIZE)"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open: raise the limit (ulimit -n, RLIMIT_NOFILE), or close some"
+    return otherwise
+
+
+def _check_space(folder: Path, nbytes: int, content: str) -> None:
+    """Refuse what does not fit before trying, because trying fills the disk for everyone else."""
+    if nbytes > (available := available_nbytes(folder)):
+        message = f"{nbytes} bytes are wanted for {content} in {folder}, {available} are available"
+        raise SpillError(f"{message}; free some, name a folder on a larger disk with spill_dir=, or raise the budget")
+
+
+def available_nbytes(folder: Path) -> int:
+    """The bytes that a file in `folder` may have; plenty, where a network file system has no numbers, and says 0."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else 1 << 62
+
+
+def _open_nameless(folder: Path) -> int:
+    """The descriptor of a new, empty file without a name, for this process and user alone."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    # NFS lists an open file until it is closed, so the folder around it may have to stay: that is no reason to fail.
+    with tempfile.TemporaryDirectory(prefix="memgraph-", dir=folder, ignore_cleanup_errors=True) as private:
+        return tempfile.mkstemp(dir=private)[0]
+
+
+def _bypass_page_cache(file: int) -> None:
+    """Set O_DIRECT, or leave the file buffered where the file system does not take it."""
+    # Set only now, because where fallocate is emulated it writes single bytes, which O_DIRECT refuses.
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwrite(file, mmap.mmap(-1, PAGE), 0)  # some take the flag and refuse the first write
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE

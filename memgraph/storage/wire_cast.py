@@ -1,0 +1,81 @@
+"""Cast a value for its way to the far tier and back: to bfloat16, which has float32's range.
+
+    narrow(f32[1024, 1024])   ->  bf16[1024, 1024], half the bytes, rounded as x.to(torch.bfloat16) rounds
+    widen(bf16[1024, 1024])   ->  f32[1024, 1024]
+
+The last 0.2 % of float32's range would round to infinity: it becomes bfloat16's largest number instead, which is as
+near as its digits go.  What was infinite or not a number stays so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from passes.ir.wire import WORKSPACE
+
+from ..tensors.layout import flat
+
+LARGEST = torch.finfo(torch.bfloat16).max
+PART = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
+
+
+def wire_name(dtype: torch.dtype | None) -> str:
+    """What a trace calls the type that values are cast to on their way; empty if they are not.
+
+    Raises:
+        ValueError: values can't be cast to it.
+    """
+    if dtype is None:
+        return ""
+    if dtype is torch.bfloat16:
+        return "bf16"
+    why = "its largest number is 65504, and larger ones would be lost; " if dtype is torch.float16 else ""
+    raise ValueError(f"wire_dtype={dtype}: {why}give torch.bfloat16, which has float32's range, or None for no cast")
+
+
+def narrow(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A copy of a float32 tensor in bfloat16, with the same strides; in float16 if the caller knows that it `fits`."""
+    if dtype is torch.float16:
+        return torch.empty_like(x, dtype=dtype).copy_(x)
+    if x.is_cuda and (cast := _by_kernel(x, torch.bfloat16)) is not None:
+        return cast
+    cast = torch.empty_like(x, dtype=torch.bfloat16).copy_(x)
+    if x.numel() and not _is_within_range(x):
+        _take_back_infinities(x, cast)
+    return cast
+
+
+def fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether no finite number of it would become infinite."""
+    if dtype is torch.bfloat16:
+        return True
+    return not bool((x.to(dtype).isinf() & x.isfinite()).any())
+
+
+def widen(x: Tensor) -> Tensor:
+    """A copy of a bfloat16 tensor in float32, with the same strides."""
+    if x.is_cuda and (cast := _by_kernel(x, torch.float32)) is not None:
+        return cast
+    return torch.empty_like(x, dtype=torch.float32).copy_(x)
+
+
+def _by_kernel(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The cast in one pass that nobody waits for, where that was measured to be faster.  Not yet run on a GPU."""
+    from ..kernels.cast import copied  # here, because Triton takes half a second to import and a CPU has no use for it
+
+    return copied(x, dtype)
+
+
+def _is_within_range(x: Tensor) -> bool:
+    # One pass that allocates nothing; on a GPU, the answer is waited for.
+    least, most = torch.aminmax(flat(x))
+    return bool((least >= -LARGEST) & (most <= LARGEST))
+
+
+def _take_back_infinities(x: Tensor, cast: Tensor) -> None:
+    """Let only those numbers of `cast` be infinite that were, part by part."""
+    for wide, thin in zip(flat(x).split(PART), flat(cast).split(PART), strict=True):
+        thin.clamp_(-LARGEST, LARGEST)
+        for infinite in (torch.inf, -torch.inf):
+            thin.masked_fill_(wide == infinite, infinite)

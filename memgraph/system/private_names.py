@@ -1,0 +1,263 @@
+"""Private names of torch that memgraph uses, with the reason for each; looked up when memgraph is imported.
+
+    torch 2.16 has no torch._C._storage_Use_Count   ->   TorchVersionError: torch 2.16.0 lacks what memgraph uses: ...
+
+torch may rename or change them in any release.  Without this page a name that is gone would show as whatever error
+comes first, in the middle of a step.  `tests/memgraph/test_private_names.py` compares it with what the sources use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import TorchVersionError
+from .user_warning import notice
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # `make versions` runs the core tests on each
+
+NAMES: Mapping[str, str] = {
+    # Tracing
+    "torch._subclasses.FakeTensor": "tensors of a trace have a class that is exported nowhere else",
+    "torch._subclasses.FakeTensorMode": "traces run on fake tensors",
+    "torch._subclasses.fake_tensor.FakeTensor": "the same class, by its own module",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "the same class, by its own module",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "tells apart why a model can't be traced",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "tells apart why a model can't be traced",
+    "torch._subclasses.fake_tensor.UnsupportedOperatorException": "tells apart why a model can't be traced",
+    "torch._subclasses.functional_tensor.FunctionalTensorMode": "the second trace has no ops in place",
+    "torch._subclasses.functional_tensor.disable_functional_mode": "ops that only check run beneath the second trace",
+    "torch._functorch._aot_autograd.functional_utils.from_fun": "takes tensors out of the second trace",
+    "torch._functorch._aot_autograd.functional_utils.to_fun": "puts tensors into the second trace",
+    "torch._guards.TracingContext": "kernels that a user compiled want to find the trace's fake mode",
+    "torch._guards.tracing": "kernels that a user compiled want to find the trace's fake mode",
+    "torch._dynamo": "modules that a user compiled run as they are while a step is traced",
+    "torch._dynamo.OptimizedModule": "recognizes modules that a user compiled",
+    "torch._dynamo.config": "holds `error_on_nested_fx_trace`",
+    "torch._dynamo.config.patch": "switches `error_on_nested_fx_trace` off during a trace",
+    "torch._dynamo.config.error_on_nested_fx_trace": "would refuse modules that a user compiled",
+    "torch._C._autograd._saved_tensors_hooks_set_tracing": "the caller's hooks for saved tensors don't see fake ones",
+    "torch._C._AutoDispatchBelowAutograd": "ops of a graph run without going through autograd",
+    "torch._C._DisableAutocast": "casts stand in the graph already",
+    "torch._C._disabled_torch_function_impl": "fused layers of nn are taken apart as for a subclass of Tensor",
+    "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
+    "torch._compile": "passes calls of torch.random on, and is not who has called it",
+    "torch._dynamo.eval_frame": "passes calls of torch.random on, and is not who has called it",
+    "torch.utils._python_dispatch._disable_current_modes": "what is known during a trace is computed on real tensors",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "such tensors are refused",
+    "torch.utils._pytree": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_flatten": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_leaves": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_map": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_unflatten": "arguments and results are flattened as torch's own tools do",
+    "torch.nn.modules.batchnorm._NormBase": "names the remedy where a norm has no momentum",
+    # Graphs
+    "torch._ops": "holds OpOverload",
+    "torch._ops.OpOverload": "tells ops of torch from other functions in a graph",
+    "torch.fx.graph._BoxedCodeGen": "values that a half reads go as soon as they have been read",
+    "torch._neg_view": "ops are priced on tensors that are as lazily negated as the step's",
+    "torch.ops.aten._native_batch_norm_legit_functional": "batch norm in training, made functional",
+    "torch.ops.aten._native_batch_norm_legit_functional.default": "batch norm in training, made functional",
+    "torch.ops.aten._linalg_svd": "singular values without vectors, as eager computes them where it needs no gradient",
+    "torch.ops.aten._linalg_eigh": "eigenvalues without vectors, as eager computes them where it needs no gradient",
+    "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "its seeds lie on the host, where fake ones don't",
+    "torch.ops.aten._efficient_attention_forward": "its seeds lie on the host, where fake ones don't",
+    # Running
+    "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
+    "torch._C._will_engine_execute_node": "gradients that backward(inputs=...) does not ask for are not written",
+    "torch._C._functorch.peek_interpreter_stack": "a compiled module under torch.func is refused",
+    "torch._C._storage_Use_Count": "gradients that somebody else holds are not written over",
+    "torch._foreach_copy_": "many small copies cost one launch",
+    "torch._debug_has_internal_overlap": "a parameter whose elements overlap can't be spread over ranks",
+    "torch.cuda._is_in_bad_fork": "a forked child must not touch memory that its parent has pinned",
+    "torch.autograd.Variable._execution_engine": "says when a backward that calls share has ended",
+    "torch.autograd.Variable._execution_engine.queue_callback": "says when a backward that calls share has ended",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "an update in windows calls the hooks that a step calls",
+    # Measuring, and telling one call from another
+    "torch._C._autograd._profiler_enabled": "a second profiler would end the caller's",
+    "torch._C._autograd._enable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
+    "torch._C._autograd._disable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
+    "torch._C._profiler.ProfilerConfig": "the thread's profiler is told to see memory",
+    "torch._C._profiler.ProfilerState": "the thread's profiler is told to see memory",
+    "torch._C._profiler._ExperimentalConfig": "the thread's profiler is told to see memory",
+    "torch.autograd.profiler._is_profiler_enabled": "a profiler of another thread is seen too",
+    "torch._C._profiler._ExtraFields_Allocation": "each allocation of a profile, with its address",
+    "torch._C._profiler._ProfilerEvent": "each event of a profile",
+    "torch._C._get_fp32_precision_getter": "kernels depend on it, and so do bits and prices",
+    "torch._C._get_math_sdp_allow_fp16_bf16_reduction": "kernels depend on it, and so do bits and prices",
+    "torch._C._get_mkldnn_enabled": "kernels depend on it, and so do bits and prices",
+    "torch._C._get_nnpack_enabled": "kernels depend on it, and so do bits and prices",
+    "torch._C._get_sdp_priority_order": "kernels depend on it, and so do bits and prices",
+}
+
+CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
+    "torch._C._cuda_clearCublasWorkspaces": "what cuBLAS keeps can be measured where it keeps nothing yet",
+}
+
+LATE_NAMES: Mapping[str, str] = {  # looked up where they are used, since what holds them takes long to import
+    "torch._inductor.standalone_compile": "compiles a part of a graph, and no more",
+}
+
+# Of objects: attributes of what `_samples` makes of each class.
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "torch.Tensor": {
+        "_base": "tells a view from what it is a view of",
+        "_version": "notices what was changed in place before backward reads it",
+        "_nnz": "the rows that a sparse gradient has",
+        "_is_view": "a view refers to what it is a view of, which counts as one who holds it",
+        "_use_count": "gradients that somebody else holds are still there after backward has read them",
+        "_backward_hooks": "gradients of parameters with hooks go by way of autograd",
+        "_post_accumulate_grad_hooks": "gradients of parameters with hooks go by way of autograd",
+    },
+    "torch.UntypedStorage": {"_cdata": "bytes are counted once for each storage, however many tensors share it"},
+    "torch.nn.Module": {
+        "_apply": "`.to()` of a compiled module moves the module that it wraps",
+        "_forward_pre_hooks": "hooks are part of what tells one call from another",
+        "_backward_hooks": "hooks of a submodule would run once, when it is captured",
+        "_backward_pre_hooks": "hooks of a submodule would run once, when it is captured",
+    },
+    "torch.nn.modules.module": {
+        "_global_forward_hooks": "hooks are part of what tells one call from another",
+        "_global_forward_pre_hooks": "hooks are part of what tells one call from another",
+    },
+    "torch.nn.utils.stateless": {"_reparametrize_module": "forward runs on the trace's parameters"},
+    "torch.autograd.forward_ad": {"_current_level": "forward-mode differentiation of a compiled module is refused"},
+    "torch.autograd.graph.Node": {"_sequence_nr": "an op of backward bears the source line of its forward"},
+    "torch.autograd.function.BackwardCFunction": {"_forward_cls": "tells the capture's own functions from the model's"},
+    "torch.optim.Optimizer": {
+        "_optimizer_step_pre_hooks": "an update in windows calls the hooks that a step calls",
+        "_optimizer_step_post_hooks": "an update in windows calls the hooks that a step calls",
+        "_optimizer_load_state_dict_pre_hooks": "a sharded state calls the hooks that a plain one calls",
+        "_optimizer_load_state_dict_post_hooks": "a sharded state calls the hooks that a plain one calls",
+    },
+    "torch.amp.GradScaler": {"_unscale_grads_": "ranks agree on which gradients are infinite"},
+    "torch.fx.Graph": {"_codegen": "half of a graph is run as that half was"},
+    "torch.fx.graph._BoxedCodeGen": {"_gen_python_code": "ops are called without what Python adds to each call"},
+    "torch.fx.Node": {"_rename": "names of a graph are those of its trace"},
+    "torch.fx.Interpreter": {"_set_current_node": "ops that only check bear the notes of their node"},
+    "torch._ops.OpOverload": {
+        "_schema": "says what an op reads, draws and writes to",
+        "_op": "ops are called without what Python adds to each call",
+        "_opname": "finds the op that does the same, but not in place",
+        "_overloadname": "finds the op that does the same in place",
+    },
+    "torch._subclasses.FakeTensorMode": {
+        "dispatch": "is where a value that is known during a trace can be given",
+        "cache_enabled": "results that torch remembers may have lost bytes of their storages",
+    },
+}
+
+DISTRIBUTED: Mapping[str, Mapping[str, str]] = {  # the same, of a torch that was built with torch.distributed
+    "torch.distributed.ProcessGroup": {
+        "_device_types": "where ranks can tell each other that one is gone",
+        "_get_backend": "only gloo tells who is gone",
+    },
+    "torch.distributed.checkpoint.FileSystemReader": {
+        "_get_metadata_path": "what a checkpoint says of itself is read without running code from it",
+    },
+}
+
+# How Python functions among these are called, or what an override of them takes.
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "torch._subclasses.FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
+    "torch._subclasses.functional_tensor.FunctionalTensorMode": ("pre_dispatch", "_allow_token_discovery"),
+    "torch.nn.utils.stateless._reparametrize_module": ("module", "parameters_and_buffers", "tie_weights"),
+    "torch.amp.GradScaler._unscale_grads_": ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+}
+
+
+def check() -> None:
+    """Look up all that is used of torch's private names.
+
+    A torch that was never tested, but has them all, is a RuntimeWarning.
+
+    Raises:
+        TorchVersionError: one is missing, or is called in another way.
+    """
+    version = torch.__version__.partition("+")[0]
+    if lacking := missing():
+        raise TorchVersionError(f"torch {version} lacks what memgraph uses:\n{lacking}\n{_remedy()}")
+    if ".".join(version.split(".")[:2]) not in TESTED:
+        notice(f"memgraph was never tested with torch {version}, though it has every name that is used. {_remedy()}")
+
+
+def missing() -> str:
+    """A line for each name that this torch lacks, or calls in another way; with the reason."""
+    names = {**NAMES, **(CUDA_NAMES if torch.backends.cuda.is_built() else {})}
+    owners = {**ATTRIBUTES, **(DISTRIBUTED if torch.distributed.is_available() else {})}
+    lines = [f"  {name} ({reason})" for name, reason in names.items() if not _is_there(name)]
+    for owner, attributes in owners.items():
+        lines += [f"  {owner}.{name} ({why})" for name, why in attributes.items() if not _has(owner, name)]
+    lines += [
+        f"  {name} that takes ({', '.join(wanted)})" for name, wanted in CALLS.items() if not _takes(name, wanted)
+    ]
+    return "\n".join(lines)
+
+
+def _remedy() -> str:
+    newest = [*map(int, TESTED[-1].split("."))]
+    wanted = f"torch>={TESTED[0]},<{newest[0]}.{newest[1] + 1}"
+    return f"It is known to work with torch {', '.join(TESTED)}: pip install '{wanted}'"
+
+
+def _found(name: str) -> Any:
+    """What a dotted name stands for; modules on the way are imported.
+
+    Raises:
+        AttributeError, ImportError: there is no such thing.
+    """
+    found: Any = torch
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:], 1):
+        is_imported = hasattr(found, part) or not hasattr(found, "__path__")
+        found = getattr(found, part) if is_imported else importlib.import_module(".".join(parts[: i + 1]))
+    return found
+
+
+def _is_there(name: str) -> bool:
+    try:
+        _found(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def _has(owner: str, name: str) -> bool:
+    """Whether an object of this class has the attribute; some have it only once they are made."""
+    try:
+        return hasattr(_found(owner), name) or hasattr(_samples().get(owner), name)
+    except (AttributeError, ImportError):
+        return False
+
+
+@cache
+def _samples() -> dict[str, object]:
+    return {
+        "torch.UntypedStorage": torch.UntypedStorage(0),
+        "torch.nn.Module": torch.nn.Module(),
+        "torch.optim.Optimizer": torch.optim.SGD([torch.empty(0, device="cpu")]),
+        "torch.fx.Graph": torch.fx.Graph(),
+        "torch.autograd.graph.Node": torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn,
+        "torch.autograd.function.BackwardCFunction": getattr(torch.autograd.Function, "_backward_cls", None),
+        "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
+        "torch._subclasses.FakeTensorMode": _found("torch._subclasses.FakeTensorMode")(),
+    }
+
+
+def _takes(name: str, wanted: tuple[str, ...]) -> bool:
+    """Whether a function has these parameters, and no others that have to be given."""
+    try:
+        parameters = inspect.signature(_found(name)).parameters
+    except (AttributeError, ImportError):
+        return True  # which is in a line of its own already
+    needed = {key for key, one in parameters.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL}
+    return needed <= set(wanted) <= set(parameters)
+
+
+check()

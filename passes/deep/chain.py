@@ -1,0 +1,126 @@
+"""Undo a chain slice by slice, and run each slice as often as the budget asks for.
+
+    x -> [a] -> [b] -> [c] -> [d]      kept: x, b
+    backward of d                      c again, from b
+    backward of c                      b dropped
+    backward of b                      a again, from x
+
+Where the greedy planner makes a value again from what is kept throughout, here what it is made from is itself made
+again, kept for a while and dropped.  The plan of a chain of equal ops is that of revolve.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..analysis.chain_slices import Slices
+from ..analysis.reuse_gaps import Gaps
+from ..ir.decisions import Plan, apply
+from ..ir.machine import Machine
+from ..ir.trace import Trace
+from ..schedule.recompute_order import Reruns
+from ..simulate.forecast import predict
+from .chain_dp import Needs, Rotor, Undo
+
+MOST = 160  # slices
+SLOTS = 256
+TRIES = 8
+SLACK = 8  # a table reaches this part beyond the budget: what is forecast is less than what the slots say
+STRIDE = 3  # slots between two tries near the floor
+
+
+def rerun_slices(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+    """The quickest plan found that fits the budget; that of the lowest peak, if none does; nothing, if no chain.
+
+    At `until`, as `time.monotonic` has it, it ends with what was found.
+    """
+    captured = predict(trace, machine)
+    slices = Slices(Gaps(trace), MOST)
+    if captured.peak <= machine.budget or slices.count < 3:
+        return ()
+    needs = Needs(slices)
+    tried = [Try((), captured.peak, captured.us)]
+    if needs.floor <= machine.budget and time.monotonic() < until:
+        tried += _towards(machine, Rotor(needs, _beyond(machine.budget, slices), SLOTS, until))
+    if not any(each.peak <= machine.budget for each in tried) and time.monotonic() < until:
+        # These do not depend on the budget: so the lowest of their peaks is a budget that can be met.
+        tried = tried[:1] + list(_lowest(machine, Rotor(needs, _beyond(needs.floor, slices), SLOTS, until)))
+    fits = [each for each in tried if each.peak <= machine.budget]
+    best = min(fits, key=lambda each: (each.us, each.peak)) if fits else min(tried, key=lambda each: each.peak)
+    return best.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A plan, and what the simulator says of it."""
+
+    plan: Plan
+    peak: int
+    us: float
+
+
+def _beyond(nbytes: int, slices: Slices) -> int:
+    return nbytes + (nbytes - int(slices.base.min())) // SLACK
+
+
+def _towards(machine: Machine, rotor: Rotor) -> list[Try]:
+    """Plans of as many slots as bring the peak next to the budget."""
+    found: list[Try] = []
+    low, high = rotor.least - 1, rotor.size
+    slots = max(rotor.least, rotor.place(machine.budget))
+    while low < slots < high and len(found) < TRIES and time.monotonic() < rotor.until:
+        found.append(_try(machine, rotor, slots))
+        room = machine.budget - found[-1].peak
+        if room >= 0:
+            low = slots
+        else:
+            high = slots
+        slots = min(max(slots + room // rotor.unit, low + 1), high - 1)
+    return found
+
+
+def _lowest(machine: Machine, rotor: Rotor) -> list[Try]:
+    """Plans of the fewest slots.  The fewest of all need not have the lowest peak."""
+    places = range(rotor.least, min(rotor.least + TRIES * STRIDE, rotor.size), STRIDE)
+    return [_try(machine, rotor, slots) for slots in places if time.monotonic() < rotor.until]
+
+
+def _try(machine: Machine, rotor: Rotor, slots: int) -> Try:
+    plan = _Writer(rotor.slices).plan(rotor.undo(slots))
+    forecast = predict(apply(rotor.slices.gaps.trace, plan), machine)
+    return Try(plan, forecast.peak, forecast.us)
+
+
+class _Writer:
+    """Walks backward, slice by slice."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+        self.gaps = slices.gaps
+        self.reruns = Reruns(slices.gaps, frozenset(slices.made))
+        self.begun = False
+
+    def plan(self, undone: Iterable[Undo]) -> Plan:
+        for undo in undone:
+            self._undo(undo)
+        return tuple(self.reruns.decisions)
+
+    def _undo(self, undo: Undo) -> None:
+        """What stands before backward of a slice: what is held; and before each of its ops what that reads besides."""
+        held = self._held(undo)
+        ops = self.slices.backward[undo.slice]
+        wanted = held.union(*(self.slices.reads[i] for i in ops))
+        self.reruns.drop(held if self.begun else wanted)  # the step itself has run the last slice
+        self.begun = True
+        roots = [self.reruns.root(storage) for storage in wanted - self.slices.needed[undo.slice]]
+        self.reruns.make(roots, ops[0], wanted)
+        self.reruns.drop(wanted)
+        for i in ops:
+            self.reruns.make(self.gaps.reads.get(i, ()), i, wanted)
+
+    def _held(self, undo: Undo) -> frozenset[str]:
+        named = {"crossing": self.slices.crossing, "kept": self.slices.kept}
+        return frozenset(storage for kind, j in undo.held for storage in named[kind][j])

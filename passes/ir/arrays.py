@@ -1,0 +1,8 @@
+"""Array types of the mathematics."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]

@@ -1,0 +1,247 @@
+"""What can be decided about a step, as numbers: the columns of a linear program are made of it.
+
+    a = relu(x)  # makes a:32768 | 10 us       Maker("a", us=10.0, items=(0,))
+    b = mm(a, w)                          ->   Item("a", nbytes=32768, maker=0, left=1, use=5, readers=(1,))
+    ...
+    g = relu_backward(d, a)
+
+Positions are indices of the trace's ops; makers and items have indices of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..analysis.reuse_gaps import Gaps
+from ..ir.arrays import Floats
+from ..ir.machine import Machine
+from ..simulate.forecast import Forecast, predict
+from .residents import Resident, residents
+
+SMALLEST_TRIP = 1 << 16  # bytes: what is smaller is not worth a trip to the far tier
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A movable storage.
+
+    `left` is the last forward position that uses it, `use` the first backward position that reads it, or the number of
+    ops if none does.  `readers` are the makers that read it and may run again.  `wire` are its bytes once it is cast
+    for its way, 0 if it may not leave so.
+    """
+
+    storage: str
+    nbytes: int
+    maker: int
+    left: int
+    use: int
+    readers: tuple[int, ...]
+    leaves: bool
+    wire: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A forward op that makes items; `once` if it may not run again."""
+
+    value: str
+    us: float
+    once: bool
+    items: tuple[int, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it makes one item, which then is either saved or made again."""
+        return len(self.items) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A trace as makers and items.  It does not depend on the budget.
+
+    Without `trips` no item leaves: of what lives far there is the state alone.
+    """
+
+    gaps: Gaps
+    machine: Machine
+    trips: bool = field(default=True, kw_only=True)
+
+    @cached_property
+    def makers(self) -> tuple[Maker, ...]:
+        items: dict[str, list[int]] = {}
+        for i, value in enumerate(self.gaps.maker.values()):
+            items.setdefault(value, []).append(i)
+        ops = self.gaps.trace.op
+        return tuple(Maker(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        place = {maker.value: i for i, maker in enumerate(self.makers)}
+        readers = self._readers()
+        leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.maker}
+        return tuple(
+            Item(
+                storage=storage,
+                nbytes=self.gaps.trace.nbytes[storage],
+                maker=place[value],
+                left=self.gaps.left[storage],
+                use=self.gaps.uses.get(storage, (self.size,))[0],
+                readers=tuple(readers[storage]),
+                leaves=leaves[storage],
+                wire=self.gaps.wire_nbytes(storage, self.machine.wire) if leaves[storage] else 0,
+            )
+            for storage, value in self.gaps.maker.items()
+        )
+
+    @cached_property
+    def draws(self) -> tuple[tuple[int, int, int], ...]:
+        """The makers that draw and may run again, the bytes of the generator's state, and their positions."""
+        found = ((o, self.gaps.trace.op[maker.value]) for o, maker in enumerate(self.makers) if not maker.once)
+        return tuple((o, op.draws, self.gaps.index[op.name]) for o, op in found if op.draws)
+
+    @cached_property
+    def residents(self) -> tuple[Resident, ...]:
+        """What of the state may live far."""
+        return residents(self.gaps, self.machine)
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The index of each item, by its storage."""
+        return {item.storage: i for i, item in enumerate(self.items)}
+
+    @property
+    def size(self) -> int:
+        return len(self.gaps.trace.ops)
+
+    @property
+    def boundary(self) -> int:
+        return self.gaps.trace.boundary
+
+    @cached_property
+    def updates(self) -> tuple[int, ...]:
+        """The positions of updates."""
+        return tuple(i for i, op in enumerate(self.gaps.trace.ops) if op.phase == "update")
+
+    @property
+    def end(self) -> int:
+        """Before which position copies have ended: that of the last update, or the number of ops."""
+        return self.size - (self.size > self.boundary and self.size - 1 in self.updates)
+
+    @cached_property
+    def captured(self) -> Forecast:
+        return predict(self.gaps.trace, self.machine)
+
+    @cached_property
+    def base(self) -> Floats:
+        """The bytes at every position if every item were away in its gap: what no plan of the class can lower."""
+        away = np.zeros(self.size + 1)
+        for item in self.items:
+            if item.left + 1 < item.use < self.size:
+                away[item.left + 1] += item.nbytes
+                away[item.use] -= item.nbytes
+        base: Floats = self.captured.total - np.cumsum(away)[:-1]
+        return base
+
+    @cached_property
+    def used(self) -> Floats:
+        """The bytes at every position that no plan without far homes lowers, whatever it runs again and how often: in
+        backward, of the items only those that the op reads."""
+        waiting = np.zeros(self.size + 1)
+        for life in self.captured.lives:
+            if life.storage in self.place and life.last >= self.boundary:
+                waiting[self.items[self.place[life.storage]].use] += life.nbytes
+                waiting[life.last + 1] -= life.nbytes
+        read = np.zeros(self.size)
+        for position in range(self.boundary, self.size):
+            read[position] = sum(self.items[i].nbytes for i in self.read_at(position))
+        used: Floats = self.base - np.cumsum(waiting)[:-1] + read
+        return used
+
+    def read_at(self, position: int) -> frozenset[int]:
+        """The items that the op at a position reads, through views that backward makes as well."""
+        trace = self.gaps.trace
+        held = {s for value in trace.ops[position].reads for s in trace.op[value].holds}
+        return frozenset(self.place[s] for s in held if s in self.place)
+
+    @cached_property
+    def floor(self) -> Floats:
+        """The bytes at every position that no plan lowers: of what may live far only what the op reads."""
+        change = np.zeros(self.size + 1)
+        for resident in self.residents:
+            for rest in resident.rests(self.size):
+                change[rest.first] += resident.nbytes
+                change[rest.last] -= resident.nbytes
+        floor: Floats = self.used - np.cumsum(change)[:-1]
+        for position in self.updates:
+            floor[position] -= self.gaps.trace.ops[position].workspace - self.workspace(position)
+        return floor
+
+    def workspace(self, position: int) -> int:
+        """The least that the op at a position takes while it runs: an update may run in windows."""
+        nbytes = self.gaps.trace.ops[position].workspace
+        return min(nbytes, self.machine.window) if self.residents and position in self.updates else nbytes
+
+    @cached_property
+    def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Before which backward position each item is wanted at the earliest, to be read or to make another again; and
+        before which each maker may run again.  The number of ops if there is none."""
+        items, makers = [item.use for item in self.items], [self.size] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            for i in self.makers[o].items:
+                items[i] = min([items[i], *(makers[w] for w in self.items[i].readers)])
+            makers[o] = min(items[i] for i in self.makers[o].items)
+        return tuple(items), tuple(makers)
+
+    @cached_property
+    def due(self) -> tuple[int, ...]:
+        """The backward position before which each item is wanted at the latest, if it is wanted at all."""
+        items, makers = [item.use for item in self.items], [0] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            for i in self.makers[o].items:
+                if items[i] == self.size:
+                    items[i] = max((makers[w] for w in self.items[i].readers), default=self.size)
+            makers[o] = max(items[i] for i in self.makers[o].items)
+        return tuple(items)
+
+    @cached_property
+    def settled(self) -> tuple[int, ...]:
+        """From which backward position on each maker has run again, if it does: that before which what it makes is read
+        or wanted for a re-run at the latest.  The number of ops if nobody wants it."""
+        makers = [self.size] * len(self.makers)
+        for o in reversed(range(len(makers))):
+            items = (self.items[i] for i in self.makers[o].items)
+            wants = (want for item in items for want in (item.use, *(makers[w] for w in item.readers)))
+            makers[o] = max((want for want in wants if want < self.size), default=self.size)
+        return tuple(makers)
+
+    @cached_property
+    def nbytes(self) -> Floats:
+        return np.array([item.nbytes for item in self.items], dtype=np.float64)
+
+    @cached_property
+    def left(self) -> Ints:
+        return np.array([item.left for item in self.items], dtype=np.int64)
+
+    @cached_property
+    def use(self) -> Ints:
+        return np.array([item.use for item in self.items], dtype=np.int64)
+
+    def _readers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {storage: [] for storage in self.gaps.maker}
+        for i, maker in enumerate(self.makers):
+            if not maker.once:
+                reads = self.gaps.trace.op[maker.value].reads
+                for storage in dict.fromkeys(held for read in reads for held in self.gaps.held.get(read, ())):
+                    found[storage].append(i)
+        return found
+
+    def _leaves(self, storage: str, readers: list[int]) -> bool:
+        wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
+        there = self.trips and self.machine.out > 0 < self.machine.back
+        return wanted and there and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

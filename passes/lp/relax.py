@@ -1,0 +1,130 @@
+"""The linear program's least objective: a lower bound on the time that a plan adds, and a point to round.
+
+    rows of 5 positions -> solve -> 11 positions are over the budget -> their rows -> solve -> ... -> none is
+
+Rows are lazy: those of a position are written when the point that was found breaks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..ir.arrays import Floats
+from . import memory_rows
+from .model import Model
+from .occupancy import Occupancy
+from .rows import MIB
+from .solver import INFINITY, Solved
+
+ROUNDS = 60
+PER_ROUND = 12  # positions of each kind that get their rows
+BANDS = 64  # of backward, in each of which the worst position is looked at
+APART = 3  # positions nearer to each other than this say much the same
+OVER = 1.001  # of the budget: what is less over it is left to the simulator
+
+Over = Callable[[Model, Occupancy], list[int]]
+Write = Callable[[Model, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """A point below all plans of the class, None if there is none; the objective below all plans, however often they
+    recompute; and whether more rows were written than there was work to solve."""
+
+    solved: Solved | None
+    any_us: float
+    ran_out: bool = False
+
+
+def relax(model: Model, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
+    """The least point, or that after so many rounds of rows of backward or so much work; None if no plan at all fits
+    the budget."""
+    program = model.program
+    if program.floor.max(initial=0.0) > model.budget:
+        return None
+    first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
+    for position in sorted(first & set(range(program.boundary))):
+        write(model, position)
+    anyhow = converge(model, _any_over, write_any)
+    if anyhow is None:
+        return None
+    for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
+        write(model, position)
+    solved, any_us = converge(model, over, write, work, rounds), max(0.0, anyhow.us - model.tie)
+    ran_out = model.linear.ran_out
+    return Relaxed(solved or (anyhow if ran_out else None), any_us, ran_out)
+
+
+def write(model: Model, position: int) -> None:
+    """The rows of a position, if it has none."""
+    if position in model.written:
+        return
+    model.written.add(position)
+    (memory_rows.forward if position < model.program.boundary else memory_rows.backward)(model, position)
+
+
+def write_any(model: Model, position: int) -> None:
+    """The rows of a position that hold of any plan, if it has none."""
+    if position < model.program.boundary:
+        write(model, position)
+    elif position not in model.anyhow:
+        model.anyhow.add(position)
+        memory_rows.anyhow(model, position)
+
+
+def _backward(model: Model) -> range:
+    return range(model.program.boundary, model.program.size)
+
+
+def converge(model: Model, over: Over, write: Write, work: float = INFINITY, rounds: int = ROUNDS) -> Solved | None:
+    """Solve and write rows until no position that is looked at is over the budget; or so many times, or for so much
+    work."""
+    solved: Solved | None = None
+    for left in reversed(range(rounds)):
+        found = model.linear.solve(max(0.0, work - model.linear.relaxing))
+        if found is None:
+            return solved if model.linear.ran_out else None
+        solved = found
+        new = over(model, Occupancy(model, solved.values)) if left else []
+        if not new:
+            break
+        for position in new:
+            write(model, position)
+    return solved
+
+
+def _any_over(model: Model, occupancy: Occupancy) -> list[int]:
+    """The worst positions of forward; and of backward by what any plan has there, if some of that may live far."""
+    boundary = model.program.boundary
+    found = _worst(occupancy.plain[:boundary], model.budget, model.written)
+    if model.far.lives:
+        late = _worst(occupancy.anyhow[boundary:], model.budget, {p - boundary for p in model.anyhow})
+        found += [boundary + position for position in late]
+    return found
+
+
+def over(model: Model, occupancy: Occupancy) -> list[int]:
+    """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
+    found = _worst(occupancy.plain, model.budget, model.written)
+    bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]
+    positions = np.array([band[np.argmax(occupancy.plain[band])] for band in bands], dtype=np.int64)
+    worked = occupancy.worked(positions)
+    order = [k for k in np.argsort(-worked) if worked[k] * MIB > model.budget * OVER]
+    return found + [int(positions[k]) for k in order if positions[k] not in model.written][:PER_ROUND]
+
+
+def _worst(nbytes: Floats, budget: int, written: set[int]) -> list[int]:
+    found = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > budget * OVER]
+    return apart([position for position in found if position not in written], PER_ROUND)
+
+
+def apart(positions: list[int], most: int) -> list[int]:
+    """The first positions, without those that are near to one before them."""
+    found: list[int] = []
+    for position in positions:
+        if len(found) < most and all(abs(position - other) > APART for other in found):
+            found.append(position)
+    return found

@@ -1,0 +1,83 @@
+"""Equal layers of a step: makers that come again and again with the same times, the same bytes and the same readers.
+
+    embed | a0 b0 c0 | a1 b1 c1 | ... | a9 b9 c9 | head, loss   ->   Layers(first=1, period=3, count=10)
+
+What counts is what can be decided: an op that makes nothing movable is of no layer.  Where a layer begins is as good as
+anywhere else, as long as none reads further back than the layer before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..problem import Ints, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """`count` times `period` makers in a row, the first of them at index `first`."""
+
+    first: int
+    period: int
+    count: int
+
+    def of(self, maker: int) -> int:
+        """The layer of a maker; below 0 or not below `count`, if it is of none."""
+        return (maker - self.first) // self.period
+
+    def makers(self, layer: int) -> range:
+        begin = self.first + layer * self.period
+        return range(begin, begin + self.period)
+
+    def moved(self, maker: int, layer: int) -> int:
+        """The maker in another layer that is as one in this."""
+        return maker + (layer - self.of(maker)) * self.period
+
+
+def layers(program: Program, least: int) -> Layers | None:
+    """The equal layers that hold the most makers, if there are at least so many."""
+    kinds = _kinds(program)
+    best: Layers | None = None
+    for period in range(1, len(kinds) // least + 1):
+        begin, end = _longest(kinds[period:] == kinds[:-period])
+        found = Layers(begin, period, (end - begin) // period + 1)
+        if found.count >= least and (best is None or found.period * found.count > best.period * best.count):
+            best = found
+    return best if best and _reads_one_back(program, best) else None
+
+
+def _kinds(program: Program) -> Ints:
+    """The same number for makers of which the same can be decided."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(_kind(program, o), len(numbers)) for o in range(len(program.makers))])
+
+
+def _kind(program: Program, o: int) -> object:
+    maker = program.makers[o]
+    made = (program.items[i] for i in maker.items)
+    items = tuple((item.nbytes, item.use < program.size, tuple(w - o for w in item.readers)) for item in made)
+    return maker.us, maker.once, program.gaps.trace.op[maker.value].draws, items
+
+
+def _longest(equal: Ints) -> tuple[int, int]:
+    """The longest stretch in which all are equal."""
+    ends = np.flatnonzero(np.diff(np.concatenate(([0], equal.astype(np.int8), [0]))))
+    if not len(ends):
+        return 0, 0
+    best = int(np.argmax(ends[1::2] - ends[::2]))
+    return int(ends[2 * best]), int(ends[2 * best + 1])
+
+
+def _reads_one_back(program: Program, found: Layers) -> bool:
+    """Whether layers read of each other only the one before them, and else only what backward reads as well."""
+    for item in program.items:
+        mine, read = found.of(item.maker), [found.of(w) for w in item.readers]
+        inside = [layer for layer in read if 0 <= layer < found.count]
+        if 0 <= mine < found.count:
+            if any(layer > mine + 1 for layer in inside) or (mine + 1 < found.count and len(inside) < len(read)):
+                return False
+        elif item.use == program.size and any(layer > 0 for layer in inside):
+            return False
+    return True

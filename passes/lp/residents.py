@@ -1,0 +1,95 @@
+"""What of the state may live far, as numbers: where in the step it has to be there, and what the update takes for it.
+
+w, 2 MB, read by ops 5, 6 and 90, and by the update   ->   visits (5, 6), (90, 90); rests 0-5, 7-90, 91-
+dw, 2 MB, made by op 91, added to by 93               ->   it rests from 94 on, once it has left
+s, 4 MB of states                                     ->   it rests throughout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..analysis.reuse_gaps import Gaps
+from ..ir.machine import SMALLEST_HOME, Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Positions from `first` to before `last` that do without a resident; `visit` is the one at whose end it may be
+    fetched again, if there was one before and there is one behind."""
+
+    first: int
+    last: int
+    visit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An input that may live far, or a gradient that may leave as soon as the step has made it.
+
+    `visits` are the first and the last position of each stretch of ops that read it; a gradient is not fetched for any,
+    and rests behind its last.  `written`: the update sends it back.
+    """
+
+    storage: str
+    value: str
+    nbytes: int
+    visits: tuple[tuple[int, int], ...]
+    made: bool
+    written: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether copies outside of the update are made of it, if it lives far."""
+        return self.made or bool(self.visits)
+
+    def rests(self, size: int) -> Iterator[Rest]:
+        """Where in a step of `size` ops it need not be there."""
+        begin = 0
+        for k, (first, last) in enumerate(self.visits):
+            if begin < first and not self.made:
+                yield Rest(begin, first, k if k else None)
+            begin = last + 1
+        if begin < size:
+            yield Rest(begin, size)
+
+    def update_us(self, machine: Machine) -> float:
+        """How long the links take for it in an update that reads it."""
+        return self.nbytes / machine.back + (self.nbytes / machine.out if self.written else 0.0)
+
+
+def residents(gaps: Gaps, machine: Machine) -> tuple[Resident, ...]:
+    """What is large enough for a home in the far tier, if there can be any."""
+    if not (machine.homes and machine.out > 0 < machine.back):
+        return ()
+    places, streamable = _places(gaps), gaps.streamable
+    found = []
+    for storage, value in streamable.value.items():
+        op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
+        if nbytes >= SMALLEST_HOME and machine.houses(op.fn):
+            made = not op.is_input
+            visits = ((gaps.index[value], streamable.ended[storage]),) if made else _visits(places.get(storage, []))
+            found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
+    return tuple(found)
+
+
+def _places(gaps: Gaps) -> dict[str, list[int]]:
+    """Before the update, the ops (by index) that read a value that holds each storage."""
+    found: dict[str, list[int]] = {}
+    for i, op in enumerate(gaps.trace.ops):
+        if op.phase != "update":
+            for storage in {held for read in op.reads for held in gaps.trace.op[read].holds}:
+                found.setdefault(storage, []).append(i)
+    return found
+
+
+def _visits(places: list[int]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring positions put together."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] + 1 == place:
+            found[-1] = found[-1][0], place
+        else:
+            found.append((place, place))
+    return tuple(found)

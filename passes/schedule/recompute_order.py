@@ -1,0 +1,48 @@
+"""What has to run again before the ops of backward, where values are made again as often as need be.
+
+drop({x}); make((c,), place of g)   ->   Recompute("b", before="g"), Recompute("c", before="g")    c of b, b of x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..analysis.reuse_gaps import Gaps
+from ..ir.decisions import Recompute
+
+
+class Reruns:
+    """Walks backward; `there` are the forward values that can be read without making anything again."""
+
+    def __init__(self, gaps: Gaps, made: frozenset[str]) -> None:
+        """`made`: the storages that may be made again."""
+        self.gaps = gaps
+        self.made = made
+        self.there = set(gaps.held)
+        self.decisions: list[Recompute] = []
+
+    def drop(self, held: frozenset[str]) -> None:
+        """Forget the values whose bytes are not held; what may not be made again stays."""
+        storages = self.gaps.held
+        self.there = {value for value in self.there if all(s in held or s not in self.made for s in storages[value])}
+
+    def root(self, storage: str) -> str:
+        """The value that is there if `storage` is: what its op makes, or the part of that which is `storage` alone."""
+        maker = self.gaps.maker[storage]
+        if self.gaps.held[maker] == (storage,):
+            return maker
+        return next((part for part in self.gaps.parts.get(maker, ()) if self.gaps.held[part] == (storage,)), maker)
+
+    def make(self, values: Iterable[str], index: int, wanted: frozenset[str]) -> None:
+        """Make the values be there for the op at `index`, and before them what they are made from."""
+        todo, missing = list(values), set[str]()
+        while todo:
+            value = todo.pop()
+            if value not in self.there and value not in missing:
+                missing.add(value)
+                todo += [read for read in self.gaps.trace.op[value].reads if read in self.gaps.held]
+                # A part that is wanted is taken out at once: all the parts lie there until the last is.
+                todo += [part for part in self.gaps.parts.get(value, ()) if wanted.issuperset(self.gaps.held[part])]
+        place = self.gaps.trace.ops[index].name
+        self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.index.__getitem__)]
+        self.there |= missing

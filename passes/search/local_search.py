@@ -1,0 +1,73 @@
+"""Better a plan that fits, one storage at a time: another fate for it is taken, if the step is faster then and fits.
+
+    {a: RECOMPUTE, b: OFFLOAD, c: OFFLOAD}   ->   {a: RECOMPUTE, b: RECOMPUTE, c: KEEP}, where c fits
+
+First come the fates that the linear program's point leans to, as long as that helps; then what is given up is kept, or
+given up in another way.  Each try is simulated, so that what a search does not know is counted: copies that wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..lp.problem import Item, Program
+from ..schedule.candidate import State, state_of
+from ..schedule.schedule import Fate
+
+Change = tuple[str, Fate]  # a storage, and what becomes of it
+
+
+def polish(program: Program, state: State, tries: int, until: float, leaning: Sequence[Change] = ()) -> State:
+    """The plan after so many tries, or after those until `until`; see `time.monotonic`."""
+    polished = _Polished(program, state, tries, until)
+    while leaning and polished.take(leaning):
+        """What did not fit may fit now."""
+    polished.take(_others(program, state))
+    return polished.state
+
+
+class _Polished:
+    """The best plan so far."""
+
+    def __init__(self, program: Program, state: State, tries: int, until: float) -> None:
+        self.program, self.state, self.tries, self.until = program, state, tries, until
+        self.failed: set[Change] = set()  # tried with the state as it is, and no better
+
+    def take(self, changes: Iterable[Change]) -> bool:
+        """Try them in their order; whether one was good."""
+        before = self.state
+        for storage, fate in changes:
+            if self.tries <= 0 or time.monotonic() >= self.until:
+                return False
+            if self.state.fates.get(storage, Fate.KEEP) is not fate and (storage, fate) not in self.failed:
+                self.tries -= 1
+                self._try(storage, fate)
+        return self.state is not before
+
+    def _try(self, storage: str, fate: Fate) -> None:
+        new = state_of(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
+        if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
+            self.state = new
+            self.failed.clear()
+        else:
+            self.failed.add((storage, fate))
+
+
+def _others(program: Program, state: State) -> Iterator[Change]:
+    """What else may become of the storages that are given up, the largest first."""
+    given = [item for item in program.items if state.fates.get(item.storage, Fate.KEEP) is not Fate.KEEP]
+    for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
+        for fate in _ways(program, item):
+            yield item.storage, fate
+
+
+def _ways(program: Program, item: Item) -> Iterator[Fate]:
+    yield Fate.KEEP
+    if not program.makers[item.maker].once:
+        yield Fate.RECOMPUTE
+    if item.leaves:
+        yield Fate.OFFLOAD
+    if item.wire:
+        yield Fate.CAST_OFFLOAD

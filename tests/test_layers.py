@@ -1,0 +1,98 @@
+"""Packages import downwards only."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MEMGRAPH = (
+    {"memgraph.api"},
+    {"memgraph.planning"},
+    {"memgraph.runtime"},
+    {"memgraph.oss"},
+    {"memgraph.optim", "memgraph.microbatch"},
+    {"memgraph.profile", "memgraph.capture"},
+    {"memgraph.graph", "memgraph.options"},
+    {"memgraph.storage"},
+    {"memgraph.kernels", "memgraph.guards"},
+    {"memgraph.report", "memgraph.tensors"},
+    {"memgraph.errors"},
+    {"memgraph.system"},
+)
+OSS = (
+    {"memgraph.oss.compiled"},
+    {"memgraph.oss.checkpoint"},
+    {"memgraph.oss"},
+    {"memgraph.oss.comm"},
+    {"memgraph.oss.shards"},
+)
+PASSES = (
+    {"passes"},
+    {"passes.search", "passes.deep"},
+    {"passes.lp"},
+    {"passes.schedule", "passes.order"},
+    {"passes.analysis", "passes.simulate"},
+    {"passes.ir"},
+)
+ENTRIES = 25  # of a folder
+
+
+def test_packages_import_what_stands_below_them_only() -> None:
+    assert upward_imports() == []
+
+
+def test_no_folder_has_more_entries_than_one_reads_at_once() -> None:
+    folders = [folder for top in ("memgraph", "passes") for folder in [ROOT / top, *(ROOT / top).rglob("*/")]]
+    full = [folder for folder in folders if len(entries(folder)) > ENTRIES]
+    assert full == []
+
+
+def upward_imports() -> list[str]:
+    return [
+        f"{module} imports {target}"
+        for module, path in modules().items()
+        if path.name != "__init__.py"
+        for target in sorted(set(imports(module, path)))
+        for layers, depth in ((MEMGRAPH, 2), (OSS, 3), (PASSES, 2))
+        if points_up(box(module, depth), box(target, depth), layers)
+    ]
+
+
+def points_up(source: str, target: str, layers: tuple[set[str], ...]) -> bool:
+    """Whether both are in the table, and the target does not stand below."""
+    row = {name: i for i, names in enumerate(layers) for name in names}
+    return source in row and target in row and source != target and row[source] >= row[target]
+
+
+def box(module: str, depth: int) -> str:
+    """The package of a module, at this depth; a module of a package that has subpackages is that package's own."""
+    parts = module.split(".")[:depth]
+    name = ".".join(parts)
+    return name if (ROOT / Path(*parts)).is_dir() or name == "memgraph.errors" else ".".join(parts[:-1])
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its dotted name."""
+    files = [file for top in ("memgraph", "passes") for file in (ROOT / top).rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imports(module: str, path: Path) -> Iterator[str]:
+    """The modules that a module imports, for type checking too."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            head = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            for alias in node.names:
+                inner = f"{head}.{alias.name}"
+                if inner in known or head in known:
+                    yield inner if inner in known else head
+
+
+def entries(folder: Path) -> list[Path]:
+    return [
+        entry
+        for entry in folder.iterdir()
+        if (entry.suffix == ".py" and entry.name != "__init__.py") or (entry.is_dir() and any(entry.rglob("*.py")))
+    ]
