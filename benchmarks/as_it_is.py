@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import memgraph
 from memgraph.profile.memory_meter import resident_bytes
-from tests.zoo import CASES, Case, eager_peak, fresh
+from tests.support.zoo import CASES, Case, eager_peak, fresh
 
 COLUMNS = ("model", "eager MB", "forecast MB", "measured MB", "measured - eager B", "eager's is enough")
 

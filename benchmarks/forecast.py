@@ -23,7 +23,7 @@ import memgraph
 from benchmarks.clock import in_turn, middle, step_of
 from memgraph.profile.memory_meter import resident_bytes
 from memgraph.report.report import Report
-from tests.zoo import CASES, Case, eager_peak, fresh
+from tests.support.zoo import CASES, Case, eager_peak, fresh
 
 SHARE, AMPLE = 0.5, "20GB"
 GOAL = 0.1

@@ -33,7 +33,7 @@ from memgraph.graph.nodes import tensors
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile.op_profiler import is_view
 from passes import Trace
-from tests import nets
+from tests.support import models as nets
 
 FLOPS = 172e6  # of an A100 in bf16, per microsecond, as far as large matrix products reach them
 BANDWIDTH = 1.2e6  # bytes per microsecond

@@ -21,8 +21,8 @@ from rich.table import Table
 import memgraph
 from benchmarks.clock import Pairs, in_turn, step_of
 from memgraph import BudgetError
-from tests.promise import trial
-from tests.zoo import BESIDE, CASES, Case, fresh
+from tests.support.promise import trial
+from tests.support.zoo import BESIDE, CASES, Case, fresh
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 WARM = 3  # steps: planned, timed op by op, and perhaps planned again

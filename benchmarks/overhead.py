@@ -20,7 +20,7 @@ from torch import nn
 
 import memgraph
 from benchmarks.clock import Pairs, in_turn, ms_text
-from tests.zoo import CASES, Case, fresh
+from tests.support.zoo import CASES, Case, fresh
 
 
 def main(names: Annotated[list[str] | None, typer.Argument()] = None, rounds: int = 20) -> None:

@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 
 def _digest() -> str:
     """Which passes it was: figures of other ones are not to be compared with these."""
-    files = sorted(Path(passes.__file__).parent.glob("*.py"))
+    files = sorted(Path(passes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

@@ -22,7 +22,7 @@ from memgraph.planning import planner
 from memgraph.report.report import Report
 from passes import Stream
 from passes.schedule.schedule import Fate
-from tests.fates import given_up
+from tests.support.forced_plans import given_up
 
 STEPS = 4
 WIDTH = 128

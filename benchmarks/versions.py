@@ -39,17 +39,41 @@ ROOM = 8 << 30  # bytes of disk that an environment takes at most, while it is u
 INSTALLED = 0.6  # of the time that `--within` gives: what the tests need at least is left
 CORE = (
     "tests/test_torch_names.py",
-    "tests/test_promise.py",
-    *(
-        f"tests/memgraph/test_{name}.py"
-        for name in (
-            "private_names", "capture", "capture_errors", "layers", "storages", "law", "autograd", "backward",
-            "stream", "stream_module", "windows", "fused", "modes", "module", "signature", "effects", "hooks", "calls",
-            "kernels", "cuda_dispatch", "device", "in_place", "letting_go", "seeding", "company", "profiled", "refusal",
-        )
-    ),
-)  # fmt: skip
-SMOKE = ("tests/memgraph/test_private_names.py", "tests/test_promise.py", "-k", "private_names or (is_equal and 0.5)")
+    "tests/end_to_end/test_promise.py",
+    "tests/memgraph/system/test_private_names.py",
+    "tests/memgraph/system/test_device.py",
+    "tests/memgraph/capture/test_capture.py",
+    "tests/memgraph/capture/test_capture_errors.py",
+    "tests/memgraph/capture/test_side_effects.py",
+    "tests/memgraph/capture/test_reinplace.py",
+    "tests/memgraph/capture/test_refuse_reseeding.py",
+    "tests/memgraph/capture/test_explain_errors.py",
+    "tests/end_to_end/test_layers.py",
+    "tests/end_to_end/test_autograd.py",
+    "tests/end_to_end/test_fused_update.py",
+    "tests/end_to_end/test_modes.py",
+    "tests/end_to_end/test_hooks.py",
+    "tests/end_to_end/test_calls.py",
+    "tests/memgraph/graph/test_storages.py",
+    "tests/memgraph/graph/test_law.py",
+    "tests/memgraph/runtime/test_autograd_function.py",
+    "tests/memgraph/runtime/test_released_outputs.py",
+    "tests/memgraph/runtime/test_company.py",
+    "tests/memgraph/optim/test_stream.py",
+    "tests/memgraph/optim/test_stream_module.py",
+    "tests/memgraph/optim/test_windowed_update.py",
+    "tests/memgraph/api/test_compiled_module.py",
+    "tests/memgraph/guards/test_signature.py",
+    "tests/memgraph/kernels/test_kernels.py",
+    "tests/memgraph/profile/test_cuda_dispatch.py",
+    "tests/memgraph/profile/test_active_profiler.py",
+)
+SMOKE = (
+    "tests/memgraph/system/test_private_names.py",
+    "tests/end_to_end/test_promise.py",
+    "-k",
+    "private_names or (is_equal and 0.5)",
+)
 
 
 class NotInstalledError(Exception):

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from memgraph.planning import plan_cache
 
+pytest_plugins = ["tests.support.fixtures"]
+
 settings.register_profile(
     "memgraph",
     deadline=None,

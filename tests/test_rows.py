@@ -39,7 +39,7 @@ TABLES = (
         "O03 O08 O15 O26 O27 O28 O29 O30 O31 O32 O33 O34 O35 O36 O40 O43 O45 O46 O50 O55 O56 C09 C15 C16 C17 C19 C20 C21 C23 C25",
     ),
     Table(
-        "distributed/rows.md",
+        "memgraph/oss/rows.md",
         tuple(f"S{i:02}" for i in range(1, 75)),
         "S04 S16 S23 S36 S37 S38 S39 S40 S42 S45 S46 S51 S52 S53 S61 S62 S63 S66",
     ),

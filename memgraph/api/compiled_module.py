@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.leaf_inputs import refuse_leaves, rewrite
-from ..capture.loss_outputs import Wanted, everything, scalars
 from ..errors import FusedError, NoPlanError
 from ..graph.captured import Captured
 from ..guards.module_attributes import Attributes
@@ -36,6 +35,7 @@ from ..runtime.eager_fallback import eager_gradients
 from ..runtime.step import Step
 from ..system.locks import ALONE, undisturbed
 from ..system.user_warning import notice
+from ..tensors.loss_outputs import Wanted, everything, scalars
 from ..tensors.pytree import Spec, flatten, tensors_of
 from .transforms import refuse_duals, refuse_transforms
 

@@ -5,7 +5,6 @@ call                  take a call apart into tensors and constants
 fake_tensors          fake tensors and the modes of torch around a trace
 constant_fake_mode    values that are constants of the trace
 trace_joint           first trace: forward and backward, op by op
-loss_outputs          outputs that a loss may be made of
 inplace               in-place ops on temporaries as functional ops
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients

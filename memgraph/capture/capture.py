@@ -19,13 +19,13 @@ from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.nodes import returned
 from ..graph.sums import sum_early
+from ..tensors.loss_outputs import Wanted, everything, losses, scalars
 from .call import Call
 from .constant_fake_mode import KnowingMode
 from .explain_errors import explained
 from .fake_tensors import surroundings
 from .finalize import settle
 from .functionalize import make_functional
-from .loss_outputs import Wanted, everything, losses, scalars
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import no_seeding
 from .trace_joint import trace_joint

@@ -30,6 +30,7 @@ from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned
 from ..graph.provenance import Notes
 from ..guards.attribute_snapshot import Contents
+from ..tensors.loss_outputs import Wanted, nodes_behind
 from ..tensors.pytree import Spec, flatten
 from .call import Call
 from .constant_fake_mode import KnowingMode, seen_by_transformers
@@ -37,7 +38,6 @@ from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import fake, without_autocast
 from .fast_paths import fused_layers, values_alone
 from .leaf_inputs import Entries
-from .loss_outputs import Wanted, nodes_behind
 from .prod_gradient import products
 from .restore_module import Untouched, untouched
 from .side_effects import Trace, refuse_effects

@@ -5,7 +5,7 @@ dw = mm(x_t, dy)              ->        dw = mm(x_t, dy)
 ...                                     ...
 return dw                               w_update = update(w, dw)    # in place
 
-Where the update stands is the text's affair: see `passes/updates.py`.
+Where the update stands is the text's affair: see `passes/order/early_updates.py`.
 """
 
 from __future__ import annotations

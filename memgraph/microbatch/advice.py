@@ -17,11 +17,11 @@ from passes.explain import PARTS, SMALLER
 from passes.lp.problem import Program
 
 from ..capture.capture import capture
-from ..capture.loss_outputs import Wanted
 from ..errors import CaptureError
 from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
 from ..system.device import unused_nbytes
+from ..tensors.loss_outputs import Wanted
 from .check_independence import refuse_mixing
 from .microbatches import MicroBatches
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..capture.loss_outputs import Wanted, everything, losses
 from ..report.saved_plan import SavedPlan, saved_plan
 from ..storage.pinned_pool import pinned_nbytes
 from ..storage.spill_file import spill_folder
 from ..storage.wire_cast import wire_name
+from ..tensors.loss_outputs import Wanted, everything, losses
 from .argument_rules import read
 
 Budget = str | int | float | None

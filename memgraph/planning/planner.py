@@ -24,7 +24,6 @@ from passes.order.comm_order import placed, sequence
 
 from ..capture.capture import Wanted
 from ..capture.explain_errors import refuse_hooks
-from ..capture.loss_outputs import update_roots
 from ..errors import CaptureError, RecordingError
 from ..graph.accumulate_grads import accumulating
 from ..graph.captured import Captured
@@ -68,6 +67,7 @@ from ..system.device import device_of, hold_to, releasing_cached, return_freed_m
 from ..system.graph_sources import forgotten_sources
 from ..system.locks import ALONE, capturing
 from ..tensors.aliasing import shared_memory
+from ..tensors.loss_outputs import update_roots
 from .accumulated_step import Adding, adding, else_known, warn, with_left
 from .budget_error import leaves_time, over_budget, smallest_of
 from .lowering import Lowering

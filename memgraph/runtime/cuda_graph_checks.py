@@ -2,7 +2,7 @@
 
     let_record(step, graph, recorder, insists=False)   ->   step.replays, or a report with "not recorded: ..."
 
-What a recording does is the device's work alone: see `passes/replays.py` for what of a text is the host's.
+What a recording does is the device's work alone: see `passes/cuda_graph_memory.py` for what of a text is the host's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     torch 2.16 has no torch._C._storage_Use_Count   ->   TorchVersionError: torch 2.16.0 lacks what memgraph uses: ...
 
 torch may rename or change them in any release.  Without this page a name that is gone would show as whatever error
-comes first, in the middle of a step.  `tests/memgraph/test_private_names.py` compares it with what the sources use.
+comes first, in the middle of a step.
+`tests/memgraph/system/test_private_names.py` compares it with what the sources use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Facts about tensors.
 
-layout      tensors that fill one run of memory
-aliasing    tensors that share memory
-pytree      nested containers of tensors
-versions    in-place changes since a version was read
+layout          tensors that fill one run of memory
+aliasing        tensors that share memory
+loss_outputs    outputs that a loss may be made of
+pytree          nested containers of tensors
+versions        in-place changes since a version was read
 """

@@ -44,7 +44,7 @@ class Exchange:
 
 def placed(trace: Trace, at_once: bool = False) -> Trace:
     """The step with each exchange as early as it may begin, and ended before the next, or at once if nothing hides it;
-    gathers stand where `passes/gathers.py` says, and all other ops stay in order."""
+    gathers stand where `passes/order/gathers.py` says, and all other ops stay in order."""
     trace = gathers_placed(trace, at_once)
     exchanges = _exchanges(trace)
     if not exchanges:

@@ -16,8 +16,8 @@ from memgraph.storage import pinned_tier
 from memgraph.storage.pinned_pool import SLABS
 from memgraph.storage.wire_cast import narrow, widen
 from passes.schedule.schedule import Fate
-from tests.fates import all_given_up, given_up
-from tests.kernels.numbers import hard, same
+from tests.support.forced_plans import all_given_up, given_up
+from tests.support.numbers import hard, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 CUDA = torch.device("cuda", 0)

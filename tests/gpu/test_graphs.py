@@ -13,7 +13,7 @@ import memgraph
 from benchmarks.blocks import SHAPES, Stack
 from memgraph.planning import planner
 from passes.schedule.schedule import Fate
-from tests.fates import all_given_up, given_up
+from tests.support.forced_plans import all_given_up, given_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
 GPU = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import torch
 
 import memgraph
 from passes.cuda_graph_memory import LIBRARIES
-from tests.zoo import CASES, Case, fresh
+from tests.support.zoo import CASES, Case, fresh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
 STEPS = 3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memgraph.kernels.adamw import Rule, adamw, adamw_by
 from memgraph.kernels.autotune import Way
-from tests.kernels.numbers import DEVICE, WAY, hard, same
+from tests.support.numbers import DEVICE, WAY, hard, same
 
 F32, BF16 = torch.float32, torch.bfloat16
 Held = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]

@@ -10,7 +10,7 @@ import torch
 from memgraph.kernels import cast as room
 from memgraph.kernels.cast import cast, cast_by, copied
 from memgraph.storage.wire_cast import narrow, widen
-from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, same
+from tests.support.numbers import DEVICE, FLOATS, WAY, hard, same
 
 
 @pytest.mark.parametrize("seed", [None, 8])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memgraph.kernels.copy_runs import CHUNK, UNIT, lines, move, move_by, move_twin, ready
 from memgraph.kernels.formats import FORMATS, rounded
-from tests.kernels.numbers import DEVICE, FLOATS, WAY, hard, picked, same
+from tests.support.numbers import DEVICE, FLOATS, WAY, hard, picked, same
 
 LENGTHS = (0, 1, 7, 1024, 2060)
 

@@ -12,7 +12,7 @@ from memgraph.kernels import copy_runs, direct
 from memgraph.kernels.direct import pack_pinned
 from memgraph.kernels.formats import rounded
 from memgraph.kernels.pack import gather, pack, scatter, unpack
-from tests.kernels.numbers import DEVICE, WAY, hard, same
+from tests.support.numbers import DEVICE, WAY, hard, same
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from memgraph.kernels.autotune import Way
 from memgraph.kernels.copy_runs import CHUNK
 from memgraph.kernels.scaled import GROUP, WIDE, groups, narrow_scaled, narrow_scaled_by, widen_scaled_by
-from tests.kernels.numbers import DEVICE, WAY, hard, same
+from tests.support.numbers import DEVICE, WAY, hard, same
 
 COUNTS = (0, 1, 127, 128, 129, 1025, 3000)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from passes import Machine, Offload, Plan, Recompute, Trace, apply, predict
 from passes.analysis.reuse_gaps import Gaps
 from passes.schedule.schedule import Fate, schedule
-from tests.strategies import ways
+from tests.support.strategies import ways
 
 Choices = Mapping[str, Sequence[Fate]]
 

@@ -22,7 +22,7 @@ from passes import (
     parse,
     predict,
 )
-from tests.strategies import machines, traces
+from tests.support.strategies import machines, traces
 
 STEP = parse("""
     forward:

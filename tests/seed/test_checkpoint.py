@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memgraph
 from passes import Recompute
-from tests.alike import Fact
-from tests.seed.beside import Function, assert_alike, batch, linear
+from tests.support.compare import Fact
+from tests.support.seed_modules import Function, assert_alike, batch, linear
 
 
 def test_forward_is_python_only_while_it_is_captured() -> None:

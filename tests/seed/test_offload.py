@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import memgraph
 from memgraph.optim import offloaded_update
 from memgraph.storage import io_threads
-from tests.alike import Fact
-from tests.seed.beside import WIDTH, Function, assert_alike, batch, linear
-from tests.streamed import WIDTH as WIDE
-from tests.streamed import Twins, chain, far, loss, streamed, tightest
-from tests.streamed import batch as wide_batch
+from tests.support.compare import Fact
+from tests.support.seed_modules import WIDTH, Function, assert_alike, batch, linear
+from tests.support.streamed_state import WIDTH as WIDE
+from tests.support.streamed_state import Twins, chain, far, loss, streamed, tightest
+from tests.support.streamed_state import batch as wide_batch
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@
                                  a = mm(x, w)
                                  b = add(a, b)
 
-Where each begins and ends is the text's affair: see `passes/gathers.py`.  What comes is written to the parameters
+Where each begins and ends is the text's affair: see `passes/order/gathers.py`.  What comes is written to the parameters
 themselves, which so far no op has read; where nothing is awaited, as in a first forward, the ops do nothing.
 """
 

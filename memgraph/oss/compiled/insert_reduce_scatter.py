@@ -7,7 +7,7 @@
                                            bucket_0_shard = reduced(bucket_0_part, bucket_0)
                                            return bucket_0_shard
 
-Where an exchange begins and ends is the text's affair: see `passes/exchanges.py`.
+Where an exchange begins and ends is the text's affair: see `passes/order/comm_order.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     AdamW over 25.3M parameters, 2 ranks  ->  states 101.2 MB, workspace of the update 8.4 MB and that of buckets
     with states that live far             ->  workspace of its windows, and that of buckets
 
-The caller's optimizer is stepped on made-up pieces, as `memgraph/trial.py` does with parameters.
+The caller's optimizer is stepped on made-up pieces, as `memgraph/optim/optimizer_profiler.py` does with parameters.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""The promise by the second meter: at every step of every model, all that torch's allocator gives is within the budget.
+
+The first meter is right if it has found what this one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.allocator_meter import Allocator, compiler, preloaded
+from tests.support.counted_modules import CountedStep
+from tests.support.counted_steps import ALL, OUTPUTS, STEPS, Counted
+from tests.support.zoo import BESIDE, CASES
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or compiler() is None, reason="the second meter is a library of C that stands before glibc"
+)
+
+
+def children(folder: Path, *options: str, of: str = "tests.support.counted_steps") -> list[str]:
+    """The lines that a counted process prints."""
+    command = [sys.executable, "-m", of, *options]
+    ended = subprocess.run(command, env=preloaded(folder), capture_output=True, text=True, timeout=550, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()
+
+
+def assert_within(folder: Path, names: list[str], *options: str) -> None:
+    rows = [Counted(**json.loads(line)) for line in children(folder, *options, *names)]
+    assert len(rows) == STEPS * len(names)
+    over = [row for row in rows if not row.counted <= row.forecast <= row.budget]
+    assert not over
+    missed = [row for row in rows if row.measured is None or row.measured < row.counted]
+    assert not missed
+
+
+def test_every_step_of_every_model_is_within_its_budget(tmp_path: Path) -> None:
+    models = (*OUTPUTS, *CASES[len(OUTPUTS) :], *BESIDE)
+    assert_within(tmp_path, [f"{case.name}:0.6" for case in models], "--time-limit", "0.5")
+
+
+def test_with_an_optimizer_the_update_is_within_it_too(tmp_path: Path) -> None:
+    assert_within(tmp_path, ["mobilenet:0.7", "mlp:0.7"], "--time-limit", "0.5", "--optimizer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.3])
+@pytest.mark.parametrize("options", [("--threads", "2"), ("--optimizer",)])
+def test_so_it_is_under_every_budget(tmp_path: Path, share: float, options: tuple[str, ...]) -> None:
+    assert_within(tmp_path, [f"{name}:{share}" for name in ALL], "--time-limit", "2", *options)
+
+
+def assert_modules_within(folder: Path, first: int, last: int) -> None:
+    lines = children(folder, str(first), str(last), of="tests.support.counted_modules")
+    rows = [CountedStep(**json.loads(line)) for line in lines]
+    assert len({row.seed for row in rows}) > (last - first) // 2  # the others are called twice at a time
+    assert not [row for row in rows if row.counted > row.budget]
+    assert not [row for row in rows if row.counted > row.forecast and not row.beyond]
+
+
+def test_every_step_of_random_modules_is_within_its_budget(tmp_path: Path) -> None:
+    assert_modules_within(tmp_path, 0, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(60, 2000, 97))
+def test_so_it_is_of_all_others(tmp_path: Path, first: int) -> None:
+    assert_modules_within(tmp_path, first, min(first + 97, 2000))
+
+
+def test_the_second_meter_counts_to_the_byte_in_all_threads(tmp_path: Path) -> None:
+    assert children(tmp_path, of="tests.end_to_end.test_counted") == ["1000 3000 0", "512 1536 512"]
+
+
+def main() -> None:
+    """What the meter says of a few blocks, here and in another thread: there now, at most, and left."""
+    allocator, kept = Allocator(), []
+
+    def report(nbytes: int, keep: bool) -> None:
+        before = allocator.now
+        allocator.reset()
+        first = torch.empty(nbytes, dtype=torch.uint8)
+        now = allocator.now - before
+        other = torch.empty(2 * nbytes, dtype=torch.uint8)
+        most = allocator.most - before
+        kept.append(first if keep else None)
+        del first, other
+        print(now, most, allocator.now - before)
+
+    report(1000, False)
+    thread = threading.Thread(target=report, args=(512, True))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

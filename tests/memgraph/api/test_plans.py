@@ -1,0 +1,29 @@
+"""The reports of all kinds of calls, beside that of the latest."""
+
+from __future__ import annotations
+
+import torch
+
+import memgraph
+from tests.support.models import batch, net
+
+
+def test_all_kinds_of_calls_have_a_report_and_the_latest_is_last() -> None:
+    model = memgraph.compile(net(), "1GB", time_limit=0)
+    assert not model.plans
+    model(batch()).sum().backward()
+    made = model.plan
+    model(batch()).sum().backward()
+    added = model.plan
+    with torch.no_grad():
+        model(batch(rows=3))
+    evaluated = model.plan
+    assert list(model.plans) == [made, added, evaluated]
+    assert [any(op.fn == "gradient" for op in report.forecast.trace.ops) for report in model.plans] == [
+        False,
+        True,
+        False,
+    ]
+    model.zero_grad()
+    model(batch())
+    assert len(model.plans) == 3 and model.plans[-1] is model.plan

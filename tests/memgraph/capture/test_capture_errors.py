@@ -1,0 +1,103 @@
+"""What a graph can't hold is refused by capture, with the line or the name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memgraph.capture.capture import capture
+from memgraph.errors import CaptureError
+from tests.support.captured_calls import TOKENS, Plain, X
+
+
+def branch(model: Any, h: Tensor) -> Tensor:
+    if h.sum() > 0:  # the line that is named
+        return h
+    return -h
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        (branch, "Python asks for a tensor's value"),
+        (lambda m, h: h * h.max().item(), "Python asks for a tensor's value"),
+        (lambda m, h: h[h > 0], "the shape of a result depends on"),
+        (lambda m, h: h.detach().numpy(), "a tensor becomes a numpy array"),
+    ],
+)
+def test_what_depends_on_data_is_refused_with_its_line(then: Callable[[Any, Tensor], Any], says: str) -> None:
+    with pytest.raises(CaptureError, match=says) as caught:
+        capture(Plain(then), (X,), {})
+    line = then.__code__.co_firstlineno + (then is branch)
+    assert f"{__file__}:{line} in {then.__name__}" in str(caught.value)
+
+
+def test_an_op_that_takes_functions_is_refused_with_its_line() -> None:
+    def chosen(model: Any, h: Tensor) -> Any:
+        return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+
+    with pytest.raises(
+        CaptureError, match=r"takes functions \(torch.cond.*can't be planned(.|\n)*torch.where"
+    ) as caught:
+        capture(Plain(chosen), (X,), {})
+    assert f"{__file__}:{chosen.__code__.co_firstlineno + 1} in chosen" in str(caught.value)
+
+
+def test_a_users_own_error_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="broadcast") as caught:
+        capture(Plain(lambda m, h: h + torch.ones(3)), (X,), {})
+    assert not isinstance(caught.value, CaptureError)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_decision_that_python_draws_is_refused(draw: Callable[[], float]) -> None:
+    states = random.getstate(), str(numpy.random.get_state())
+    with pytest.raises(CaptureError, match="which would be the same in every step"):
+        capture(Plain(lambda m, h: h if draw() < 0.5 else -h), (X,), {})
+    assert states == (random.getstate(), str(numpy.random.get_state()))
+
+
+def keep(model: Any, h: Tensor) -> Tensor:
+    model.auxiliary = h.sum()
+    return h
+
+
+def reshape(model: Any, h: Tensor) -> Tensor:
+    model.mean = h.detach()
+    return h
+
+
+def count(model: Any, h: Tensor) -> Tensor:
+    model.table += 1
+    return h
+
+
+def train(model: Any, h: Tensor) -> Tensor:
+    return h * model.table
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        (keep, "forward stores a tensor in auxiliary"),
+        (reshape, r"assigns torch.float32 \(2, 4\) to buffer mean"),
+        (count, "changes the tensor table in place, which is no buffer"),
+        (train, "the tensor table requires a gradient but is no parameter"),
+    ],
+)
+def test_what_would_silently_be_lost_is_refused(then: Callable[[Any, Tensor], Any], says: str) -> None:
+    model: Any = Plain(then)
+    model.table = torch.ones(4, requires_grad=then is train)
+    with pytest.raises(CaptureError, match=says):
+        capture(model, (X,), {})
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(CaptureError, match="use sparse=False"):
+        capture(nn.Embedding(7, 4, sparse=True), (TOKENS,), {})

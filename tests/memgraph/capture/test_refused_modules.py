@@ -1,0 +1,106 @@
+"""A module that can't be captured is refused at its first call, with the line or the name and what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from tests.support.faults import ROOM, Net, assert_next_step_right, batch, fresh
+
+
+def test_a_branch_on_a_value_is_refused_with_the_line() -> None:
+    line = here() + 3
+
+    class Branch(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                return super().forward(x)
+            return x
+
+    with pytest.raises(memgraph.CaptureError, match=rf"test_uncaptured\.py:{line} in forward") as caught:
+        memgraph.compile(Branch(), ROOM)(batch())
+    assert "`if`" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x * int(x.sum()), lambda x: x * x.max().item()]
+)
+def test_what_depends_on_values_is_refused_with_the_line(ask: Callable[[Tensor], Tensor]) -> None:
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return ask(super().forward(x))
+
+    with pytest.raises(memgraph.CaptureError, match=r"test_uncaptured\.py:\d+ in <lambda>"):
+        memgraph.compile(Asking(), ROOM)(batch())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(
+        memgraph.CaptureError, match=r"gradient of parameter 0\.weight is torch\.sparse_coo: use sparse=False"
+    ):
+        memgraph.compile(module, ROOM)(torch.tensor([1, 2]))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"\['cpu', 'meta'\]; move it to one"):
+        memgraph.compile(module, ROOM)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        memgraph.compile(nn.Linear(2, 2, device="meta"), ROOM)(torch.randn(1, 2, device="meta"))
+
+
+def test_an_input_on_another_device_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        fresh()[1](torch.randn(8, 16, device="meta"))
+
+
+def test_a_lazy_module_that_never_ran_is_refused() -> None:
+    with pytest.raises(memgraph.CaptureError, match="run the lazy module once"):
+        memgraph.compile(nn.Sequential(nn.LazyLinear(4)), ROOM)(batch())
+
+
+def test_a_lazy_module_that_ran_once_trains() -> None:
+    module = nn.Sequential(nn.LazyLinear(4))
+    module(batch())
+    assert_next_step_right(module, memgraph.compile(module, ROOM))
+
+
+def test_an_argument_that_hides_tensors_is_refused_by_its_type() -> None:
+    class Locked:
+        def __reduce__(self) -> str:
+            raise TypeError("no")
+
+    class Taking(Net):
+        def forward(self, x: Tensor, other: object = None) -> Tensor:
+            return super().forward(x)
+
+    with pytest.raises(memgraph.CaptureError, match=r"Locked, which can't be taken apart"):
+        memgraph.compile(Taking(), ROOM)(batch(), Locked())
+
+
+def test_a_tensor_that_forward_leaves_on_the_module_is_refused_by_its_name() -> None:
+    class Leaving(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = super().forward(x)
+            return self.seen
+
+    with pytest.raises(memgraph.CaptureError, match=r"forward stores a tensor in seen"):
+        memgraph.compile(Leaving(), ROOM)(batch())
+
+
+def here() -> int:
+    """The line after that of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno + 1

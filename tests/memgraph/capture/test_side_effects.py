@@ -1,0 +1,220 @@
+"""What forward leaves in its module's attributes is refused where the next call would be another one for it."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import memgraph
+from memgraph.guards.module_attributes import Attributes
+from tests.support.compare import ROOM
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+class Leaving(nn.Module):
+    """Its forward does something with its attributes, and scales by what that gives."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Any], **held: Any) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4))
+        self.then = then
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.then(self, x)
+        return self.body(x) if scale is None else self.body(x) * scale
+
+
+def count(part: Any, x: Tensor) -> int:
+    part.count = getattr(part, "count", 0) + 1
+    return int(part.count)
+
+
+def mark(part: Any, x: Tensor) -> float:
+    scale = 1.0 if hasattr(part, "done") else 2.0
+    part.done = True
+    return scale
+
+
+def fill(part: Any, x: Tensor) -> int:
+    part.filled.append(1)
+    return len(part.filled)
+
+
+def fill_deep(part: Any, x: Tensor) -> int:
+    part.held.inner["a"].append(1)
+    return len(part.held.inner["a"])
+
+
+def toggle(part: Any, x: Tensor) -> float:
+    part.held.on = not part.held.on
+    return 2.0 if part.held.on else 1.0
+
+
+def add(part: Any, x: Tensor) -> int:
+    part.seen.add(len(part.seen))
+    return len(part.seen)
+
+
+def remove(part: Any, x: Tensor) -> float:
+    return float(vars(part).pop("first", 1.0))
+
+
+def mark_below(part: Any, x: Tensor) -> float:
+    return mark(part.body[0], x)
+
+
+def remember(part: Any, x: Tensor) -> Tensor:
+    before = getattr(part, "before", None)
+    part.before = x
+    return torch.ones(()) if before is None else before.sum()
+
+
+def remember_deep(part: Any, x: Tensor) -> float:
+    part.held.inner["a"] = x.sum()
+    return 1.0
+
+
+def decide(part: Any, x: Tensor) -> float:
+    scale = 1.0 if part.kind is None else 2.0
+    part.kind = "b"
+    return scale
+
+
+def held() -> types.SimpleNamespace:
+    return types.SimpleNamespace(inner={"a": []}, on=False)
+
+
+@pytest.mark.parametrize(
+    ("then", "attributes", "says"),
+    [
+        (count, {}, "forward changes count, and the next call"),
+        (mark, {}, "forward changes done, and the next call"),
+        (mark_below, {}, r"forward changes body\.0\.done, and the next call"),
+        (fill, {"filled": []}, "forward changes filled, and the next call"),
+        (fill_deep, {"held": held()}, "forward changes held, and the next call"),
+        (toggle, {"held": held()}, "forward changes held, and the next call"),
+        (add, {"seen": set()}, "forward changes seen, and the next call"),
+        (remove, {"first": 2.0}, "forward changes first, and the next call"),
+        (remember, {}, "forward changes before, and the next call"),
+        (remember_deep, {"held": held()}, "forward stores a tensor in held"),
+        (decide, {"kind": None}, "forward changes kind, and the next call"),
+    ],
+)
+def test_what_makes_another_call_of_the_next_one_is_refused_and_taken_back(
+    then: Any, attributes: dict[str, Any], says: str
+) -> None:
+    module = Leaving(then, **copy.deepcopy(attributes))
+    attributes_of = Attributes(module)
+    before = attributes_of.key
+    with pytest.raises(memgraph.CaptureError, match=says):
+        memgraph.compile(module, ROOM)(X)
+    assert attributes_of.key == before
+
+
+def test_a_layer_that_forward_makes_is_refused_until_it_is_there() -> None:
+    def then(part: Any, x: Tensor) -> Tensor:
+        if not hasattr(part, "late"):
+            part.late = nn.Linear(4, 4)
+        return torch.as_tensor(part.late(x))
+
+    module = Leaving(then)
+    with pytest.raises(memgraph.CaptureError, match=r"forward changes late, .* run the plain module once before"):
+        memgraph.compile(module, ROOM)(X)
+    expected = module(X)
+    assert torch.equal(memgraph.compile(module, ROOM)(X), expected)
+
+
+def test_a_buffer_that_forward_registers_is_refused_by_its_name() -> None:
+    def then(part: Any, x: Tensor) -> Any:
+        if not hasattr(part, "late"):
+            part.register_buffer("late", x.mean(0).detach())
+        return part.late
+
+    module = Leaving(then)
+    with pytest.raises(memgraph.CaptureError, match="forward registers the buffer late: register it in __init__"):
+        memgraph.compile(module, ROOM)(X)
+    expected = module(X)
+    assert torch.equal(memgraph.compile(module, ROOM)(X), expected)
+
+
+def note(part: Any, x: Tensor) -> None:
+    part.width, part.note = x.shape[-1], {"shape": list(x.shape), "dtype": x.dtype}
+
+
+def note_once(part: Any, x: Tensor) -> float:
+    if not hasattr(part, "scale"):
+        part.scale = float(torch.arange(4).max())
+    return float(part.scale)
+
+
+def keep_input(part: Any, x: Tensor) -> None:
+    part.last = x
+
+
+def clear(part: Any, x: Tensor) -> None:
+    part.filled.clear()
+    part.filled.extend([1, 2])
+
+
+def assert_same(module: nn.Module, twin: nn.Module, *batches: Tensor) -> None:
+    """Compiled, a module returns what its twin does, and has its gradients."""
+    compiled = memgraph.compile(module, ROOM)
+    for rows in batches:
+        found, expected = compiled(rows), twin(rows)
+        found.sum().backward()
+        expected.sum().backward()
+        assert torch.equal(found, expected)
+    for one, other in zip(module.parameters(), twin.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("then", [note, note_once, keep_input, clear])
+def test_what_is_the_same_after_every_call_is_nobodys_business(then: Any) -> None:
+    module = Leaving(then, filled=[])
+    twin = copy.deepcopy(module)
+    assert_same(module, twin, X, X, X[:1])
+    assert module.filled == []
+    assert not {"width", "scale", "last"} & vars(module).keys()
+
+
+@pytest.mark.parametrize("remake", [nn.utils.spectral_norm, lambda part: prune.l1_unstructured(part, "weight", 0.5)])
+def test_a_weight_that_a_hook_makes_anew_each_time_is_its_own_business(remake: Any) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(remake(nn.Linear(4, 4)))
+
+    module, twin = made(), made()
+    assert_same(module, twin, X, X, X)
+
+
+@pytest.mark.parametrize("then", [count, mark, fill])
+def test_parts_of_a_batch_are_calls_as_well(then: Any) -> None:
+    with pytest.raises(memgraph.CaptureError, match=r"forward changes (count|done|filled)"):
+        memgraph.compile(Leaving(then, filled=[]), ROOM, microbatches=2)(X)
+
+
+def test_parts_of_a_batch_may_leave_what_makes_no_difference() -> None:
+    def then(part: Any, x: Tensor) -> None:
+        part.width = x.shape[-1]
+
+    module = Leaving(then)
+    assert torch.equal(
+        memgraph.compile(module, ROOM, microbatches=2)(X), torch.cat([module(row) for row in X.split(1)])
+    )
+
+
+def test_a_loss_inside_hides_nothing_that_forward_leaves() -> None:
+    compiled = memgraph.compile(Leaving(mark), ROOM, loss=lambda out: out.sum())
+    with pytest.raises(memgraph.CaptureError, match="forward changes done"):
+        compiled(X)

@@ -1,0 +1,97 @@
+"""Attributes are the module's own, and what forward reads of them takes effect when it changes."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from tests.support.compare import ROOM, batch
+from tests.support.models import Function, Net, Plain
+
+
+def test_attributes_are_those_of_the_module() -> None:
+    module = Net()
+    compiled: Any = memgraph.compile(module, ROOM)
+    module.note = "a"  # type: ignore[assignment]
+    assert compiled.note == "a"
+    compiled.note = "b"
+    assert module.note == "b"
+    del compiled.note
+    assert not hasattr(module, "note")
+    with pytest.raises(AttributeError, match=r"'Net' object has no attribute 'nothing'"):
+        _ = compiled.nothing
+    compiled.extra = nn.Parameter(torch.ones(2))
+    assert dict(module.named_parameters())["extra"] is compiled.extra
+    compiled.drop.p = 0.5
+    assert module.drop.p == 0.5
+
+
+@pytest.mark.parametrize("change", ["attribute", "dropout", "hook"])
+def test_what_forward_reads_takes_effect_when_it_changes(change: str) -> None:
+    module = Function(lambda linear, x: F.dropout(linear(x), linear.rate) * linear.scale)
+    module.linear.rate, module.linear.scale = 0.0, 1.0  # type: ignore[assignment]
+    compiled = memgraph.compile(module, ROOM)
+    compiled(batch())
+    if change == "attribute":
+        module.linear.scale = 2.0  # type: ignore[assignment]
+    elif change == "dropout":
+        module.linear.rate = 1.0  # type: ignore[assignment]
+    else:
+        module.linear.register_forward_hook(tripled)
+    assert torch.equal(compiled(batch()), module(batch()))
+
+
+def tripled(part: nn.Module, args: Any, result: Tensor) -> Tensor:
+    return result * 3
+
+
+def test_what_forward_counts_in_python_is_refused() -> None:
+    class Counting(Plain):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    module = Counting()
+    module.calls = 0
+    with pytest.raises(memgraph.CaptureError, match="forward changes calls from 0 to 1"):
+        memgraph.compile(module, ROOM)(batch())
+    assert module.calls == 0
+
+
+@pytest.mark.parametrize("kind_of", [tuple, list, dict, types.SimpleNamespace])
+def test_what_forward_reads_in_containers_takes_effect_when_it_changes(kind_of: Any) -> None:
+    named = kind_of in (dict, types.SimpleNamespace)
+
+    def function(linear: Any, x: Tensor) -> Tensor:
+        held = vars(linear.held) if kind_of is types.SimpleNamespace else linear.held
+        return linear(x) * held["scale" if named else 0]
+
+    module: Any = Function(function)
+    compiled = memgraph.compile(module, ROOM)
+    for scale in (1.0, 2.0):
+        module.linear.held = kind_of(scale=scale) if named else kind_of([scale])
+        found = compiled(batch())
+    assert torch.equal(found, module(batch()))
+
+
+@pytest.mark.xfail(strict=True, reason="forward gets a list that was made of the caller's, which stays as it was")
+def test_a_list_that_forward_fills_is_filled_or_refused() -> None:
+    def function(linear: Any, x: Tensor, found: list[Tensor]) -> Tensor:
+        found.append(linear(x).square().mean())
+        return linear(x)
+
+    found: list[Tensor] = []
+    compiled = memgraph.compile(Function(function), ROOM)
+    try:
+        compiled(batch(), found)
+    except memgraph.CaptureError:
+        return
+    assert len(found) == 1

@@ -1,0 +1,146 @@
+"""What is given in a wrong type, or as a value that makes no sense, is refused in the same words everywhere; what numpy
+makes of numbers and truth values is taken."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memgraph
+from memgraph.options.argument_rules import ARGUMENTS, SHARDED, read
+from tests.support.models import batch, net
+
+WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]
+NO_FLAG: list[Any] = ["yes", "", 1, 0, None, 1.0, [True], torch.tensor(True)]
+NO_BUDGET: list[Any] = [True, np.True_, [1], b"8GB", (1,), 8j, torch.tensor(8), object(), int]
+WRONG_TYPE: dict[str, list[Any]] = {
+    "model": [None, 7, "model", nn.Linear, torch.nn.functional.relu, torch.ones(2)],
+    "budget": NO_BUDGET,
+    "budgets": ["8GB", 8, 0.5, b"8GB", {1: 2}, object(), np.ones(2)],
+    "optimizer": ["adam", torch.optim.Adam, 0.1, [torch.ones(2)]],
+    "loss": ["mse", 3, torch.ones(2), nn.MSELoss],
+    "offload": [True, 3, b"disk", ["disk"], Path("disk")],
+    "spill_dir": [7, b"/tmp", ["/tmp"], 1.5, True],
+    "plan": [7, b"{}", {"memgraph": 1}, [None], object(), memgraph.SavedPlan],
+    "time_limit": [True, "5", [5], torch.tensor(5.0), 5j],
+    "wire_dtype": ["bf16", 16, True, torch.Tensor, np.float32],
+    "microbatches": [True, 2.0, "2", None, np.True_, torch.tensor(2)],
+    "reduction": [1, True, ["mean"], b"mean", torch.mean],
+    "accumulate": [1, 0, "auto", np.ones(2)],
+    "forwards": [True, 2.0, "2", None, torch.tensor(2)],
+    "fuse_update": NO_FLAG,
+    "host_update": NO_FLAG,
+    "lower": [True, 1, ["inductor"], np.ones(2), torch.compile],
+    "strict": NO_FLAG,
+    "pinned": NO_BUDGET,
+    "cuda_graphs": [1, 0, None, np.ones(2), ["auto"]],
+}
+NO_SUCH: dict[str, list[Any]] = {
+    "budgets": [[], ()],
+    "spill_dir": [""],
+    "time_limit": [-1, -0.001, math.nan, -math.inf, -(10**400)],
+    "microbatches": [0, -1, np.int64(-3)],
+    "forwards": [0, -1],
+    "reduction": ["max", "", "Mean"],
+    "lower": ["triton", "", "Inductor"],
+    "cuda_graphs": ["yes", "", "True"],
+}
+WRONG_OF_SHARDS: dict[str, list[Any]] = {
+    "params": [None, 3, torch.ones(2), nn.Linear(1, 1), nn.Sequential(), nn.ModuleList(), "weight"],
+    "optim": [None, "Adam", torch.optim.Adam([torch.ones(1, requires_grad=True)]), lambda params: None],
+    "gradients": [None, True, 1, ["same"]],
+    "wire_dtype": ["bf16", 16, np.float32],
+    "bucket_bytes": [None, "25MB", 1e6, True, np.True_],
+    "gather": [None, True, np.ones(2)],
+}
+NO_SUCH_OF_SHARDS: dict[str, list[Any]] = {
+    "optim": [int, nn.Linear],
+    "gradients": ["sum", ""],
+    "wire_dtype": [torch.float32, torch.int8],
+    "bucket_bytes": [0, -1, np.int64(0)],
+    "gather": ["later", ""],
+}
+
+
+def said(name: str, value: Any) -> set[tuple[type[Exception], str]]:
+    """What all that take such an argument say to it."""
+    found = set()
+    for way in WAYS:
+        if name in inspect.signature(way).parameters:
+            given = {"model": net(), name: value}
+            with pytest.raises(Exception) as caught:
+                way(given.pop("model"), *(() if way is memgraph.compile else (batch(),)), **given)
+            found.add((caught.type, str(caught.value)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG_TYPE.items() for value in values])
+def test_what_is_of_a_wrong_type_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
+    ((kind, text),) = said(name, value)
+    assert kind is TypeError
+    assert re.match(rf"{name} is (None|an? \w+(, .+)?|the class \w+); ", text)
+    assert text.endswith(ARGUMENTS[name].advice)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_SUCH.items() for value in values])
+def test_what_makes_no_sense_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
+    assert said(name, value) == {(ValueError, f"{name}={value!r}; {ARGUMENTS[name].advice}")}
+
+
+def test_the_table_is_of_all_arguments() -> None:
+    named = {name for way in WAYS for name in inspect.signature(way).parameters} - {"args", "kwargs"}
+    assert named == ARGUMENTS.keys() == WRONG_TYPE.keys()
+    others = inspect.signature(memgraph.OSS).parameters.keys() - {"group", "defaults"}
+    assert others == SHARDED.keys() == WRONG_OF_SHARDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "values"), [(TypeError, WRONG_OF_SHARDS), (ValueError, NO_SUCH_OF_SHARDS)], ids=["type", "value"]
+)
+def test_so_is_what_the_sharded_optimizer_does_not_take(wrong: type[Exception], values: dict[str, list[Any]]) -> None:
+    for name, several in values.items():
+        for value in several:
+            with pytest.raises(wrong, match=f"^{name}(=| is ).*; {re.escape(SHARDED[name].advice)}$"):
+                read(name, value, SHARDED)
+
+
+def test_a_list_of_parameters_is_one_though_it_is_a_module() -> None:
+    several = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
+    assert read("params", several, SHARDED) is several
+
+
+def test_numbers_and_truth_values_may_be_of_numpy() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    plain = {"budget": 10**9, "time_limit": 0.5, "microbatches": 2, "fuse_update": True, "cuda_graphs": False}
+    other = {
+        "budget": np.int64(10**9), "time_limit": np.float32(0.5), "microbatches": np.uint8(2),
+        "fuse_update": np.True_, "cuda_graphs": np.False_, "strict": np.False_,
+    }  # fmt: skip
+    planners = [memgraph.compile(model, optimizer=optimizer, **given)._planner for given in (plain, other)]
+    assert repr(planners[0].wishes) == repr(planners[1].wishes)
+    assert type(planners[1].budget) is int
+    assert [type(planner.module._count) for planner in planners] == [int, int]
+
+
+@pytest.mark.parametrize("limit", [0, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2), math.inf])
+def test_a_limit_is_so_many_seconds(limit: Any) -> None:
+    assert memgraph.compile(net(), time_limit=limit)._planner.wishes.seconds == limit
+    assert memgraph.compile(net())._planner.wishes.seconds == math.inf
+
+
+def test_several_plans_may_be_given() -> None:
+    plan = memgraph.SavedPlan.from_json(memgraph.plan(net(), batch(), budget="1GB", time_limit=0).to_json())
+    several: list[Any] = [[plan, plan.to_json()], (plan, plan)]
+    for given in several:
+        assert memgraph.compile(net(), plan=given)._planner.wishes.plans == (plan, plan)

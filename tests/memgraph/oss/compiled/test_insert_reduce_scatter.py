@@ -1,0 +1,112 @@
+"""Exchanges between ranks in a captured graph: the law holds of them, and each rank is handed its part of the sums.
+
+The other rank is made up: it has what this one has, so that a mean over both is what this one has itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from memgraph.capture.capture import capture, losses
+from memgraph.graph.captured import Captured
+from memgraph.graph.partition import split
+from memgraph.graph.rewrite import rewrite
+from memgraph.graph.summarize import summarize
+from memgraph.oss.compiled.insert_reduce_scatter import exchanging
+from memgraph.oss.sharded_grads import Parcel, Stretch
+from memgraph.runtime.step_run import Flight
+from passes import Machine, Trace
+from passes.order.comm_order import placed
+from passes.order.microbatch_order import sliced
+from tests.memgraph.graph.test_law import holds, thorough
+from tests.support.law_models import Subject, corrected, price, subject
+
+RANKS = 2
+NAMES = ("attention", "parts", "pictures")
+
+
+def parcels(its: Subject) -> list[Parcel]:
+    """Of each parameter but the first half in a parcel alone; all other halves in two more."""
+    named = list(its.model.named_parameters())
+    found, rests = list[Parcel](), [list[Stretch](), list[Stretch]()]
+    for i, (name, parameter) in enumerate(named):
+        cut = parameter.numel() // (2 * RANKS) * RANKS
+        if i and cut:
+            found.append(Parcel(len(found), (Stretch(name, 0, cut, 0),), cut, cut // RANKS, room=8 * cut))
+        rest, begin = rests[i % 2], cut if i else 0
+        at = rest[-1].at + rest[-1].end - rest[-1].begin + 1 if rest else 0
+        rest.append(Stretch(name, begin, parameter.numel(), at))
+    for rest in rests:
+        size = (rest[-1].at + rest[-1].end - rest[-1].begin + RANKS) // RANKS * RANKS
+        found.append(Parcel(len(found), (*rest, Stretch("another model's", 0, 3, size)), size + 4, size // 2 + 2))
+    return found
+
+
+@cache
+def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
+    its = subject(name)
+    captured = exchanging(capture(its.model, its.args, its.kwargs, wanted=losses), parcels(its))
+    graph = corrected(captured, adds)
+    return captured, graph, sliced(placed(summarize(graph, price)), Machine(0))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@thorough
+@given(data=st.data())
+def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool, data: st.DataObject) -> None:
+    _, graph, trace = stepped(name, adds)
+    holds(graph, trace, data)
+
+
+class Twin:
+    """Sums with a rank that has the same."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[int, Tensor] = {}
+
+    def begin(self, bucket: int, sent: Tensor) -> None:
+        self.under_way[bucket] = sent
+
+    def end(self, bucket: int) -> Tensor:
+        sent = self.under_way.pop(bucket)
+        return sent[len(sent) // RANKS :].clone()  # of rank 1
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_has_its_part_of_the_gradients(name: str, adds: bool) -> None:
+    its = subject(name)
+    its.again()
+    captured, graph, trace = stepped(name, adds)
+    flight = Flight(split(rewrite(graph, trace), captured.graph), None)
+    flight.exchange = twin = Twin()
+    outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
+    roles = [role for role in captured.outputs if role.kind != "output"]
+    sizes = {parcel.bucket: parcel.part for parcel in parcels(its)}
+    there = [torch.ones(sizes[role.index]) for role in roles] if adds else []
+    found: list[Any] = flight.backward([torch.ones_like(outputs[0])], there, keep=False)
+    assert [role.kind for role in roles] == ["shard"] * len(parcels(its)) and not twin.under_way
+    its.again()
+    its.model(*its.args, **its.kwargs).backward()
+    gradients = {name: parameter.grad for name, parameter in its.model.named_parameters()}
+    for role, part in zip(roles, found, strict=True):
+        assert torch.equal(part, expected(parcels(its)[role.index], gradients) + adds)
+
+
+def expected(parcel: Parcel, gradients: dict[str, Tensor | None]) -> Tensor:
+    packed = torch.zeros(parcel.size)
+    for stretch in parcel.stretches:
+        gradient = gradients.get(stretch.name)
+        if gradient is not None:
+            packed[stretch.at : stretch.at + stretch.end - stretch.begin] = gradient.flatten()[
+                stretch.begin : stretch.end
+            ]
+    return packed[parcel.part :]

@@ -1,0 +1,96 @@
+"""Planning keeps to the budget too, where it can; what cannot be is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.profile import link_bandwidth, op_profiler
+from memgraph.profile.link_bandwidth import SIZES, disk_links
+from memgraph.storage.disk_tier import DiskTier
+from memgraph.storage.io_threads import STAGING
+from memgraph.system.timer import CACHE, cool
+from tests.support.planning_memory import anonymous_nbytes
+
+
+def test_a_process_that_plans_keeps_its_anonymous_memory_within_the_budget(tmp_path: Path) -> None:
+    """Measured by the kernel, and with nothing known before."""
+    command = [sys.executable, "-m", "tests.support.planning_memory", str(tmp_path)]
+    ran = subprocess.run(command, env={**os.environ, "MEMGRAPH_CACHE": ""}, capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["there"] + found["grown"] <= found["budget"]
+    assert found["grown"] > (4 << 20)  # it has run ops
+
+
+def test_caches_are_emptied_without_memory_of_the_process() -> None:
+    begin = anonymous_nbytes()
+    empty = cool(torch.device("cpu"))
+    empty()
+    assert anonymous_nbytes() - begin < CACHE // 8
+
+
+@pytest.mark.parametrize("room", [1 << 20, 10 << 20, 70 << 20, None])
+def test_the_disk_is_measured_in_the_room_there_is(
+    room: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def copied(tier: DiskTier) -> tuple[float, float]:
+        seen.append(tier.slots)
+        return 1.0, 1.0
+
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    monkeypatch.setattr(link_bandwidth, "_known", {})
+    monkeypatch.setattr(link_bandwidth, "_copied", copied)
+    disk_links(tmp_path, room)
+    if room is None:
+        assert seen == [(nbytes,) * count for nbytes, count in SIZES.items()]
+    else:
+        assert all(sum(slots) + slots[0] + STAGING <= room for slots in seen) or seen == [(min(SIZES),)]
+    assert len(seen) == {1: 1, 10: 2, 70: 3}.get((room or 70 << 20) >> 20)
+
+
+class Frozen(nn.Module):
+    """A weight that is large beside all else, and has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(512, 512).requires_grad_(False), nn.Linear(512, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu().sin().cos()).square().mean()
+
+
+def warnings_of_a_plan(budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the logger warns of while a step is planned in a process that knows no prices."""
+    monkeypatch.setattr(op_profiler, "_known", {})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "memgraph"):
+        memgraph.plan(Frozen(), torch.randn(64, 512), budget=budget, offload=None)
+    return [record.getMessage() for record in caplog.records if record.name.startswith("memgraph")]
+
+
+def test_an_op_that_is_more_than_the_budget_leaves_is_named_in_the_log_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", "")
+    assert not warnings_of_a_plan(4 << 20, monkeypatch, caplog)
+    (said,) = warnings_of_a_plan(2 << 20, monkeypatch, caplog)
+    assert "planning goes beyond the budget: aten." in said and "MEMGRAPH_CACHE" in said
+
+
+def test_what_was_priced_elsewhere_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
+    warnings_of_a_plan(2 << 20, monkeypatch, caplog)
+    assert not warnings_of_a_plan(2 << 20, monkeypatch, caplog)

@@ -1,0 +1,122 @@
+"""Who waits for a plan is told how far it is, on a terminal and in the log; who does not wait is told nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memgraph
+from memgraph.planning import progress
+from memgraph.planning.progress import Progress
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import logging, time
+from memgraph.planning import progress
+logging.basicConfig(level=logging.INFO, format="logged %(message)s")
+progress.FIRST_S, progress.NEXT_S = 0.01, 60.0
+with progress.Progress() as told:
+    told.phase("pricing [ops]", 340)
+    told.done()
+    time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "NEXT_S", 0.01)
+
+
+def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
+    told = Progress()
+    told.phase("pricing ops", 40)
+    told.done()
+    line = told.line()
+    assert line.startswith("pricing ops, 1 of 40, at most about ") and "s left (0 s so far)" in line
+    assert line.endswith("time_limit= bounds planning, plan= spares it")
+    told.bound(time.monotonic() + 30.5)
+    assert ", 30 s of time_limit left" in told.line()
+    told.bound(time.monotonic() - 1)
+    assert "past time_limit: ending with what is needed" in told.line() and "left" not in told.line()
+    told.bound(math.inf)
+    told.phase("capturing")
+    assert told.line().startswith("capturing (0 s so far)")
+
+
+def test_planning_is_told_phase_by_phase_in_the_log(
+    soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "say", lambda line: progress.LOG.info(line))
+    phases: list[str] = []
+    phase = Progress.phase
+
+    def noted(told: Progress, name: str, of: int = 0) -> None:
+        phases.append(name)
+        phase(told, name, of)
+
+    monkeypatch.setattr(Progress, "phase", noted)
+    with caplog.at_level(logging.INFO, logger="memgraph"):
+        memgraph.plan(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4), budget="1GB")
+    assert phases[:3] == ["capturing forward and backward", "pricing ops", "planning, passes tried"]
+    assert any("time_limit=" in record.getMessage() for record in caplog.records)
+
+
+def test_a_quick_plan_says_nothing_and_leaves_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    before = threading.active_count()
+    with caplog.at_level(logging.INFO, logger="memgraph"), Progress() as told:
+        told.phase("planning")
+    assert threading.active_count() == before
+    assert caplog.records == []
+
+
+def test_what_fails_while_it_is_told_harms_nothing(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def broken(line: str) -> None:
+        tried.set()
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr(progress, "say", broken)
+    with Progress():
+        assert tried.wait(10)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no threads")))
+    with Progress():
+        pass
+
+
+def test_it_is_printed_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stderr=theirs, cwd=ROOT, env=environment) as process:
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                text += (part := os.read(ours, 4096))
+            except OSError:  # its end
+                break
+            if not part:
+                break
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"memgraph: pricing [ops], 1 of 340, at most about" in text
+    assert b"logged" not in text
+
+
+def test_it_is_logged_elsewhere() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert run.returncode == 0
+    assert run.stderr.startswith("logged pricing [ops], 1 of 340") and run.stdout == ""

@@ -1,0 +1,63 @@
+"""What copies take of compute is measured once for a file system, and reaches the machine that is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import memgraph
+from memgraph.profile import copy_overhead, machine_profile
+from memgraph.profile.copy_overhead import Toll, disk_toll
+from memgraph.profile.link_bandwidth import Link
+from memgraph.profile.machine_profile import linked
+from memgraph.system import measurement_cache
+from passes import Machine
+
+LINK = Link(((1 << 20, 2000.0),))
+SLOW = Link(((1 << 20, 1e6),))
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(copy_overhead, "_known", {})
+    monkeypatch.setattr(measurement_cache, "_open", {})
+
+
+def test_a_toll_is_measured_once_for_a_file_system_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.get_rng_state()
+    found = disk_toll(tmp_path, (LINK, LINK))
+    assert found.call > 0.0
+    assert found.drag >= 0.0
+    assert torch.equal(torch.get_rng_state(), random)
+    monkeypatch.setattr(copy_overhead, "_known", {})
+    monkeypatch.setattr(copy_overhead, "_measure", lambda *given: pytest.fail("measured again"))
+    assert disk_toll(tmp_path, (LINK, LINK)) == found
+
+
+def test_a_disk_that_takes_long_is_not_asked_for_its_drag(tmp_path: Path) -> None:
+    assert disk_toll(tmp_path, (SLOW, LINK)).drag == 0.0
+
+
+def test_a_disk_has_a_toll_and_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "disk_links", lambda folder, room: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "host_links", lambda device: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "disk_toll", lambda folder, links, room: Toll(60.0, 1e-4))
+    disk = linked(Machine(1), "disk", torch.device("cpu"), tmp_path)
+    host = linked(Machine(1, "cuda"), "host", torch.device("cuda"), None)
+    assert (disk.call, disk.drag, disk.toll_us(1000)) == (60.0, 1e-4, 60.1)
+    assert (host.call, host.drag) == (0.0, 0.0)
+
+
+def test_a_report_tells_the_first_prediction_from_the_one_after_a_step() -> None:
+    report = memgraph.plan(torch.nn.Linear(4, 4), torch.ones(2, 4), budget=1 << 30)
+    report = replace(report, pages_us=2000.0)
+    first = report.forecast.us + 2000.0
+    assert report.predicted_us == first
+    assert f"predicted {first / 1e3:.1f} ms, with 2.0 ms for new pages" in str(report)
+    after = replace(report, measured_us=5000.0, repriced_us=4000.0)
+    assert after.predicted_us == first
+    assert "took 5.0 ms; forecast with the times of its own ops 4.0 ms" in str(after)

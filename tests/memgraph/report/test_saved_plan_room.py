@@ -1,0 +1,24 @@
+"""A saved plan is the same text however much of the disk is free, as long as all that it may send away has room."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+import memgraph
+from tests.support.models import batch, net
+
+
+def test_the_text_does_not_tell_how_much_of_the_disk_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = memgraph.plan(net(), batch(), budget="1GB").peak
+
+    def with_free(free: int) -> memgraph.Report:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        return memgraph.plan(net(), batch(), budget=room - 50_000)
+
+    one, other = with_free(10**11), with_free(10**12)
+    assert (one.machine.capacity, other.machine.capacity) == (10**11, 10**12)
+    assert one.to_json() == other.to_json()
+    assert one.plan == memgraph.SavedPlan.from_json(one.to_json()).plan != ()

@@ -1,0 +1,67 @@
+"""Nothing stays: what is saved for backward dies with it, and files go with the module."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.nn import functional as F
+
+import memgraph
+from memgraph.runtime.step_run import Flight
+from passes.schedule.schedule import Fate
+from tests.support.faults import batch, fresh, living, open_files, step
+
+
+def test_what_is_saved_for_backward_dies_with_backward(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
+    flights: list[Flight] = []
+    real = Flight.forward
+
+    def watched(self: Flight, *args: Any) -> Any:
+        flights.append(self)
+        return real(self, *args)
+
+    monkeypatch.setattr(Flight, "forward", watched)
+    _, compiled = fresh()
+    step(compiled)
+    assert [flight.saved for flight in flights] == [None]
+    assert flights[0].lease is None
+    compiled.zero_grad()
+    before = living()
+    for _ in range(3):
+        F.mse_loss(compiled(batch()), batch()).backward()
+        compiled.zero_grad()
+    flights.clear()
+    assert living() <= before
+
+
+def test_a_compiled_module_that_is_dropped_gives_back_its_files(fate: Fate) -> None:
+    before = open_files()
+    for _ in range(2):
+        _, compiled = fresh()
+        compiled(batch()).sum().backward()
+        compiled(batch())
+        del compiled
+    assert open_files() <= before
+
+
+def test_a_flight_that_gets_no_room_goes_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        staging = 0
+
+        def bind(self, homes: object) -> None: ...
+
+        def lease(self) -> Any:
+            raise memgraph.SpillError("no room")
+
+        def close(self) -> None: ...
+
+    lost: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", lost.append)
+    with pytest.raises(memgraph.SpillError):
+        Flight(mock.Mock(), Full())
+    Flight.__new__(Flight)
+    gc.collect()
+    assert not lost

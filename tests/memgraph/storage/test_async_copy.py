@@ -1,0 +1,82 @@
+"""A copy of a compiled module, made by copy or by pickle, trains by itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import memgraph
+from memgraph.planning import planner
+from tests.support.compare import ROOM, Fact, assert_alike, batch, facts_of, steps, tight
+from tests.support.forced_plans import all_given_up
+from tests.support.models import Net, Plain
+
+
+def test_a_copy_before_the_first_call_trains_by_itself() -> None:
+    compiled = memgraph.compile(Net(), ROOM)
+    copied = copy.deepcopy(compiled)
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in compiled.parameters()}
+    steps(copied, 2)
+    assert all(p.grad is None for p in compiled.parameters())
+    before = [p.detach().clone() for p in compiled.parameters()]
+    assert all(map(torch.equal, before, compiled.parameters()))
+
+
+@tight
+def test_a_copy_after_steps_trains_by_itself() -> None:
+    def loop(model: Any) -> list[Fact]:
+        steps(model, 1)
+        copied = copy.deepcopy(model)
+        losses = [one(batch(seed=7)).square().mean() for one in (model, copied, model, copied)]
+        for loss in losses:
+            loss.backward()
+        return [*losses, *facts_of(copied)]
+
+    assert_alike(loop, Plain)
+
+
+def test_a_copy_has_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    compiled: Any = memgraph.compile(Net(), ROOM)
+    compiled(batch()).sum().backward()
+    copied: Any = copy.deepcopy(compiled)
+    copied(batch()).sum().backward()
+    rooms = [room for model in (compiled, copied) for step in model._steps.values() for room in step.tier.rooms]
+    assert len(set(rooms)) == len(rooms) == 2
+
+
+def test_a_pickle_before_the_first_call_trains() -> None:
+    restored = pickle.loads(pickle.dumps(memgraph.compile(Net(), ROOM)))
+    assert steps(restored, 2)
+
+
+def test_a_pickle_after_steps_trains() -> None:
+    compiled = memgraph.compile(Net(), ROOM)
+    steps(compiled, 1)
+    assert steps(pickle.loads(pickle.dumps(compiled)), 2)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_no_optimizer_and_trains(how: Any) -> None:
+    module = Net()
+    compiled = memgraph.compile(module, ROOM, optimizer=torch.optim.AdamW(module.parameters()))
+    steps(compiled, 1)
+    copied = how(compiled)
+    with pytest.raises(AttributeError, match="this is a copy, which has none"):
+        _ = copied.optimizer
+    assert steps(copied, 2)
+    assert compiled.optimizer is not None
+
+
+def test_an_average_of_the_weights_is_kept_beside_a_module_with_an_optimizer() -> None:
+    module = Plain()
+    compiled = memgraph.compile(module, ROOM, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    average = torch.optim.swa_utils.AveragedModel(compiled, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+    steps(compiled, 2)
+    average.update_parameters(compiled)
+    with torch.no_grad():
+        assert torch.equal(average.eval()(batch()), module.eval()(batch()))

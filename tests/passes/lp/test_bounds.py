@@ -1,0 +1,36 @@
+"""What a choice claims to be proven is true of plans that nobody searched for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from passes import BudgetError, Choice, Machine, Recompute, Trace, apply, make_plan, predict
+from tests.support.strategies import machines, plans, traces
+
+SMALL = 1e-6
+
+
+@given(traces(max_forward=12), machines((0.0, 0.5, 3.0, 100.0)), st.data())
+def test_no_random_plan_beats_the_bound_of_a_budget_that_it_just_fits(
+    trace: Trace, machine: Machine, data: st.DataObject
+) -> None:
+    """Of those that recompute in backward only and cast nothing; a budget that only luck can keep is refused."""
+    plan = data.draw(plans(trace))
+    place = {op.name: i for i, op in enumerate(trace.ops)}
+    for each in plan:
+        if isinstance(each, Recompute):
+            assume(place[each.before] >= trace.boundary)
+        else:
+            assume(machine.out and not getattr(each, "wire", ""))
+    forecast = predict(apply(trace, plan), machine)
+    try:
+        choice = make_plan(trace, replace(machine, budget=forecast.peak))
+    except BudgetError:
+        return
+    assert choice.forecast.peak <= forecast.peak
+    assert choice.forecast.us >= choice.lower_bound - SMALL
+    other = Choice(plan, choice.captured, forecast, choice.bound_us, choice.any_us)
+    assert forecast.us >= other.lower_bound - SMALL

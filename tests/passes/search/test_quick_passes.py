@@ -1,0 +1,139 @@
+"""A pass that is told when to end ends with the best so far; the clock is a counter, so that nothing here is timed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.deep.chain import rerun_slices
+from passes.lp.problem import Program
+from passes.pipeline import PASSES, QUICK
+from passes.schedule.candidate import State, state_of
+from passes.schedule.schedule import Fate
+from passes.search import greedy
+from passes.search.greedy import descend
+from passes.search.local_search import polish
+from passes.search.optimize import optimize
+from tests.oracle.network import layers
+
+TRACE = layers(6)
+LEAST = predict(apply(TRACE, descend(TRACE, Machine(0))), Machine(0)).peak
+PEAK = predict(TRACE, Machine(0)).peak
+TIGHT = Machine((LEAST + PEAK) // 2, out=20.0, back=20.0)
+LONG = 10**6
+MOVED = parse("""
+    forward:
+    x = input()  # u8[10] | makes x:10
+    d = tangent()  # u8[4] | makes d:4
+    a = f(x)  # u8[1000] | makes a:1000 | 10.0 us
+    b = f(a)  # u8[1000] | makes b:1000 | 10.0 us
+    c = f(b)  # u8[1000] | makes c:1000 | 10.0 us
+    o = f(c)  # u8[4] | makes o:4 | 10.0 us
+    backward:
+    p = g(d, c)  # u8[100] | makes p:100 | 10.0 us
+    q = g(p, b)  # u8[100] | makes q:100 | 10.0 us
+    r = g(q, a)  # u8[100] | makes r:100 | 10.0 us
+    return output o, gradient r
+""")
+
+
+@pytest.fixture(autouse=True)
+def _counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at the clock finds it a second later than before."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
+
+
+def peak(plan: Plan | Proposal) -> int:
+    return predict(apply(TRACE, plan.plan if isinstance(plan, Proposal) else plan), TIGHT).peak
+
+
+@pytest.mark.parametrize("find", PASSES, ids=lambda find: find.__name__)
+def test_every_pass_can_be_told_when_to_end(find: Callable[..., Plan | Proposal]) -> None:
+    assert peak(find(TRACE, TIGHT, -1.0)) == PEAK  # nothing is decided
+
+
+def ticks(most: int) -> range:
+    return range(0, most, max(1, most // 12))
+
+
+def test_the_longer_the_greedy_pass_goes_on_the_lower_it_comes() -> None:
+    lowest = replace(TIGHT, budget=0)
+    peaks = [peak(descend(TRACE, lowest, time.monotonic() + n)) for n in ticks(60)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] == PEAK > peaks[3] > peaks[-1] >= peak(descend(TRACE, lowest, LONG))
+
+
+@pytest.mark.parametrize("find", [optimize, rerun_slices])
+def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[..., Plan | Proposal]) -> None:
+    peaks = [peak(find(TRACE, TIGHT, time.monotonic() + n)) for n in ticks(40)]
+    assert all(found <= TIGHT.budget or found == PEAK or find is rerun_slices for found in peaks)
+    assert peak(find(TRACE, TIGHT, LONG)) <= TIGHT.budget
+
+
+def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
+    slow = Machine(0, out=1.0, back=1.0)
+    first = state_of(Gaps(MOVED), slow, dict.fromkeys("abc", Fate.OFFLOAD))
+    program = Program(Gaps(MOVED), replace(slow, budget=first.peak))
+    times = [polish(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == first.forecast.us > times[-1]
+    assert polish(program, first, 0, LONG) is first
+
+
+def test_without_time_a_quick_pass_plans() -> None:
+    lines: list[str] = []
+    choice = make_plan(TRACE, TIGHT, log=lines.append, seconds=0.0)
+    assert choice.forecast.peak <= TIGHT.budget
+    assert [line.split()[0] for line in lines] == ["captured", "descend"]
+
+
+def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
+    def by_hand(trace: Trace, machine: Machine, until: float) -> Plan:
+        return descend(trace, machine)
+
+    lines: list[str] = []
+    make_plan(TRACE, TIGHT, (by_hand, *QUICK), lines.append, seconds=2.0)
+    make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (by_hand, *PASSES), lines.append, seconds=0.0)
+    assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "descend"]
+
+
+@pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
+def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
+    share: float, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = layers(40)
+    machine = Machine(int(share * predict(trace, Machine(0)).peak))
+    simulated: list[int] = []
+    real = state_of
+
+    def counted(*given: Any) -> State:
+        state = real(*given)
+        simulated.append(len(state.forecast.trace.ops))
+        return state
+
+    monkeypatch.setattr(greedy, "state_of", counted)
+    monkeypatch.setattr(pipeline, "FINE", 2 * len(trace.ops))
+    with suppress(BudgetError):
+        assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
+    hurried = sum(simulated)
+    simulated.clear()
+    descend(trace, machine)
+    assert hurried < part * sum(simulated)
+
+
+def test_a_budget_that_is_named_without_time_is_one_that_works_without() -> None:
+    trace = layers(40)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(trace, Machine(1), seconds=0.0)
+    smallest = caught.value.smallest
+    assert smallest < predict(trace, Machine(0)).peak
+    assert make_plan(trace, Machine(smallest), seconds=0.0).forecast.peak <= smallest

@@ -1,0 +1,111 @@
+"""A child process that trains models of the zoo under budgets while the second meter counts every step.
+
+    python -m tests.support.counted_steps --time-limit 2 gpt2:0.6 queue:1.0 ...    # one line of JSON for each step
+
+Eager's own update runs between the steps; with `--optimizer` it is part of the step and of its budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+import memgraph
+from memgraph.profile.memory_meter import resident_bytes
+from tests.support.allocator_meter import Allocator
+from tests.support.promise import eager_peak_of, tensors_of_batch
+from tests.support.zoo import BESIDE, CASES, Case, fresh
+
+# The models of transformers as people call them: with labels, and no loss of the caller's.
+OUTPUTS = tuple(replace(case, name=f"{case.name}+outputs", beside=True) for case in CASES[:5])
+ALL = {case.name: case for case in (*CASES, *OUTPUTS, *BESIDE)}
+STEPS = 4  # measured, timed, perhaps planned anew, and one more
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One step; bytes are of the whole device."""
+
+    case: str
+    share: float
+    step: int
+    counted: int  # by the second meter, and what copies take in buffers that are no tensors
+    measured: int | None  # by memgraph itself
+    forecast: int
+    budget: int
+
+
+def main() -> None:
+    """Train what the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--time-limit", type=float)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--optimizer", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    warnings.simplefilter("ignore")
+    allocator = Allocator()
+    after_planning(allocator.reset)
+    for name, share in (pair.split(":") for pair in given.cases):
+        for row in counted(ALL[name], float(share), allocator, given.time_limit, given.optimizer):
+            print(json.dumps(asdict(row)), flush=True)
+
+
+def counted(
+    case: Case, share: float, allocator: Allocator, time_limit: float | None, with_optimizer: bool
+) -> Iterator[Counted]:
+    """The steps of a model under a share of eager's activation peak, from the call to the end of backward."""
+    gc.collect()
+    model, batch = fresh(case)
+    held = resident_bytes([*model.parameters(), *model.buffers(), *tensors_of_batch(batch)])
+    elsewhere = allocator.now - held  # what of the process is no part of the step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    states = 2 * resident_bytes(model.parameters()) if with_optimizer else 0
+    compiled = memgraph.compile(
+        model, held + states + int(share * eager_peak_of(case)), loss=None if case.beside else case.loss,
+        time_limit=time_limit, optimizer=optimizer if with_optimizer else None,
+    )  # fmt: skip
+    for step in range(STEPS):
+        allocator.reset()
+        results = batch.of(compiled)
+        loss = case.loss(results) if case.beside else results
+        if step % 2:
+            del results  # in every second step the loop keeps what the model returned until it is done
+        loss.backward()
+        if with_optimizer:
+            optimizer.step()
+        most = allocator.most
+        report = compiled.plan
+        staging = int(report.forecast.by_kind["staging"].max(initial=0))
+        found = most - elsewhere + staging
+        yield Counted(case.name, share, step, found, report.measured, report.peak, report.budget)
+        loss = results = None
+        if not with_optimizer:
+            optimizer.step()
+            optimizer.state.clear()
+        optimizer.zero_grad()
+
+
+def after_planning(call: Callable[[], None]) -> None:
+    """Call this whenever a plan was made: what planning takes is no part of the step."""
+
+    class Planned(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("planned in"):
+                call()
+
+    logger = logging.getLogger("memgraph")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Planned())
+
+
+if __name__ == "__main__":
+    main()

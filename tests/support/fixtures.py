@@ -1,0 +1,89 @@
+"""What several test files patch: the plans that are made, the sizes of windows, and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memgraph.optim import offloaded_update
+from memgraph.planning import planner
+from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_storage import Host
+from memgraph.storage.pinned_tier import PinnedTier
+from passes import Machine, make_plan
+from passes.schedule.schedule import Fate
+from tests.support.forced_plans import all_given_up, given_up
+from tests.support.late_device import Late, Pinned
+from tests.support.slow_disk import Gate
+
+
+@pytest.fixture(name="given_up")
+def _given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans leave nothing as it is."""
+    monkeypatch.setattr(planner, "make_plan", all_given_up)
+
+
+@pytest.fixture(params=["room", "tight"])
+def room_or_tight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether plans leave everything as it is, or nothing."""
+    monkeypatch.setattr(planner, "make_plan", make_plan if request.param == "room" else all_given_up)
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that can be sent to disk is sent there."""
+    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+
+
+@pytest.fixture(params=[Fate.KEEP, Fate.STALL, Fate.BRIEF])
+def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fate:
+    """What becomes of all that can be given up."""
+    monkeypatch.setattr(planner, "make_plan", given_up(request.param))
+    chosen: Fate = request.param
+    return chosen
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of little takes several windows."""
+    monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
+
+
+@pytest.fixture(name="slabs")
+def _slabs() -> Slabs:
+    return Slabs(lambda: 1 << 30, Pinned())
+
+
+@pytest.fixture(name="late")
+def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
+    """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
+    late = Late(0)
+
+    def tier(device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
+        return PinnedTier(slots, device, late, slabs) if slots else None
+
+    def linked(machine: Machine, *_: object) -> Machine:
+        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
+
+    monkeypatch.setattr(planner, "ground", lambda device, *_: Host(device, late, slabs))
+    monkeypatch.setattr(planner, "far_tier", tier)
+    monkeypatch.setattr(planner, "linked", linked)
+    monkeypatch.setattr(planner, "replanned", lambda *_: None)
+    return late
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()

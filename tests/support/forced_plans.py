@@ -1,0 +1,54 @@
+"""Plans in the place of those that are searched for: what becomes of each storage is given, and not weighed.
+
+    monkeypatch.setattr(planner, "make_plan", all_given_up)
+
+The fixtures of `fixtures.py` do that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from memgraph.storage.io_threads import STAGING
+from passes import Choice, Machine, Trace, apply, predict
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate, schedule
+
+FATES = (Fate.BRIEF, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.BRIEF)
+
+
+def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
+    """Every storage is made again or sent away, which of it by its name."""
+    gaps, fates = Gaps(trace), dict[str, Fate]()
+    for storage in gaps.maker:
+        once, away = trace.op[gaps.maker[storage]].once, storage in gaps.root
+        legal = [fate for fate in FATES if (not once if fate in (Fate.BRIEF, Fate.RECOMPUTE) else away)]
+        fates[storage] = legal[zlib.crc32(storage.encode()) % len(legal)] if legal else Fate.KEEP
+    return choice(gaps, fates, linked(machine))
+
+
+def given_up(fate: Fate) -> Callable[[Trace, Machine], Choice]:
+    """One fate for all."""
+
+    def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
+        gaps = Gaps(trace)
+        if fate is Fate.STALL:
+            chosen = [storage for storage in gaps.root if storage in gaps.uses]
+        else:
+            chosen = [storage for storage in gaps.maker if not trace.op[gaps.maker[storage]].once]
+        return choice(gaps, dict.fromkeys(chosen, fate), linked(machine))
+
+    return make_plan
+
+
+def choice(gaps: Gaps, fates: Mapping[str, Fate], machine: Machine) -> Choice:
+    """What a search says that has found these fates the best."""
+    plan = schedule(gaps, fates, machine)
+    return Choice(plan, predict(gaps.trace, machine), predict(apply(gaps.trace, plan), machine))
+
+
+def linked(machine: Machine) -> Machine:
+    """With a disk, whatever it has."""
+    return replace(machine, out=100.0, back=100.0, staging=STAGING)

@@ -1,0 +1,78 @@
+"""How far a process's anonymous memory grows while a step is planned; run as a process of its own.
+
+    python -m tests.support.planning_memory FOLDER     ->    {"budget": 33554432, "there": 6299648, "grown": 13377536, ...}
+
+Another step is planned before, so that what is imported and started once is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.profile.memory_meter import resident_bytes
+
+WIDTH, LAYERS, ROWS = 256, 8, 4096
+BUDGET = 32 << 20  # half of what the step needs as it is; with some MB for Python, which no budget counts
+STATUS = Path("/proc/self/status")
+
+
+def anonymous_nbytes() -> int:
+    """The bytes of this process that no file stands behind."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def net(width: int, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU())))
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+class Watch(threading.Thread):
+    """Looks at the memory all the time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.done = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.0005):
+            self.most = max(self.most, anonymous_nbytes())
+
+
+def grown(budget: int, folder: str) -> dict[str, int]:
+    """What planning a step under `budget` takes above what lies there."""
+    model, x = net(WIDTH, LAYERS), torch.randn(ROWS, WIDTH)
+    there = resident_bytes([*model.parameters(), x])
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    begin = anonymous_nbytes()
+    watch = Watch()
+    watch.start()
+    plan = memgraph.plan(model, x, budget=budget, loss=loss, spill_dir=folder)
+    watch.done.set()
+    watch.join()
+    assert plan.plan, "it fits as it is"
+    return {"budget": budget, "there": there, "grown": watch.most - begin, "forecast": plan.peak}
+
+
+def main(folder: str) -> None:
+    warm, x = net(64, LAYERS), torch.randn(512, 64)
+    memgraph.plan(warm, x, budget=1_500_000, loss=loss, spill_dir=folder)
+    print(json.dumps(grown(BUDGET, folder)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""One loop over a plain module and over the same compiled, whose plan leaves nothing as it is.
+
+assert_alike(lambda model: [model(x)], make)     results, gradients, parameters, buffers, random numbers: to the bit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.planning import planner
+from passes import Choice, Machine, Trace
+from passes.analysis.reuse_gaps import Gaps
+from passes.schedule.schedule import Fate
+from tests.support.compare import Fact, Loop, assert_equal
+from tests.support.forced_plans import choice, linked
+
+WIDTH = 8
+
+
+def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> memgraph.CompiledModule:
+    """The loop does to the compiled module, which is returned, what it does to the plain one."""
+    _, theirs = _facts(loop, make())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "make_plan", given_up)
+        model, ours = _facts(loop, memgraph.compile(make(), 10**9, **wishes))
+    assert_equal(theirs, ours)
+    return model
+
+
+def batch(rows: int = 6, seed: int = 5) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
+    """The same whenever it is made."""
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs)
+
+
+class Function(nn.Module):
+    """Two linear layers and a function of them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.a, self.b = function, linear(), linear()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
+    torch.manual_seed(1)
+    found = list(loop(model))
+    found += [fact for p in model.parameters() for fact in (p, p.grad)]
+    return model, [None if x is None else x.detach().clone() for x in (*found, *model.buffers(), torch.get_rng_state())]
+
+
+def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
+    """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
+    gaps = Gaps(trace)
+    fates = {s: Fate.STALL if trace.op[gaps.maker[s]].once else Fate.BRIEF for s in gaps.maker}
+    legal = {s: fate for s, fate in fates.items() if fate is Fate.BRIEF or s in gaps.root}
+    return choice(gaps, legal, linked(machine))
