@@ -44,7 +44,7 @@ NO_LINK, SLOW, FAST = (
 )
 
 
-def greedy_plan(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) -> Choice:
+def plan_greedily(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) -> Choice:
     return make_plan(trace, machine, passes)
 
 
@@ -54,11 +54,11 @@ def way_down(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) 
     lines: list[str] = []
     while True:
         try:
-            choice = greedy_plan(trace, replace(machine, budget=budget), passes)
+            choice = plan_greedily(trace, replace(machine, budget=budget), passes)
         except BudgetError as error:
             assert error.smallest == budget + 1
             return "\n".join([*lines, f"not {budget}"]) + "\n"
-        assert greedy_plan(trace, replace(machine, budget=choice.forecast.peak), passes).plan == choice.plan
+        assert plan_greedily(trace, replace(machine, budget=choice.forecast.peak), passes).plan == choice.plan
         lines.append(str(choice.forecast))
         lines += [f"    {decision}" for decision in choice.plan]
         budget = choice.forecast.peak - 1
@@ -205,14 +205,14 @@ not 7107
 
 def test_the_lowest_plan_is_the_answer_if_none_fits() -> None:
     plan = descend(STEP, NO_LINK)
-    with_least = greedy_plan(STEP, replace(NO_LINK, budget=predict(apply(STEP, plan), NO_LINK).peak))
+    with_least = plan_greedily(STEP, replace(NO_LINK, budget=predict(apply(STEP, plan), NO_LINK).peak))
     assert with_least.plan == plan
 
 
 def floor(trace: Trace, machine: Machine) -> int:
     """The least budget for which there is a plan."""
     try:
-        return greedy_plan(trace, replace(machine, budget=-1)).forecast.peak
+        return plan_greedily(trace, replace(machine, budget=-1)).forecast.peak
     except BudgetError as error:
         return error.smallest
 
@@ -224,10 +224,10 @@ def test_the_peak_falls_with_the_budget(trace: Trace, machine: Machine) -> None:
     last = most
     for fifth in range(5, -1, -1):
         budget = least + (most - least) * fifth // 5
-        choice = greedy_plan(trace, replace(machine, budget=budget))
+        choice = plan_greedily(trace, replace(machine, budget=budget))
         assert choice.forecast.peak <= min(budget, last)
         last = choice.forecast.peak
-        assert greedy_plan(trace, replace(machine, budget=last)).plan == choice.plan
+        assert plan_greedily(trace, replace(machine, budget=last)).plan == choice.plan
     assert last == least
 
 
@@ -236,7 +236,7 @@ def test_the_peak_falls_with_the_budget(trace: Trace, machine: Machine) -> None:
 def test_the_smallest_budget_works_and_one_byte_less_does_not(trace: Trace, machine: Machine) -> None:
     least = floor(trace, machine)
     for budget in (least, least + 1):
-        assert greedy_plan(trace, replace(machine, budget=budget)).forecast.peak == least or budget > least
+        assert plan_greedily(trace, replace(machine, budget=budget)).forecast.peak == least or budget > least
     for budget in {least - 1, least // 2, 0} - {least}:
         assert floor(trace, replace(machine, budget=budget)) == least
 
