@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.op_profiler import OpProfiler
 
 MANY = 1000  # dynamo gives up on a function that it has compiled more often
 
@@ -37,16 +37,16 @@ class AutoAC:
             loss: Tensor = self.compiled(*batch)
         return loss
 
-    def _partition(self, joint: fx.GraphModule, inputs: Any, **wishes: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def _partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.added_us is not None:
             raise RuntimeError(f"torch compiled the model under {self.ratio} twice: the steps are not alike")
         before = _us(joint)
         with config.patch(activation_memory_budget=self.ratio):
-            forward, backward = min_cut_rematerialization_partition(joint, inputs, **wishes)
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
         self.added_us = _us(forward) + _us(backward) - before
         return forward, backward
 
 
 def _us(graph: fx.GraphModule) -> float:
-    price = Prober(1 << 60)
+    price = OpProfiler(1 << 60)
     return sum(price(node).us for node in graph.graph.nodes if node.op == "call_function")

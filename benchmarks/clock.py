@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 
 Step = Callable[[], object]  # forward and backward
 
@@ -34,7 +34,7 @@ def peak(model: nn.Module, batch: Iterable[Tensor], step: Step) -> int:
     """The most that lies there during a step."""
     model.zero_grad(set_to_none=True)
     gc.collect()
-    _, allocation = measured(step)
+    _, allocation = measure_peak(step)
     if allocation is None:
         raise RuntimeError("a step can't be measured while another profiler runs")
     return resident_bytes([*model.parameters(), *model.buffers(), *batch]) + allocation.peak

@@ -155,10 +155,10 @@ def _run(name: str, way: Way, shape: Shape, laps: Laps, count: int) -> Row:
     return Row(name, way.name, _taken(model, x, loss, laps, count))
 
 
-def _ours(row: Row, shape: Shape, laps: Laps, count: int, **wishes: Any) -> Row:
+def _ours(row: Row, shape: Shape, laps: Laps, count: int, **options: Any) -> Row:
     laps.clear()
     model, x = stack(shape, laps.device)
-    ours = memgraph.compile(model, row.budget, time_limit=SEARCH, **wishes)
+    ours = memgraph.compile(model, row.budget, time_limit=SEARCH, **options)
     taken = _taken(model, x, lambda: ours(x), laps, count)
     return replace(row, taken=taken, why=plan_of(ours.plan))
 

@@ -38,7 +38,7 @@ import memgraph
 from benchmarks.clock import Pairs, in_turn, middle
 from benchmarks.gpt import GPT, Shape, batch, text
 from benchmarks.sides import Side
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 
 SHARE = 0.45
 UNTIMED = 3  # steps: one is planned for, one is timed op by op, and one may be planned for again
@@ -82,7 +82,7 @@ class Training:
         now = batch(self.source, number, self.size, self.context)
         held = staging(self.compiled.plan) if self.compiled is not None else 0
         resident = resident_bytes([*everlasting(self.model, self.optimizer), *now]) + held
-        loss, allocation = measured(lambda: step(self.called, self.optimizer, now))
+        loss, allocation = measure_peak(lambda: step(self.called, self.optimizer, now))
         if allocation is None:
             raise RuntimeError("a step can't be measured while another profiler runs")
         return loss, Bytes(resident, resident_bytes(self.model.parameters()), allocation.peak)

@@ -36,8 +36,8 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "check": ((pipeline, "check"),),
     "simulate": (*((at, name) for at in (pipeline, greedy) for name in ("apply", "predict")), (greedy, "schedule")),
     "rows": ((optimize, "Model"), (memory_rows, "forward"), (memory_rows, "backward")),
-    "linear": ((solver.Linear, "solve"),),
-    "whole": ((solver.Linear, "solve_whole"),),
+    "linear": ((solver.LPSolver, "solve"),),
+    "whole": ((solver.LPSolver, "solve_whole"),),
     "mend": ((optimize, "descend_from"), (optimize, "in_time")),
 }
 

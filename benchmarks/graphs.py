@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.depth import DEPTHS
 from benchmarks.nets import GPT, ResNet, Size, UNet
 from memgraph.capture import trace_joint
-from memgraph.capture.capture import capture, losses
+from memgraph.capture.capture import capture, select_losses
 from memgraph.graph.nodes import tensors
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile.op_profiler import is_view
@@ -67,7 +67,7 @@ def trace_of(name: str) -> Trace:
     model = unwritten(GRAPHS[base].make)
     args, kwargs = GRAPHS[base].called_with
     with decomposing() if decomposed else nullcontext():
-        captured = capture(model, args, kwargs, wanted=losses)
+        captured = capture(model, args, kwargs, wanted=select_losses)
     return summarize(captured.graph.graph, roofline)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.wide import update
-from memgraph.storage.pinned_pool import CudaPins, Slab
+from memgraph.storage.pinned_pool import CudaPinnedAllocator, PinnedBlock
 
 RULE = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -24,7 +24,7 @@ RULE = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 class Part:
     """Some layers, whose weights and states lie on the host as three runs of numbers."""
 
-    def __init__(self, layers: nn.Module, device: torch.device, rooms: list[Slab]) -> None:
+    def __init__(self, layers: nn.Module, device: torch.device, rooms: list[PinnedBlock]) -> None:
         self.layers, self.device = layers, device
         self.parameters = list(layers.parameters())
         count = sum(parameter.numel() for parameter in self.parameters)
@@ -67,7 +67,7 @@ class Hosted:
     """A language model by its parts: what makes vectors of tokens, blocks, and norm and head with the loss."""
 
     def __init__(self, model: nn.Module, parts: Sequence[nn.Module], device: torch.device) -> None:
-        self.rooms: list[Slab] = []
+        self.rooms: list[PinnedBlock] = []
         self.model = model
         self.parts = [Part(part, device, self.rooms) for part in parts]
 
@@ -114,9 +114,9 @@ def _again(part: Part, run: Any, x: Tensor, gradient: Tensor | None = None) -> t
     return y.detach(), x.grad
 
 
-def _room(count: int, dtype: torch.dtype, device: torch.device, rooms: list[Slab]) -> Tensor:
+def _room(count: int, dtype: torch.dtype, device: torch.device, rooms: list[PinnedBlock]) -> Tensor:
     """Zeros on the host, pinned if the device is a GPU."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=dtype)
-    rooms.append(Slab(-(-count * dtype.itemsize // 4096) * 4096, device, CudaPins()))
+    rooms.append(PinnedBlock(-(-count * dtype.itemsize // 4096) * 4096, device, CudaPinnedAllocator()))
     return rooms[-1].bytes[: count * dtype.itemsize].view(dtype)

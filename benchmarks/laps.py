@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.clock import middle
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 
 Step = Callable[[], object]
 
@@ -91,7 +91,7 @@ class Laps:
         """The most that lies on the device in one run, and the most that is kept for it."""
         gc.collect()
         if self.device.type != "cuda":
-            _, allocation = measured(step)
+            _, allocation = measure_peak(step)
             assert allocation is not None
             return resident_bytes(there) + allocation.peak, 0
         torch.cuda.synchronize(self.device)

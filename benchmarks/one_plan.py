@@ -16,10 +16,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from passes import BudgetError, Choice, Forecast, Machine, Trace, make_plan, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.lp.model import Model
-from passes.lp.problem import Program
+from passes import BudgetError, Forecast, Machine, PlanResult, Trace, make_plan, parse, predict
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.model import PlanModel
+from passes.lp.problem import LinearProgram
 from passes.lp.relax import relax
 
 
@@ -50,7 +50,7 @@ def main(file: str, share: str, link: str) -> None:
     begin = time.perf_counter()
     answer = _plan(trace, machine)
     spent = _spent(begin)
-    found = _fits(answer) if isinstance(answer, Choice) else _fails(answer, trace, machine, inputs)
+    found = _fits(answer) if isinstance(answer, PlanResult) else _fails(answer, trace, machine, inputs)
     print(json.dumps(_facts(trace, plain, inputs) | {"budget": above, **spent, **asdict(found)}))
 
 
@@ -64,14 +64,14 @@ def _spent(begin: float) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "rss": rss}
 
 
-def _plan(trace: Trace, machine: Machine) -> Choice | BudgetError:
+def _plan(trace: Trace, machine: Machine) -> PlanResult | BudgetError:
     try:
         return make_plan(trace, machine)
     except BudgetError as error:
         return error
 
 
-def _fits(choice: Choice) -> Found:
+def _fits(choice: PlanResult) -> Found:
     return Found(
         "fits",
         overhead=100 * choice.overhead,
@@ -90,7 +90,7 @@ def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> F
 
 def _proven(trace: Trace, machine: Machine) -> str:
     """What the linear program says of a budget for which there was no plan; the planner's error does not say it."""
-    relaxed = relax(Model(Program(Gaps(trace), machine), machine.budget))
+    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget))
     if relaxed is None:
         return "proven"
     return "single" if relaxed.solved is None else "none"

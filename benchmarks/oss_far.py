@@ -26,7 +26,7 @@ import memgraph
 from benchmarks.clock import Pairs, Step, in_turn, ms_text
 from benchmarks.oss import launched, together
 from benchmarks.records import write
-from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.mapped_storage import is_offloaded
 
 BATCH = 64
 ROOM = 1 << 33
@@ -106,7 +106,7 @@ def _train(model: memgraph.CompiledModule, optimizer: memgraph.OSS, x: Tensor) -
 
 def _far_bytes(optimizer: memgraph.OSS) -> int:
     values = (value for state in optimizer.inner.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if is_far(value))
+    return sum(value.nbytes for value in values if is_offloaded(value))
 
 
 def _table(ranks: int, rows: list[dict[str, Any]]) -> Table:

@@ -17,14 +17,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memgraph.capture.capture import capture, losses
-from memgraph.graph.partition import split
+from memgraph.capture.capture import capture, select_losses
+from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.options.compile_options import Wishes
+from memgraph.options.compile_options import CompileOptions
 from memgraph.planning.planner import Planner
-from memgraph.profile.machine_profile import linked
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.machine_profile import measure_links
+from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict
 
 
@@ -41,17 +41,17 @@ def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[f
         table.add_row(room, f"{time.perf_counter() - begin:.2f}")
         return result
 
-    captured = timed("capture", lambda: capture(model, (ids,), {"labels": ids}, wanted=losses))
+    captured = timed("capture", lambda: capture(model, (ids,), {"labels": ids}, wanted=select_losses))
     graph = captured.graph.graph
-    trace = timed("price (run each distinct op)", lambda: summarize(graph, Prober(1 << 60)))
+    trace = timed("price (run each distinct op)", lambda: summarize(graph, OpProfiler(1 << 60)))
     plain = predict(trace, Machine(1 << 60))
     there = sum(op.nbytes for op in trace.ops if op.is_input)
-    planner = Planner(model, Wishes(there + int(share * (plain.peak - there))))
+    planner = Planner(model, CompileOptions(there + int(share * (plain.peak - there))))
     machine = Machine(planner.budget)
-    machine = timed("links (measured once)", lambda: linked(machine, planner.tier, planner.device, None))
+    machine = timed("links (measured once)", lambda: measure_links(machine, planner.tier, planner.device, None))
     choice = timed("plan", lambda: make_plan(trace, machine))
     planned = timed("rewrite", lambda: rewrite(graph, choice.forecast.trace))
-    timed("split", lambda: split(planned, captured.graph))
+    timed("split", lambda: partition(planned, captured.graph))
     console = Console(width=120)
     console.print(table)
     console.print(f"{len(graph.nodes)} nodes; {len(choice.plan)} decisions; {choice.forecast}, as it is {plain}")

@@ -21,7 +21,7 @@ import memgraph
 from memgraph.planning import planner
 from memgraph.report.report import Report
 from passes import Stream
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import given_up
 
 STEPS = 4
@@ -85,7 +85,7 @@ def norms(device: torch.device) -> str:
 
 def offload(device: torch.device) -> str:
     """Every activation goes to pinned memory and comes back."""
-    with mock.patch.object(planner, "make_plan", given_up(Fate.STALL)):
+    with mock.patch.object(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING)):
         text, report = _compared(Layers, torch.randn(1024, 512), device, 8 << 30)
     if not any(op.fn.startswith("memgraph.offload") for op in report.forecast.trace.ops):
         raise WrongError(f"nothing was sent away; {text}")
@@ -113,9 +113,9 @@ def _least(
 ) -> str:
     """Train under little more than the least budget; with `state`, some of the state must be far then."""
     model = make().to(device)
-    wishes: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW(model.parameters())} if state else {}
     try:
-        memgraph.plan(model, x.to(device), budget=1, lower=None, time_limit=SEARCH, **wishes)
+        memgraph.plan(model, x.to(device), budget=1, lower=None, time_limit=SEARCH, **options)
         raise WrongError("a budget of one byte is enough")
     except memgraph.BudgetError as error:
         budget = int(error.smallest * 1.05)
@@ -127,12 +127,12 @@ def _least(
 
 def _compared(
     make: Callable[[], nn.Module], x: Tensor, device: torch.device, budget: int, state: bool = False,
-    close: float = 0, **wishes: Any,
+    close: float = 0, **options: Any,
 ) -> tuple[str, Report]:  # fmt: skip
     """What came of a few steps beside eager's; what does not hold is an error."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     expected, _ = _trained(make, x.to(device), None, state, {})
-    found, report = _trained(make, x.to(device), budget, state, wishes)
+    found, report = _trained(make, x.to(device), budget, state, options)
     assert report is not None
     text = f"{(report.measured or 0) / 1e6:.2f} MB measured of {report.peak / 1e6:.2f} forecast"
     if report.measured is None or not report.measured <= report.peak <= report.budget:
@@ -146,15 +146,15 @@ def _compared(
 
 
 def _trained(
-    make: Callable[[], nn.Module], x: Tensor, budget: int | None, state: bool, wishes: dict[str, Any]
+    make: Callable[[], nn.Module], x: Tensor, budget: int | None, state: bool, options: dict[str, Any]
 ) -> tuple[list[Tensor], Report | None]:
     """Losses, and parameters and buffers at the end, on the host; and the plan, if there is a budget."""
     torch.manual_seed(0)
     model = make().to(x.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if state and budget is not None:
-        wishes = {**wishes, "optimizer": optimizer}
-    called = model if budget is None else memgraph.compile(model, budget, lower=None, time_limit=SEARCH, **wishes)
+        options = {**options, "optimizer": optimizer}
+    called = model if budget is None else memgraph.compile(model, budget, lower=None, time_limit=SEARCH, **options)
     losses = []
     for seed in range(STEPS):
         torch.manual_seed(seed)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from benchmarks.beside import Figure
 from memgraph.optim.offloaded_update import LARGEST
-from memgraph.optim.windowed_update import Update
-from memgraph.storage.pinned_storage import Host
-from memgraph.storage.transfer import bring_home
-from memgraph.system.timer import timed
+from memgraph.optim.windowed_update import WindowedUpdate
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
+from memgraph.storage.transfer import begin_reload
+from memgraph.system.timer import timed_us
 
 LAPS = 5
 COUNT, ELEMENTS = 16, 4 << 20  # 268 MB of parameters
@@ -28,7 +28,7 @@ def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> 
     """Not yet run on a GPU; there is nothing to compare on a CPU, which is the host."""
     if device.type != "cuda":
         return []
-    host = Host(device)
+    host = PinnedBufferAllocator(device)
     parameters = [nn.Parameter(torch.ones(elements, device=device)) for _ in range(count)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     _bring(parameters, host)
@@ -38,22 +38,25 @@ def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> 
     return [Figure(f"update {name}", ms, "ms", ms / first) for name, ms in found.items()]
 
 
-def _bring(parameters: list[nn.Parameter], host: Host) -> None:
+def _bring(parameters: list[nn.Parameter], host: PinnedBufferAllocator) -> None:
     """Let parameters live on the host."""
-    for parameter, home in zip(parameters, bring_home([each.detach() for each in parameters], host), strict=True):
+    for parameter, home in zip(parameters, begin_reload([each.detach() for each in parameters], host), strict=True):
         parameter.data = home
 
 
 def _ms(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], host: Host, there: Container[Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    host: PinnedBufferAllocator,
+    there: Container[Tensor],
 ) -> float:
     """Milliseconds of an update, a few times; the first one makes states and is not counted."""
-    gradients = bring_home([torch.ones_like(parameter.detach()) for parameter in parameters], host)
+    gradients = begin_reload([torch.ones_like(parameter.detach()) for parameter in parameters], host)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
     def update() -> None:
         with torch.no_grad():
-            Update(optimizer, LARGEST, lambda _: True, host, hosted=lambda parameter: parameter in there).run()
+            WindowedUpdate(optimizer, LARGEST, lambda _: True, host, hosted=lambda parameter: parameter in there).run()
 
-    return median([timed(update, host.device)[1] / 1e3 for _ in range(LAPS + 1)][1:])
+    return median([timed_us(update, host.device)[1] / 1e3 for _ in range(LAPS + 1)][1:])

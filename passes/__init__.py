@@ -7,7 +7,7 @@ from .ir.liveness import Life, lifetimes
 from .ir.machine import Machine
 from .ir.trace import INPUTS, Op, Storage, Trace, parse
 from .pipeline import PASSES, make_plan
-from .simulate.choice import Choice, Proposal
+from .simulate.choice import PlanResult, Proposal
 from .simulate.forecast import KINDS, Copy, Forecast, predict
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "PASSES",
     "BrokenTrace",
     "BudgetError",
-    "Choice",
     "Copy",
     "Decision",
     "Forecast",
@@ -25,6 +24,7 @@ __all__ = [
     "Offload",
     "Op",
     "Plan",
+    "PlanResult",
     "Proposal",
     "Recompute",
     "Reload",

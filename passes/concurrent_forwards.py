@@ -20,10 +20,10 @@ from .ir.errors import BudgetError
 from .ir.machine import Machine
 from .ir.trace import OTHERS, Op, Storage, Trace
 from .pipeline import QUICK, make_plan
-from .simulate.choice import Choice
+from .simulate.choice import PlanResult
 from .simulate.forecast import Forecast, predict
 
-Search = Callable[[Trace, Machine], Choice]
+Search = Callable[[Trace, Machine], PlanResult]
 
 LIMITS = (0.75, 0.5, 0.35, 0.25, 0.15, 0.08, 0.0)  # of what an open forward may hold beyond what is handed in and out
 TIGHT = (0.0, 0.15, 0.35)  # of these, where the least budget is looked for
@@ -32,7 +32,7 @@ ROUNDS = 6  # in which the smallest budget is halved in on
 STAYS = ("parameter", "buffer", "state", "gradient")
 
 
-def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) -> Choice:
+def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) -> PlanResult:
     """The fastest plan found with which `count` forwards may be open at once; its trace has a line for the others.
 
     Raises:
@@ -93,7 +93,7 @@ class _Shares:
     count: int
 
     @property
-    def plain(self) -> Choice:
+    def plain(self) -> PlanResult:
         """The step as it is."""
         return self._whole(())
 
@@ -102,7 +102,7 @@ class _Shares:
         """Whether the quick passes find a plan under a tight limit."""
         return any(True for limit in TIGHT for _ in self._tried(limit, _quickly))
 
-    def found(self, search: Search) -> Choice | None:
+    def found(self, search: Search) -> PlanResult | None:
         """The fastest plan: by the quick passes under all limits, and by a `search` under the best of these."""
         plain = self.plain
         if plain.forecast.peak <= self.machine.budget:
@@ -113,7 +113,7 @@ class _Shares:
         more = (choice for limit in limits for choice in self._tried(limit, search))
         return min((*quick.values(), *more), key=lambda choice: choice.forecast.us, default=None)
 
-    def _tried(self, share: float, search: Search) -> Iterator[Choice]:
+    def _tried(self, share: float, search: Search) -> Iterator[PlanResult]:
         """The plan found where an open forward may hold so much, if there is one that keeps the budget."""
         plain = predict(self.trace, self.machine)
         held, least = held_nbytes(plain), self._handed
@@ -145,15 +145,15 @@ class _Shares:
         given = {held for op in self.trace.ops if op.fn in ("input", "tangent") for held in op.holds}
         return sum(self.trace.nbytes[held] for held in outputs | given)
 
-    def _whole(self, plan: Plan, found: Choice | None = None) -> Choice:
+    def _whole(self, plan: Plan, found: PlanResult | None = None) -> PlanResult:
         """A plan with what it really lets other forwards hold."""
         held = held_nbytes(predict(apply(self._ordered(found), plan), self.machine))
         trace = _with_others(self._ordered(found), (self.count - 1) * held + waiting_nbytes(self.trace))
         captured, forecast = predict(trace, self.machine), predict(apply(trace, plan), self.machine)
         greedy = found is not None and found.greedy
-        return Choice(plan, captured, forecast, greedy=greedy)
+        return PlanResult(plan, captured, forecast, greedy=greedy)
 
-    def _ordered(self, found: Choice | None) -> Trace:
+    def _ordered(self, found: PlanResult | None) -> Trace:
         """The step in the order that was planned, with its own workspaces."""
         if found is None:
             return self.trace
@@ -174,7 +174,7 @@ def _smallest(trace: Trace, machine: Machine, count: int) -> int:
     return yes
 
 
-def _quickly(trace: Trace, machine: Machine) -> Choice:
+def _quickly(trace: Trace, machine: Machine) -> PlanResult:
     return make_plan(trace, machine, QUICK)
 
 

@@ -26,7 +26,7 @@ HOSTS = {  # what the host does in an op
 }
 
 
-def obstacle(trace: Trace) -> str:
+def replay_obstacle(trace: Trace) -> str:
     """What of a planned step no replay does; empty if there is nothing."""
     for op in trace.ops:
         verb = op.fn.split(".")[1] if op.fn.startswith("memgraph.") else ""
@@ -54,7 +54,7 @@ def kept_nbytes(trace: Trace) -> int:
     return copied + libraries + sum(trace.nbytes[held] for held in handed) + update
 
 
-def with_kept(trace: Trace) -> Trace:
+def add_replay_memory(trace: Trace) -> Trace:
     """The step with these bytes among what is there throughout."""
     kept = Op(KEPT, "state", makes=(Storage(KEPT, kept_nbytes(trace)),), holds=(KEPT,), where="replays")
     return replace(trace, ops=(kept, *trace.ops))

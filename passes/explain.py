@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from .analysis.reuse_gaps import Gaps
+from .analysis.reuse_gaps import ReuseGaps
 from .ir.liveness import Life
 from .ir.machine import Machine
 from .ir.trace import Op, Trace
-from .lp.problem import Program
+from .lp.problem import LinearProgram
 from .simulate.forecast import Forecast
 
 TOP = 8  # of what is in the way, so many are named
@@ -37,7 +37,7 @@ TIER = "a far tier (offload='auto')"
 STREAM = "state that lives on disk (offload='auto', and an optimizer that updates each element for itself, e.g. AdamW)"
 
 
-def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
+def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     """What was wanted, what is, where, and what to do."""
     op, there = forecast.trace.ops[forecast.at], forecast.alive(forecast.at)
     op = replace(op, workspace=int(forecast.by_kind["workspace"][forecast.at]))  # of an update, that of its window
@@ -62,9 +62,9 @@ def obstacle(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     return "\n".join([*lines, f"{least}, or {' or '.join(_levers(captured, op, there, machine))}."])
 
 
-def _floor(captured: Trace, machine: Machine) -> tuple[Program, int] | None:
+def _floor(captured: Trace, machine: Machine) -> tuple[LinearProgram, int] | None:
     """Where more than the budget must lie there at the same time whatever is decided."""
-    program = Program(Gaps(captured), machine)
+    program = LinearProgram(ReuseGaps(captured), machine)
     if int(program.floor.max(initial=0.0)) <= machine.budget:
         return None
     return program, int(np.argmax(program.floor))
@@ -88,8 +88,8 @@ def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[
     return lines
 
 
-def _in_use(program: Program, at: int) -> tuple[Life, ...]:
-    """What is there at a position whatever is decided: see `Program.floor`."""
+def _in_use(program: LinearProgram, at: int) -> tuple[Life, ...]:
+    """What is there at a position whatever is decided: see `LinearProgram.floor`."""
     ops = program.gaps.trace.ops
     far = {
         each.storage for each in program.residents for rest in each.rests(program.size) if rest.first <= at < rest.last

@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from .analysis.reuse_gaps import Gaps
+from .analysis.reuse_gaps import ReuseGaps
 from .deep.anneal import anneal
-from .deep.chain import rerun_slices
+from .deep.chain import rerun_chain
 from .deep.phase_search import cut_backward
-from .explain import obstacle
+from .explain import explain_infeasible
 from .ir.decisions import Plan, Reload, Stream, apply
 from .ir.errors import BudgetError
 from .ir.invariants import check
 from .ir.machine import Machine
 from .ir.trace import Trace
 from .lp import solver
-from .order.microbatch_order import sliced
-from .schedule.copy_timing import copies, in_time
-from .search.greedy import descend, descend_at_home
-from .search.optimize import optimize, optimize_at_home, optimize_uncast
-from .simulate.choice import Choice, Proposal
+from .order.microbatch_order import slice_microbatches
+from .schedule.copy_timing import has_copies, retime_copies
+from .search.greedy import greedy_plan, greedy_plan_no_offload
+from .search.optimize import optimize, optimize_no_offload, optimize_uncast
+from .simulate.choice import PlanResult, Proposal
 from .simulate.forecast import predict
 
 Pass = Callable[[Trace, Machine, float], Plan | Proposal]  # which ends at that time, as `time.monotonic` has it
@@ -39,17 +39,17 @@ Log = Callable[[str], None]
 PASSES: tuple[Pass, ...] = (
     optimize,
     optimize_uncast,
-    optimize_at_home,
+    optimize_no_offload,
     cut_backward,
     anneal,
-    rerun_slices,
-    descend,
-    descend_at_home,
+    rerun_chain,
+    greedy_plan,
+    greedy_plan_no_offload,
 )
-SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_at_home)
+SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_no_offload)
 # Those that plan without the far tier only.
-AT_HOME: tuple[Pass, ...] = (optimize_at_home, cut_backward, anneal, rerun_slices, descend_at_home)
-QUICK: tuple[Pass, ...] = (descend, descend_at_home)  # asked without time as well, as long as nothing fits
+AT_HOME: tuple[Pass, ...] = (optimize_no_offload, cut_backward, anneal, rerun_chain, greedy_plan_no_offload)
+QUICK: tuple[Pass, ...] = (greedy_plan, greedy_plan_no_offload)  # asked without time as well, as long as nothing fits
 FINE = 15_000  # ops that these simulate in fine steps under a limit of time: some hundred milliseconds
 NEAR = 0.02  # a gap at which no further pass is asked
 FAIR = 0.05  # a gap at which no further search is: it takes seconds
@@ -61,7 +61,7 @@ def quiet(line: str) -> None:
 
 def make_plan(
     trace: Trace, machine: Machine, passes: tuple[Pass, ...] = PASSES, log: Log = quiet, seconds: float = math.inf
-) -> Choice:
+) -> PlanResult:
     """The fastest of the passes' plans with which the step fits; no decisions at all, if the step fits as it is.
 
     After so many `seconds` every pass ends with what it has; only if nothing fits yet, a quick one is still asked: in
@@ -75,26 +75,26 @@ def make_plan(
     log(f"{'captured':<16} {captured.forecast}")
     if captured.forecast.peak <= machine.budget:
         return captured
-    in_slices = sliced(trace, machine)
+    in_slices = slice_microbatches(trace, machine)
     # In slices first: what is streamed comes least often then.
     for order in (trace,) if in_slices is trace else (in_slices, trace):
         found = _search(captured if order is trace else _captured(order, machine), machine, passes, log, until)
         if found.forecast.peak <= machine.budget:
             return found
         lowest = min(lowest, found, key=lambda choice: choice.forecast.peak)
-    text = obstacle(lowest.forecast, machine, lowest.captured.trace)
+    text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
     more = "" if solver.there() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
 
-def _captured(trace: Trace, machine: Machine) -> Choice:
+def _captured(trace: Trace, machine: Machine) -> PlanResult:
     """The step as it is."""
     check(trace)
     captured = predict(trace, machine)
-    return Choice((), captured, captured)
+    return PlanResult((), captured, captured)
 
 
-def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> Choice:
+def _search(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> PlanResult:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
     trace, best, home_us = best.captured.trace, replace(best, greedy=not solver.there()), 0.0
     for find in passes:
@@ -110,7 +110,7 @@ def _search(best: Choice, machine: Machine, passes: tuple[Pass, ...], log: Log, 
     return best
 
 
-def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
+def _is_spared(find: Pass, best: PlanResult, home_us: float) -> bool:
     """Whether a pass is not worth its time beside a plan that fits; `home_us`: what every plan adds that does without
     the far tier."""
     if find in AT_HOME and best.forecast.us < best.captured.us + home_us:
@@ -125,7 +125,7 @@ def _is_spared(find: Pass, best: Choice, home_us: float) -> bool:
 
 def _hurried(find: Pass) -> Pass:
     """The quick pass, which does not look at the clock and simulates few ops."""
-    down = descend if find is descend else descend_at_home
+    down = greedy_plan if find is greedy_plan else greedy_plan_no_offload
     return lambda trace, machine, until: down(trace, machine, fine=FINE)
 
 
@@ -133,19 +133,19 @@ def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal
     found = find(trace, machine, until)
     if isinstance(found, Proposal):  # a search times its copies itself
         return found
-    if not copies(found):
+    if not has_copies(found):
         return Proposal(found)
-    return Proposal(in_time(Gaps(trace), machine, found, predict(apply(trace, found), machine), until)[0])
+    return Proposal(retime_copies(ReuseGaps(trace), machine, found, predict(apply(trace, found), machine), until)[0])
 
 
-def _better(best: Choice, proposal: Proposal, machine: Machine) -> Choice:
+def _better(best: PlanResult, proposal: Proposal, machine: Machine) -> PlanResult:
     """The better of the best so far and what was found: what fits before what does not, then what is faster, or what
     needs less; with all that is proven."""
     applied = apply(best.captured.trace, proposal.plan)
     check(applied)
     new = replace(best, plan=proposal.plan, forecast=predict(applied, machine))
 
-    def rank(choice: Choice) -> tuple[bool, float, float]:
+    def rank(choice: PlanResult) -> tuple[bool, float, float]:
         over = choice.forecast.peak > machine.budget
         return over, choice.forecast.peak if over else choice.forecast.us, choice.forecast.peak
 

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes import BudgetError, Choice, Machine, Trace, make_plan, predict
+from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
 from passes.concurrent_forwards import as_it_is_nbytes, plan_forwards
 
-from ..options.argument_rules import read
-from ..options.compile_options import wishes
+from ..options.argument_rules import check_arguments
+from ..options.compile_options import parse_options
 from ..planning.progress import Progress
-from ..report.budget_curve import Point, Sweep, fitting, missing
+from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
 from ..system.byte_sizes import budget_nbytes
-from .compiler import in_parts, planner_of
+from .compiler import in_microbatches, make_planner
 
 POINTS = 12  # between the two ends
 
@@ -57,16 +57,16 @@ def sweep(
         TypeError, ValueError, SpillError, CaptureError, FusedError: as `compile` and its first call.
     """
     # A budget of a byte, so that the links are measured.
-    asked = wishes(
+    asked = parse_options(
         1, optimizer=optimizer, offload=offload, spill_dir=spill_dir, time_limit=time_limit, wire_dtype=wire_dtype,
         accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
         pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
-    several = read("budgets", budgets)  # all of them, before anything is captured
-    wanted = several and [budget_nbytes(read("budget", budget), planner.device) for budget in several]
+    planner = make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
+    several = check_arguments("budgets", budgets)  # all of them, before anything is captured
+    wanted = several and [budget_nbytes(check_arguments("budget", budget), planner.device) for budget in several]
     trace, machine = planner.priced(args, kwargs, asked.wanted)
-    return _Sweeping(trace, machine, asked.seconds, asked.forwards).run(wanted)
+    return _Sweeping(trace, machine, asked.time_limit, asked.forwards).run(wanted)
 
 
 class _Sweeping:
@@ -76,7 +76,7 @@ class _Sweeping:
         self.trace, self.machine, self.seconds, self.forwards = trace, machine, seconds, forwards
         self.plain = predict(trace, machine)
         self.smallest = self.most = as_it_is_nbytes(trace, machine, forwards)
-        self.found: list[tuple[int, Choice]] = []  # plans, and the budgets that they were searched for
+        self.found: list[tuple[int, PlanResult]] = []  # plans, and the budgets that they were searched for
 
     def run(self, budgets: Sequence[int] | None) -> Sweep:
         with Progress() as progress:
@@ -110,9 +110,9 @@ class _Sweeping:
         """The fastest of all plans found that fits, with all that is proven of this budget or a larger one."""
         fits = [choice for _, choice in self.found if choice.forecast.peak <= budget]
         if not fits:
-            return missing(budget, self.smallest, self.plain.us)
+            return point_of_refusal(budget, self.smallest, self.plain.us)
         best = min(fits, key=lambda choice: (choice.forecast.us, len(choice.plan)))
         proven = [choice for tried, choice in self.found if tried >= budget]
         bound_us = max((choice.bound_us for choice in proven), default=0.0)
         any_us = max((choice.any_us for choice in proven), default=0.0)
-        return fitting(budget, replace(best, bound_us=bound_us, any_us=any_us))
+        return point_of_plan(budget, replace(best, bound_us=bound_us, any_us=any_us))

@@ -18,24 +18,24 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..capture.leaf_inputs import refuse_leaves, rewrite
+from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import FusedError, NoPlanError
 from ..graph.captured import Captured
-from ..guards.module_attributes import Attributes
-from ..guards.module_proxy import Shared
+from ..guards.module_attributes import AttributeGuard
+from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
-from ..options.compile_options import Wishes
-from ..planning.call_kinds import Kinds
-from ..planning.param_groups import groups_of
+from ..options.compile_options import CompileOptions
+from ..planning.call_kinds import CallKinds
+from ..planning.param_groups import group_key
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.tables import mb
-from ..runtime.autograd_function import Unforeseen
+from ..runtime.autograd_function import UnplannedGradient
 from ..runtime.eager_fallback import eager_gradients
 from ..runtime.step import Step
-from ..system.locks import ALONE, undisturbed
-from ..system.user_warning import notice
-from ..tensors.loss_outputs import Wanted, everything, scalars
+from ..system.locks import PLANNING_LOCK, read_when_not_capturing
+from ..system.user_warning import warn_user
+from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
 from ..tensors.pytree import Spec, flatten, tensors_of
 from .transforms import refuse_duals, refuse_transforms
 
@@ -44,13 +44,13 @@ NODES = 10_000  # of their graphs: more steps are kept as long as they have no m
 LEAST = 50  # nodes that each step counts for besides its own
 LOG = logging.getLogger(__name__)
 
-Key = tuple[Hashable, bool, Wanted]  # the guard, whether gradients are there, and what backward starts from
+Key = tuple[Hashable, bool, OutputSelector]  # the guard, whether gradients are there, and what backward starts from
 ONCE = "this one step runs the plain module again, outside of the budget, and later steps are planned for"
 MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
 LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
 
 
-class CompiledModule(Shared):
+class CompiledModule(ModuleProxy):
     """A module that trains like the one it was made of.  `plan` is the report of the latest call's step."""
 
     def __new__(cls, planner: Planner) -> Self:
@@ -59,14 +59,14 @@ class CompiledModule(Shared):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
-        self.__dict__["_wanted"] = planner.wishes.wanted
-        self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
+        self.__dict__["_wanted"] = planner.options.wanted
+        self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
         self._refuse_awaited("a copy")
-        wishes = replace(self._planner.wishes, optimizer=None, fuse=False, hosts=False)
-        return _again, (self._planner.module, wishes)
+        options = replace(self._planner.options, optimizer=None, fuse_update=False, host_update=False)
+        return _again, (self._planner.module, options)
 
     @property
     def plan(self) -> Report:
@@ -94,9 +94,9 @@ class CompiledModule(Shared):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that was given to `memgraph.compile`."""
-        if self._planner.wishes.optimizer is None:
+        if self._planner.options.optimizer is None:
             raise AttributeError("no optimizer was given to memgraph.compile, or this is a copy, which has none")
-        return self._planner.wishes.optimizer
+        return self._planner.options.optimizer
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -117,29 +117,29 @@ class CompiledModule(Shared):
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(undisturbed(self._module, lambda: list(self._module.named_parameters(*args, **kwargs))))
+        return iter(read_when_not_capturing(self._module, lambda: list(self._module.named_parameters(*args, **kwargs))))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return iter(undisturbed(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
+        return iter(read_when_not_capturing(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_awaited("state_dict()")
-        return undisturbed(self._module, lambda: self._module.state_dict(*args, **kwargs))
+        return read_when_not_capturing(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_transforms()
         self.refuse_torn()
         leaves, spec = flatten((args, kwargs))
-        tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
+        tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
         step = self._step(args, kwargs, key)
-        refuse_leaves(tensors, step.captured.rewritten)
+        refuse_leaf_writes(tensors, step.captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.rest()
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
-        return step.captured.result(rewrite(outputs, tensors, step.captured.rewritten), tensors)
+        return step.captured.result(rewrite_leaf_inputs(outputs, tensors, step.captured.rewritten), tensors)
 
     def refuse_torn(self) -> None:
         """
@@ -163,8 +163,8 @@ class CompiledModule(Shared):
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
-        adds = bool(self._planner.wishes.accumulate) or has_gradients(parameters)
-        return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), adds, self._wanted)
+        adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
+        return tensors, ((guard, group_key(self._planner.options.optimizer)), adds, self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
@@ -175,7 +175,7 @@ class CompiledModule(Shared):
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         steps: OrderedDict[Key, Step] = self._steps
-        with ALONE:
+        with PLANNING_LOCK:
             if key not in steps:  # another thread may have planned it by now
                 steps[key] = self._made(args, kwargs, key)
             if steps[key].is_due and steps[key].report.plan:
@@ -190,7 +190,7 @@ class CompiledModule(Shared):
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
         if warning := self._kinds.warning(args, kwargs):
-            notice(warning)
+            warn_user(warning)
         guard, adds, wanted = key
         step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
@@ -202,7 +202,7 @@ class CompiledModule(Shared):
             self._steps.move_to_end(key)
         return step
 
-    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unforeseen:
+    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
         """What to do if a gradient comes for an output that no loss was expected to be made of, or the other way
         round."""
         if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
@@ -213,10 +213,10 @@ class CompiledModule(Shared):
 
         def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             if any(tangent is not None and i not in captured.tangents for i, tangent in enumerate(tangents)):
-                what, self.__dict__["_wanted"] = MORE, everything
+                what, self.__dict__["_wanted"] = MORE, select_all
             else:
-                what, self.__dict__["_wanted"] = LESS, scalars
-            notice(f"{what} outputs")
+                what, self.__dict__["_wanted"] = LESS, select_scalars
+            warn_user(f"{what} outputs")
             return again(tangents)
 
         return run
@@ -237,5 +237,5 @@ def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | N
     )
 
 
-def _again(module: nn.Module, wishes: Wishes) -> CompiledModule:
-    return CompiledModule(Planner(module, wishes))
+def _again(module: nn.Module, options: CompileOptions) -> CompiledModule:
+    return CompiledModule(Planner(module, options))

@@ -19,12 +19,12 @@ from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
 from ..optim.fused_update import refuse_fused
-from ..options.argument_rules import read
-from ..options.compile_options import Budget, Wishes, wishes
+from ..options.argument_rules import check_arguments
+from ..options.compile_options import Budget, CompileOptions, parse_options
 from ..oss import OSS
 from ..planning.planner import Planner
 from ..report.report import Report
-from ..report.saved_plan import Saved
+from ..report.saved_plan import PlanRecord
 from .compiled_module import CompiledModule
 from .refuse_wrapped import refuse_wrapped, warn_of_steps
 
@@ -32,7 +32,7 @@ from .refuse_wrapped import refuse_wrapped, warn_of_steps
 def compile(
     model: nn.Module, budget: Budget = None, *, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
-    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
+    plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
@@ -140,12 +140,12 @@ def compile(
         UpdateError: the optimizer's step wants a closure, or fails on a dense gradient; or its states can't live far,
             and with parameters and buffers they are more than the budget.
     """
-    asked = wishes(
+    asked = parse_options(
         budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
         wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
         host_update=host_update, lower=lower, strict=strict, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    planner = planner_of(in_parts(model, loss, microbatches, reduction), asked)
+    planner = make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
     warn_of_steps(model)
     return CompiledModule(planner)
@@ -154,24 +154,28 @@ def compile(
 def plan(
     model: nn.Module, *args: Any, budget: Budget = None, optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[..., Any] | None = None, offload: str | None = "auto", spill_dir: str | PathLike[str] | None = None,
-    plan: Saved | Sequence[Saved] | None = None, time_limit: float | None = None,
+    plan: PlanRecord | Sequence[PlanRecord] | None = None, time_limit: float | None = None,
     wire_dtype: torch.dtype | None = None, microbatches: int = 1, reduction: str | None = None,
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
     """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    asked = wishes(
+    asked = parse_options(
         budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
         wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
         host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    return planner_of(in_parts(model, loss, microbatches, reduction), asked).step(args, kwargs, asked.wanted).report
+    return (
+        make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
+        .step(args, kwargs, asked.wanted)
+        .report
+    )
 
 
-def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
+def in_microbatches(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
     """`model` with its loss, run on micro-batches; errors as in `compile`."""
-    model, loss = read("model", model), read("loss", loss)
-    count, reduction = read("microbatches", count), read("reduction", reduction)
+    model, loss = check_arguments("model", model), check_arguments("loss", loss)
+    count, reduction = check_arguments("microbatches", count), check_arguments("reduction", reduction)
     _refuse_parts(model)
     if reduction is not None and loss is not None:
         return MicroBatches(WithLoss(model, loss), count, reduction)
@@ -179,7 +183,7 @@ def in_parts(model: nn.Module, loss: Callable[..., Any] | None, count: int, redu
     return cut if loss is None else WithLoss(cut, loss)
 
 
-def planner_of(model: nn.Module, asked: Wishes) -> Planner:
+def make_planner(model: nn.Module, asked: CompileOptions) -> Planner:
     """What plans the steps of `model`, if its optimizer is one that can be planned; errors as in `compile`."""
     optimizer = asked.optimizer
     if optimizer is not None:
@@ -190,9 +194,9 @@ def planner_of(model: nn.Module, asked: Wishes) -> Planner:
             raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
         if isinstance(optimizer, OSS) and asked.forwards > 1:
             raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")
-        if isinstance(optimizer, OSS) and asked.hosts:
+        if isinstance(optimizer, OSS) and asked.host_update:
             raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
-        if asked.fuse:
+        if asked.fuse_update:
             refuse_fused(optimizer)
     return Planner(model, asked)
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ..oss import OSS
 from ..profile.memory_meter import resident_bytes
-from ..storage.transfer import bring_home
+from ..storage.transfer import begin_reload
 from ..tensors.layout import is_dense
 from .compiled_module import CompiledModule
 
 
-class Loading:
+class LoadedState:
     """One load of a model and its optimizer.
 
     Attributes:
@@ -75,7 +75,7 @@ def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, An
     needed = there + sum(tensor.nbytes for tensor in tensors.values())
     if planner.tier != "disk" or planner.device.type != "cpu" or needed <= planner.budget:
         return state
-    moved = dict(zip(tensors, bring_home(list(tensors.values()), planner.residence.where), strict=True))
+    moved = dict(zip(tensors, begin_reload(list(tensors.values()), planner.residence.where), strict=True))
     states = {
         number: {name: moved.get((number, name), value) for name, value in entries.items()}
         for number, entries in state["state"].items()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..system.user_warning import notice
+from ..system.user_warning import warn_user
 
 AVERAGED = (
     "averages gradients over ranks by hooks that no captured step calls; compile the module in it, and wrap what "
@@ -47,7 +47,7 @@ def refuse_wrapped(what: str, part: nn.Module) -> None:
 def warn_of_steps(model: nn.Module) -> None:
     """Warn if calls of the model itself, which alone are planned, are not what a training loop will make."""
     if callable(getattr(model, "training_step", None)):
-        notice(
+        warn_user(
             f"only calls of the compiled module are planned; {type(model).__name__}.training_step runs the plain "
             "one, outside of the budget: compile its network, as self.net = memgraph.compile(net, budget)"
         )

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import StateError
-from ..storage.mapped_storage import Form, Home, form_of
+from ..storage.mapped_storage import MappedBuffer, TensorSpec, tensor_spec_of
 from ..storage.spill_file import spill_folder
 from ..tensors.layout import is_dense
 from .checksums import checksum, numbers
@@ -136,7 +136,7 @@ class _Book:
             raise ValueError(f"{'.'.join(map(str, path))} is {tensor.layout}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{'.'.join(map(str, path))} is {tensor.dtype}")
-        same = (tensor.device, tensor.data_ptr(), form_of(tensor)) if tensor.nbytes else path
+        same = (tensor.device, tensor.data_ptr(), tensor_spec_of(tensor)) if tensor.nbytes else path
         if same not in self.names:
             name = ".".join(map(str, path[1:] if path[0] == MODEL else (PREFIX, *path)))
             while name in self.tensors:
@@ -161,14 +161,14 @@ def _plain(tensors: Mapping[str, Tensor], folder: Target) -> dict[str, Tensor]:
         if not (alone and plain and tensor.device.type == "cpu"):
             strange.append(tensor)
     wanted = [torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format) for tensor in strange]
-    copies = iter(_copies(strange, list(map(form_of, wanted)), folder))
+    copies = iter(_copies(strange, list(map(tensor_spec_of, wanted)), folder))
     remaining = set(map(id, strange))
     return {name: next(copies) if id(tensor) in remaining else tensor for name, tensor in tensors.items()}
 
 
-def _copies(tensors: Sequence[Tensor], forms: Sequence[Form], folder: Target) -> list[Tensor]:
+def _copies(tensors: Sequence[Tensor], forms: Sequence[TensorSpec], folder: Target) -> list[Tensor]:
     """Copies that lie as the forms say, in a nameless file."""
-    home = Home(forms, folder) if forms else None
+    home = MappedBuffer(forms, folder) if forms else None
     return [home.tensor(i).copy_(tensor) for i, tensor in enumerate(tensors)] if home else []
 
 
@@ -194,4 +194,4 @@ def _laid(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """As it lay in memory, which the file does not show."""
     if strides is None:
         return tensor
-    return _copies([tensor], [Form(tuple(tensor.shape), tuple(strides), tensor.dtype)], spill_folder())[0]
+    return _copies([tensor], [TensorSpec(tuple(tensor.shape), tuple(strides), tensor.dtype)], spill_folder())[0]

@@ -17,20 +17,31 @@ from torch import Tensor, fx, nn
 from ..errors import CaptureError
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
-from ..graph.nodes import returned
-from ..graph.sums import sum_early
-from ..tensors.loss_outputs import Wanted, everything, losses, scalars
+from ..graph.nodes import returned_values
+from ..graph.sums import sum_grads_early
+from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
-from .constant_fake_mode import KnowingMode
-from .explain_errors import explained
-from .fake_tensors import surroundings
-from .finalize import settle
-from .functionalize import make_functional
+from .constant_fake_mode import ConstantFakeMode
+from .explain_errors import explain_error
+from .fake_tensors import fake_mode_context
+from .finalize import finalize_graph
+from .functionalize import functionalize
 from .reentrant_forward import can_run_again
-from .refuse_reseeding import no_seeding
+from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
 
-__all__ = ["Captured", "Input", "Output", "Ref", "Wanted", "capture", "everything", "losses", "operands", "scalars"]
+__all__ = [
+    "Captured",
+    "Input",
+    "Output",
+    "OutputSelector",
+    "Ref",
+    "capture",
+    "operands",
+    "select_all",
+    "select_losses",
+    "select_scalars",
+]
 
 
 def capture(
@@ -39,7 +50,7 @@ def capture(
     kwargs: dict[str, Any],
     *,
     grad: bool = True,
-    wanted: Wanted = everything,
+    wanted: OutputSelector = select_all,
 ) -> Captured:
     """The step of `module(*args, **kwargs)`; no real tensor is read or written.
 
@@ -48,26 +59,28 @@ def capture(
     """
     captured = _captured(module, args, kwargs, grad, wanted)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
-    if is_sure or wanted not in (losses, scalars) or can_run_again(captured):
+    if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, everything)
+    return _captured(module, args, kwargs, grad, select_all)
 
 
-def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted) -> Captured:
+def _captured(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
+) -> Captured:
     call = Call.of(module, args, kwargs)
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = KnowingMode()
-    with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
-        with no_seeding(module):
+    mode = ConstantFakeMode()
+    with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
+        with refuse_reseeding(module):
             joint = trace_joint(call, mode, wanted)
-        functional = make_functional(joint, module)
+        functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
-        graph = settle(functional, joint)
-        sum_early(graph.graph)
+        graph = finalize_graph(functional, joint)
+        sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
-    hoped = _hoped(graph, tangents) if wanted is losses else ()
+    hoped = _hoped(graph, tangents) if wanted is select_losses else ()
     return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
 
 
@@ -77,7 +90,7 @@ def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _hoped(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
-    made = returned(graph.graph)
+    made = returned_values(graph.graph)
     single = {place for place in tangents if made[place].meta["val"].numel() == 1}
     return tuple(place for place in tangents if place not in single) if single else ()
 

@@ -17,7 +17,7 @@ from ..errors import CaptureError
 
 
 @contextmanager
-def no_draws() -> Iterator[None]:
+def refuse_python_random() -> Iterator[None]:
     """All global generators are afterwards as they were; if one of Python's was used, that is an error."""
     python, numpy = random.getstate(), _numpy()
     before = numpy.get_state() if numpy else None

@@ -24,8 +24,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, as_made
-from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_by
+from ..graph.aten_shims import COPY_STORAGES, copy_as_laid_out
+from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 
 ELEMENTS = 1 << 24  # what may be computed to answer one question
 ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
@@ -64,7 +64,7 @@ _noted: set[Any] = set()  # ops that this process has seen a result of which tor
 _roomy: set[Any] = set(COPY_STORAGES)  # those of them whose results lie in larger storages than they cover
 
 
-class KnowingMode(FakeTensorMode):
+class ConstantFakeMode(FakeTensorMode):
     """Fake tensors that have a value where it is known; without a ShapeEnv, for all else is an error at once."""
 
     tracer: Any = None  # of the trace that is going on
@@ -92,7 +92,7 @@ class KnowingMode(FakeTensorMode):
                 self.failed = Failed(error, func, args, kwargs or {})
             raise
         _note(func, made)
-        return as_made(func, args, made, self)
+        return copy_as_laid_out(func, args, made, self)
 
     @contextmanager
     def _remembering(self, func: Any) -> Iterator[None]:
@@ -134,7 +134,7 @@ def _is_roomy(tensor: Tensor) -> bool:
     return bool(tensor.storage_offset()) or tensor.untyped_storage().nbytes() != covered
 
 
-def seen_by_transformers(mode: KnowingMode) -> AbstractContextManager[Any]:
+def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManager[Any]:
     """Let the library's models treat what is known like a real tensor.
 
     Where they see a fake one they build a mask that eager does without, and the gradients differ in their last bits.
@@ -178,7 +178,7 @@ def _too_large(nodes: list[fx.Node]) -> bool:
 def _changed_in_place(nodes: list[fx.Node]) -> bool:
     """Whether any op so far has written to what these nodes hold."""
     held = all_storages(nodes)
-    return any(storages(written) & held for node in nodes[0].graph.nodes for written in written_by(node))
+    return any(storages(written) & held for node in nodes[0].graph.nodes for written in written_inputs(node))
 
 
 def _run(nodes: list[fx.Node], root: nn.Module) -> Any:

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ..errors import CaptureError
-from ..graph.nodes import written_by
-from .restore_module import held
+from ..graph.nodes import written_inputs
+from .restore_module import attached_values
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -50,7 +50,7 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
         if "val" in node.meta
     }
     for node in graph.graph.nodes:
-        for written in written_by(node):
+        for written in written_inputs(node):
             constant = constants.get(written.meta["val"].untyped_storage()._cdata)
             if constant is not None:
                 raise CaptureError(
@@ -60,7 +60,7 @@ def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
 
 def _name(tensor: Tensor, module: nn.Module) -> str:
     for path, child in module.named_modules():
-        for name, value in held(child):
+        for name, value in attached_values(child):
             if value is tensor:
                 return f"the tensor {'.'.join(filter(None, (path, name)))}"
     return f"a tensor of shape {tuple(tensor.shape)}"

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..errors import CaptureError
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
-from .constant_fake_mode import KnowingMode
+from .constant_fake_mode import ConstantFakeMode
 
 VALUE = (
     "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",
@@ -122,7 +122,7 @@ LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
-def explained(module: nn.Module, mode: KnowingMode) -> Iterator[None]:
+def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
     """Raise a CaptureError in the place of what torch raises for a step of `module` that can't be captured."""
     LOG.addFilter(_is_harmless)
     try:
@@ -166,7 +166,7 @@ def _reason(error: Exception, running: nn.Module | None) -> tuple[str, str] | No
     return None
 
 
-def _hidden(error: Exception, mode: KnowingMode) -> tuple[str, str] | None:
+def _hidden(error: Exception, mode: ConstantFakeMode) -> tuple[str, str] | None:
     """The reason, if it is torch that can't do without data what it does in eager."""
     if not is_torchs(error.__traceback__):
         return None

@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from .chance import no_draws
+from .chance import refuse_python_random
 
 CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
 
 
 @contextmanager
-def surroundings(mode: FakeTensorMode) -> Iterator[None]:
+def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
     """What must be on, and what must be off, while a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(no_draws())
+        stack.enter_context(refuse_python_random())
         stack.callback(_forget_old_shapes)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()

@@ -21,7 +21,7 @@ from torch.nn.modules import activation
 
 
 @contextmanager
-def fused_layers() -> Iterator[None]:
+def eager_fast_paths() -> Iterator[None]:
     """Let attention and encoder layers choose as they do when nobody traces."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.overrides, "has_torch_function", _is_overridden))
@@ -38,7 +38,7 @@ def _is_overridden(tensors: Iterable[object]) -> bool:
 
 
 @contextmanager
-def values_alone() -> Iterator[None]:
+def eager_value_decompositions() -> Iterator[None]:
     """Let singular values and eigenvalues be computed without vectors where eager would, which gives other bits."""
     svdvals, eigvalsh = torch.linalg.svdvals, torch.linalg.eigvalsh
 

@@ -25,21 +25,21 @@ from ..graph.nodes import (
     drop_detours,
     drop_unread_statistics,
     gather_constants,
-    returned,
+    returned_values,
     storages,
 )
-from ..graph.provenance import NOTES
-from .functionalize import Functional
-from .graph_writer import Desk
-from .reinplace import write_in_place
-from .trace_joint import Joint
+from ..graph.provenance import PROVENANCE_KEYS
+from .functionalize import FunctionalGraph
+from .graph_writer import GraphWriter
+from .reinplace import reinplace
+from .trace_joint import JointGraph
 
 # What is said of a gradient that autograd hands on, and that can't go elsewhere: it is watched.
 HANDED = {"output": "output", "gradient": "gradient", "input_gradient": "watched"}
 OURS = re.compile(r"__(\d+|out|free|in_\d+|back|back_\d+|rng|swap)$")  # names that a plan gives
 
 
-def settle(found: Functional, joint: Joint) -> fx.GraphModule:
+def finalize_graph(found: FunctionalGraph, joint: JointGraph) -> fx.GraphModule:
     """The graph whose placeholders are `joint.inputs` and which returns `joint.outputs`."""
     graph = found.graph.graph
     outputs = [role.kind == "output" for role in joint.outputs]
@@ -49,9 +49,9 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     drop_detours(graph, kept=shown)
     gather_constants(graph)
     drop_unread_statistics(graph)
-    desk = Desk(graph, joint.mode)
+    desk = GraphWriter(graph, joint.mode)
     desk.shield({place: joint.inputs[place].label for place in found.changed})
-    handed, new = returned(graph)[: len(outputs)], returned(graph)[len(outputs) :]
+    handed, new = returned_values(graph)[: len(outputs)], returned_values(graph)[len(outputs) :]
     handed = [desk.own_output(node) if output else node for node, output in zip(handed, outputs, strict=True)]
     desk.write_back(found.changed, new)
     owners = {("gradient", role.name): node for role, node in zip(joint.inputs, desk.placeholders, strict=True)}
@@ -60,7 +60,7 @@ def settle(found: Functional, joint: Joint) -> fx.GraphModule:
     graph.output_node().meta["kinds"] = tuple(HANDED[role.kind] for role in joint.outputs)
     places = [place for place in found.changed if joint.inputs[place].kind == "buffer"]
     assigned = {desk.placeholders[place] for place in joint.assigned}
-    write_in_place(graph, joint.mode, [desk.placeholders[place] for place in places], assigned)
+    reinplace(graph, joint.mode, [desk.placeholders[place] for place in places], assigned)
     drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)
@@ -79,11 +79,11 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
         # A parameter that forward writes to is no different from a buffer, and stays: what is streamed is only read.
         is_written = role.kind == "parameter" and not changed.isdisjoint(storages(node))
         kind = "buffer" if is_written else role.kind
-        node.meta = {"kind": kind, "val": node.meta["val"], NOTES: {"phase": "forward", "where": name}}
+        node.meta = {"kind": kind, "val": node.meta["val"], PROVENANCE_KEYS: {"phase": "forward", "where": name}}
     for node in graph.nodes:
         if OURS.search(node.name):
             node._rename(f"{node.name}_")
         if node.op != "output":
-            notes = node.meta.get(NOTES, {"phase": "forward", "where": ""})
+            notes = node.meta.get(PROVENANCE_KEYS, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}
             node.meta = kept | {name: notes[name] for name in ("phase", "where", "part") if name in notes}

@@ -22,16 +22,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
-from ..graph.nodes import returned, written_by
-from ..graph.provenance import NOTES
+from ..graph.nodes import returned_values, written_inputs
+from ..graph.provenance import PROVENANCE_KEYS
 from ..graph.result_layout import layout
 from .constants import describe_constants, refuse_changed_constants
-from .inplace import renew_temporaries
-from .trace_joint import Joint
+from .inplace import replace_inplace
+from .trace_joint import JointGraph
 
 
 @dataclass(frozen=True)
-class Functional:
+class FunctionalGraph:
     """A graph without mutable ops; what it hands out; by place, the new values of the inputs that are changed."""
 
     graph: fx.GraphModule
@@ -39,11 +39,11 @@ class Functional:
     changed: dict[int, fx.Node]
 
 
-def make_functional(joint: Joint, module: nn.Module) -> Functional:
+def functionalize(joint: JointGraph, module: nn.Module) -> FunctionalGraph:
     """The same step, in which nothing is changed in place."""
-    if renew_temporaries(joint.graph.graph, joint.mode):
+    if replace_inplace(joint.graph.graph, joint.mode):
         handed, assigned = _split(joint.graph, len(joint.outputs))
-        return Functional(joint.graph, handed, dict(zip(joint.assigned, assigned, strict=True)))
+        return FunctionalGraph(joint.graph, handed, dict(zip(joint.assigned, assigned, strict=True)))
     refuse_changed_constants(joint.graph, module)
     replay = _Replay(joint)
     with torch.no_grad():
@@ -54,17 +54,17 @@ def make_functional(joint: Joint, module: nn.Module) -> Functional:
     assigned, last = rest[: len(joint.assigned)], rest[len(joint.assigned) :]
     placeholders = graph.graph.find_nodes(op="placeholder")
     changed = {i: node for i, node in zip(replay.state, last, strict=True) if node is not placeholders[i]}
-    return Functional(graph, handed, changed | dict(zip(joint.assigned, assigned, strict=True)))
+    return FunctionalGraph(graph, handed, changed | dict(zip(joint.assigned, assigned, strict=True)))
 
 
 # Of what is handed out, by place, what forward has made; and what the inputs hold when it has ended.
-Ends = tuple[dict[int, Any], list[Any]]
+GraphEnds = tuple[dict[int, Any], list[Any]]
 
 
 class _Replay:
     """The function of the second trace: what the graph returns, and what its inputs hold when forward has ended."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: JointGraph) -> None:
         self.graph = joint.graph
         self.state = [i for i, role in enumerate(joint.inputs) if role.kind != "tangent"]
         gradients = range(sum(role.kind == "output" for role in joint.outputs), len(joint.outputs))
@@ -83,7 +83,7 @@ class _Replay:
                 )
             return [*(made[i] if i in made else from_fun(value) for i, value in enumerate(handed)), *last]
 
-    def _turn(self, inputs: list[Any], handed: Sequence[Any]) -> Ends:
+    def _turn(self, inputs: list[Any], handed: Sequence[Any]) -> GraphEnds:
         """Forward has ended.  Asking for the value of an input, or of a view that is handed out, may still write ops
         down, which belong to forward."""
         made = {i: from_fun(handed[i]) for i in self.made}
@@ -97,18 +97,18 @@ class _Replay:
 class _Interpreter(fx.Interpreter):
     """Runs a joint graph, and calls `turned` once, between forward and backward."""
 
-    def __init__(self, graph: fx.GraphModule, turned: Callable[[Sequence[Any]], Ends]) -> None:
+    def __init__(self, graph: fx.GraphModule, turned: Callable[[Sequence[Any]], GraphEnds]) -> None:
         super().__init__(graph)
         self.turned = turned
-        self.ends: Ends | None = None
-        self.handed = returned(graph.graph)
+        self.ends: GraphEnds | None = None
+        self.handed = returned_values(graph.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        if self.ends is None and n.op == "call_function" and n.meta[NOTES]["phase"] == "backward":
+        if self.ends is None and n.op == "call_function" and n.meta[PROVENANCE_KEYS]["phase"] == "backward":
             self.ends = self.turned([self.env.get(node) for node in self.handed])
         result = self._checked(n) if _only_checks(n) else super().run_node(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
-            for written in written_by(n):
+            for written in written_inputs(n):
                 _lay(self.env[written], written.meta["val"])
         return result
 
@@ -143,9 +143,9 @@ def _note_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:
     """The phase by where a node stands: what torch makes anew for a view bears the notes of the first one."""
     for node in graph.graph.nodes:
         phase = "forward" if node.name in forward else "backward"
-        node.meta[NOTES] = {"where": "", **node.meta.get(NOTES, {}), "phase": phase}
+        node.meta[PROVENANCE_KEYS] = {"where": "", **node.meta.get(PROVENANCE_KEYS, {}), "phase": phase}
 
 
 def _split(graph: fx.GraphModule, count: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    handed = tuple(returned(graph.graph))
+    handed = tuple(returned_values(graph.graph))
     return handed[:count], handed[count:]

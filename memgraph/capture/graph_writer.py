@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
-from ..graph.nodes import all_storages, aten, derived, storages
-from ..graph.provenance import NOTES
+from ..graph.nodes import all_storages, aten, derived_nodes, storages
+from ..graph.provenance import PROVENANCE_KEYS
 
 
-class Desk:
+class GraphWriter:
     """A graph under the pen.  `turn` is where backward begins; each new node is run on fake tensors."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -36,14 +36,14 @@ class Desk:
             late = {user for user in node.users if user.op == "output" or _is_backward(user)}
             held = storages(node) & labels.keys()
             if late and held:
-                if not isinstance(node.meta["val"], Tensor) or order_of(node.meta["val"]) is None:
+                if not isinstance(node.meta["val"], Tensor) or node_order(node.meta["val"]) is None:
                     label = labels[min(held)]
                     raise CaptureError(f"forward changes {label} while a piece of its old value is needed: clone it")
                 copy = self._copy(node, node.meta["val"], self.turn, "forward")
                 node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         for node in self.graph.nodes:
             if _is_backward(node) and storages(node) & labels.keys():
-                node.meta["val"] = derived(node, self.mode)
+                node.meta["val"] = derived_nodes(node, self.mode)
 
     def own_output(self, node: fx.Node) -> fx.Node:
         """The output, or a copy of it if it is a view of an input or of a constant."""
@@ -74,7 +74,7 @@ class Desk:
 
     def _copy(self, node: fx.Node, like: Tensor, before: fx.Node, phase: str) -> fx.Node:
         """A copy of a value that is dense, with its dimensions in the order in which they lie in `like`."""
-        order = order_of(like) or list(range(like.dim()))
+        order = node_order(like) or list(range(like.dim()))
         straight = order == sorted(order)
         if not straight:
             node = self._add(node, before, phase, aten.permute.default, node, order)
@@ -88,12 +88,12 @@ class Desk:
     ) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta[NOTES] = {"where": source.meta.get(NOTES, {}).get("where", ""), "phase": phase}
-        node.meta["val"] = derived(node, self.mode)
+        node.meta[PROVENANCE_KEYS] = {"where": source.meta.get(PROVENANCE_KEYS, {}).get("where", ""), "phase": phase}
+        node.meta["val"] = derived_nodes(node, self.mode)
         return node
 
 
-def order_of(tensor: Tensor) -> list[int] | None:
+def node_order(tensor: Tensor) -> list[int] | None:
     """The dimensions from the outermost to the innermost as they lie in memory; None if there are gaps or overlaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     long = [d for d in order if tensor.shape[d] != 1]
@@ -108,9 +108,9 @@ def order_of(tensor: Tensor) -> list[int] | None:
 def _obeys(gradient: Tensor, owner: Tensor) -> bool:
     """Whether a gradient fills its storage, and lies in it as autograd's AccumulateGrad would lay it."""
     whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-    order = order_of(owner) or list(range(owner.dim()))
+    order = node_order(owner) or list(range(owner.dim()))
     return whole and gradient.permute(order).is_contiguous()
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[NOTES]["phase"] == "backward"
+    return node.op == "call_function" and node.meta[PROVENANCE_KEYS]["phase"] == "backward"

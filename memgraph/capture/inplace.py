@@ -18,15 +18,15 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from ..graph.nodes import aten, changes_inputs, derived, storages, written_by
+from ..graph.nodes import aten, changes_inputs, derived_nodes, storages, written_inputs
 
 
-def renew_temporaries(graph: fx.Graph, mode: FakeTensorMode) -> bool:
+def replace_inplace(graph: fx.Graph, mode: FakeTensorMode) -> bool:
     """Replace what can be replaced so, up to the first op that can't; whether all could."""
     for node in graph.find_nodes(op="call_function", target=aten.bernoulli_.float):
         if not node.meta["val"].is_contiguous():
             _straighten(node, mode)
-    return all(map(_Pen(graph, mode).visit, graph.nodes))
+    return all(map(_InplaceRewriter(graph, mode).visit, graph.nodes))
 
 
 def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
@@ -40,10 +40,10 @@ def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (view, *node.args[1:])
     for fresh in (view, node, back):
-        fresh.meta = node.meta | {"val": derived(fresh, mode)}
+        fresh.meta = node.meta | {"val": derived_nodes(fresh, mode)}
 
 
-class _Pen:
+class _InplaceRewriter:
     """Walks through a graph once.  `split` are the storages that from here on stand for those of new values."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -59,16 +59,16 @@ class _Pen:
         if changes_inputs(node):
             return self._replace(node)
         if node.op == "call_function" and storages(node) & self.split:
-            self._move(node, derived(node, self.mode))
+            self._move(node, derived_nodes(node, self.mode))
         return True
 
     def _replace(self, node: fx.Node) -> bool:
-        written, target, before = written_by(node), _functional(node.target), node.meta["val"]
+        written, target, before = written_inputs(node), _functional(node.target), node.meta["val"]
         if target is None or len(written) != 1 or not self._is_last_use(written[0], node):
             return False
         inplace = node.target, node.args
         node.target, node.args = target, (*node.args, *_omitted(node))
-        new = derived(node, self.mode)
+        new = derived_nodes(node, self.mode)
         if (new.shape, new.stride(), new.dtype) != (before.shape, before.stride(), before.dtype):
             node.target, node.args = inplace
             return False

@@ -21,17 +21,17 @@ from ..errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Entries:
+class InputGradEdges:
     """By their places, where the gradients of such inputs arrive: `edges` stay those of the inputs as they were."""
 
     edges: Mapping[int, GradientEdge] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, values: Sequence[Tensor], places: Sequence[int]) -> Entries:
+    def of(cls, values: Sequence[Tensor], places: Sequence[int]) -> InputGradEdges:
         """Give the traced inputs at these places a node of autograd's; no op is written down."""
         for place in places:
             seed = torch.zeros((), requires_grad=True)
-            _Entry.apply(values[place].requires_grad_(False), seed)  # type: ignore[no-untyped-call]
+            _InputGradEdge.apply(values[place].requires_grad_(False), seed)  # type: ignore[no-untyped-call]
         return cls({place: get_gradient_edge(values[place]) for place in places})
 
     def seeds(self) -> list[int]:
@@ -44,14 +44,14 @@ class Entries:
         return [place for place, edge in self.edges.items() if values[place].grad_fn is not edge.node]
 
 
-def rewrite(outputs: list[Tensor], tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> list[Tensor]:
+def rewrite_leaf_inputs(outputs: list[Tensor], tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> list[Tensor]:
     """The outputs of a step, with each input that it has changed in the place of its new value."""
     for place, output in rewritten.items():
-        outputs[output] = _Rewritten.apply(tensors[place], outputs[output])  # type: ignore[no-untyped-call]
+        outputs[output] = _RewrittenInput.apply(tensors[place], outputs[output])  # type: ignore[no-untyped-call]
     return outputs
 
 
-def refuse_leaves(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> None:
+def refuse_leaf_writes(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> None:
     """
     Raises:
         CaptureError: an input that forward changes in place is a leaf that requires a gradient, as in eager.
@@ -64,7 +64,7 @@ def refuse_leaves(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> No
             )
 
 
-class _Entry(torch.autograd.Function):
+class _InputGradEdge(torch.autograd.Function):
     """Nothing, as an op that works in place."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class _Entry(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Rewritten(torch.autograd.Function):
+class _RewrittenInput(torch.autograd.Function):
     """What has been written to `tensor` is `value`: its gradient goes there, and none to what `tensor` was."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 
 
 @contextmanager
-def products() -> Iterator[None]:
+def eager_prod_gradient() -> Iterator[None]:
     """Let `torch.prod` and `Tensor.prod` have gradients that choose as eager's do."""
     method: Callable[..., Tensor] = torch.Tensor.prod
 
@@ -28,7 +28,7 @@ def products() -> Iterator[None]:
             return method(x, *args, **kwargs)
         dim, keepdim = _given(args, kwargs)
         x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-        found: Tensor = _Product.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
+        found: Tensor = _ProdGradient.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
         return found
 
     def function(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -50,7 +50,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, b
     return dim, bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
 
 
-class _Product(torch.autograd.Function):
+class _ProdGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
         result = torch.ops.aten.prod.default(x) if dim is None else torch.ops.aten.prod.dim_int(x, dim, keepdim)

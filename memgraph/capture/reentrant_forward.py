@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..graph.captured import Input
-from ..graph.nodes import STATISTICS, aten, changed_storages, returned, storages
+from ..graph.nodes import STATISTICS, aten, changed_storages, returned_values, storages
 
 if TYPE_CHECKING:
     from ..graph.captured import Captured
@@ -29,16 +29,16 @@ OVERWRITING = (aten.copy.default, aten.copy_.default)  # their first argument gi
 def can_run_again(captured: Captured) -> bool:
     """Whether a forward that starts from what this one leaves has the same differentiable outputs."""
     graph = captured.graph.graph
-    written = overwritten(captured)
+    written = overwritten_buffers(captured)
     if not written:
         return True
     if captured.custom or any(role.kind != "buffer" for role in written.values()):
         return False
-    made, reached = returned(graph), _made_of(written, graph)
+    made, reached = returned_values(graph), _made_of(written, graph)
     return not any(made[place] in reached for place in captured.differentiable)
 
 
-def overwritten(captured: Captured) -> dict[fx.Node, Input]:
+def overwritten_buffers(captured: Captured) -> dict[fx.Node, Input]:
     """The placeholders of what forward changes, and what they stand for."""
     graph = captured.graph.graph
     changed = changed_storages(graph)

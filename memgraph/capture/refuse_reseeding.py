@@ -40,7 +40,7 @@ DATA: Any = torch.Tensor.data
 
 
 @contextmanager
-def no_seeding(module: nn.Module) -> Iterator[None]:
+def refuse_reseeding(module: nn.Module) -> Iterator[None]:
     """Raise where forward asks or sets the state of one of torch's generators, makes one, or sets a tensor's `.data`.
 
     All generators are afterwards as they were.
@@ -108,7 +108,7 @@ class _Guard:
         return _refusing(f"torch's default generator ({name})", getattr(self._generator, name))
 
 
-class _Made(type(torch.Generator)):  # type: ignore[misc]
+class _CreatedGenerators(type(torch.Generator)):  # type: ignore[misc]
     """Has a class that makes nothing for the user, and that all generators are instances of."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class _Made(type(torch.Generator)):  # type: ignore[misc]
         return isinstance(instance, torch._C.Generator)
 
 
-class _Refused(torch._C.Generator, metaclass=_Made):
+class _Refused(torch._C.Generator, metaclass=_CreatedGenerators):
     """In the place of torch.Generator."""
 
 

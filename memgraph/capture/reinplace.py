@@ -27,9 +27,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from ..graph.aten_shims import LAID
-from ..graph.nodes import all_storages, aten, derived, is_random, makes_nothing, storages, tensors
-from ..graph.provenance import NOTES
+from ..graph.aten_shims import COPY_WITH_STRIDES
+from ..graph.nodes import all_storages, allocates_nothing, aten, derived_nodes, is_random, storages, tensors
+from ..graph.provenance import PROVENANCE_KEYS
 
 # What puts a piece into a value, and the op that gives a view of that piece.
 PIECES: Mapping[Any, OpOverload] = {
@@ -42,9 +42,7 @@ PIECES: Mapping[Any, OpOverload] = {
 WRITERS = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "index_add", "scatter", "scatter_add")
 
 
-def write_in_place(
-    graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node], assigned: Container[fx.Node]
-) -> None:
+def reinplace(graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node], assigned: Container[fx.Node]) -> None:
     """Let the buffers, placeholders of a graph that copies new values into them, be written where they are.
 
     To those that are `assigned` eager gives another tensor, so they are copied into.  All others eager changes in place
@@ -86,7 +84,7 @@ def _written(value: fx.Node) -> fx.Node | None:
 
 def _bare(node: fx.Node) -> fx.Node:
     """A value without the copies that only give it strides."""
-    while node.target is LAID:
+    while node.target is COPY_WITH_STRIDES:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -131,7 +129,9 @@ def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> 
     readers = {user for value in chain for holder in holders[value] for user in holder.users} - set(chain)
     if graph.output_node() in readers:
         return False
-    barred = (reader for reader in readers - _only_for(chain) if not _is_backward(reader) and not makes_nothing(reader))
+    barred = (
+        reader for reader in readers - _only_for(chain) if not _is_backward(reader) and not allocates_nothing(reader)
+    )
     return sum(map(_nbytes, barred)) <= _nbytes(buffer)
 
 
@@ -161,7 +161,7 @@ def _only_for(chain: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[NOTES]["phase"] == "backward"
+    return node.op == "call_function" and node.meta[PROVENANCE_KEYS]["phase"] == "backward"
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -169,15 +169,15 @@ def _nbytes(node: fx.Node) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _ViewWrite:
     """A piece of a value, as a graph may write it down several times."""
 
     view: OpOverload
-    whole: fx.Node | _Piece
+    whole: fx.Node | _ViewWrite
     args: tuple[Any, ...]
 
 
-def _is(old: fx.Node | _Piece, node: fx.Node) -> bool:
+def _is(old: fx.Node | _ViewWrite, node: fx.Node) -> bool:
     """Whether a node is this value, or this piece of one."""
     if isinstance(old, fx.Node):
         return node is old
@@ -188,18 +188,18 @@ def _is(old: fx.Node | _Piece, node: fx.Node) -> bool:
 
 def _run_in(buffer: fx.Node, chain: list[fx.Node], mode: FakeTensorMode) -> None:
     for link in chain:
-        _Pen(link, mode).put(buffer, buffer, link)
+        _ReinplaceRewriter(link, mode).put(buffer, buffer, link)
         link.replace_all_uses_with(buffer)
 
 
 @dataclass(frozen=True)
-class _Pen:
+class _ReinplaceRewriter:
     """Writes ops that work in place before a link."""
 
     link: fx.Node
     mode: FakeTensorMode
 
-    def put(self, into: fx.Node, old: fx.Node | _Piece, value: fx.Node) -> None:
+    def put(self, into: fx.Node, old: fx.Node | _ViewWrite, value: fx.Node) -> None:
         """Let `into`, a view of a buffer that holds `old`, hold `value`."""
         made, known = _bare(value), partial(_is, old)
         written = _written(made)
@@ -211,7 +211,7 @@ class _Pen:
                 self._add(aten.copy_.default, into, *made.args[1:])
         elif made.target in PIECES and written is not None and known(written):
             view, args = PIECES[made.target], tuple(made.args[2:])
-            self.put(self._add(view, into, *args), _Piece(view, old, args), made.args[1])  # type: ignore[arg-type]
+            self.put(self._add(view, into, *args), _ViewWrite(view, old, args), made.args[1])  # type: ignore[arg-type]
         elif self._is_from(made, known) and _fits(value, into):
             self.put(into, old, made.args[0])  # type: ignore[arg-type]
             self._add(_in_place(made), into, *made.args[1:], **made.kwargs)
@@ -231,8 +231,8 @@ class _Pen:
         assert target is not None
         with self.link.graph.inserting_before(self.link):
             node = self.link.graph.call_function(target, args, kwargs)
-        node.meta[NOTES] = self.link.meta[NOTES]
-        node.meta["val"] = derived(node, self.mode)
+        node.meta[PROVENANCE_KEYS] = self.link.meta[PROVENANCE_KEYS]
+        node.meta["val"] = derived_nodes(node, self.mode)
         return node
 
 
@@ -256,4 +256,4 @@ def _follow(graph: fx.Graph, mode: FakeTensorMode, changed: set[int]) -> None:
     """Let the views of what now lies in a buffer be views of the buffer."""
     for node in graph.nodes:
         if node.op == "call_function" and node.users and storages(node) & changed:
-            node.meta["val"] = derived(node, mode)
+            node.meta["val"] = derived_nodes(node, mode)

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
-from ..guards.attribute_snapshot import Contents, remade
-from ..guards.module_proxy import every_part
-from .side_effects import stored
+from ..guards.attribute_snapshot import AttributeSnapshot, remade
+from ..guards.module_proxy import all_submodules
+from .side_effects import stored_tensor_error
 
 CONTAINERS = (dict, OrderedDict, list)
 RESTORED = (*CONTAINERS, set, deque)
 COUNTERS = (bool, int, float, str)
 
 
-class Untouched:
+class ModuleSnapshot:
     """The attributes of all submodules, and the containers in them."""
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor]) -> None:
-        self.modules = every_part(module)
+        self.modules = all_submodules(module)
         self.attributes = [dict(vars(child)) for _, child in self.modules]
-        self.before = Contents(module, given)
+        self.before = AttributeSnapshot(module, given)
         direct = [value for held in self.attributes for value in held.values() if type(value) in CONTAINERS]
         self.contents = [(container, container.copy()) for container in direct]
         deep = {id(held): held for held in self.before.containers if type(held) in RESTORED}
@@ -53,9 +53,9 @@ class Untouched:
         number there."""
         self._refuse_counters()
         for path, module in self.modules:
-            for name, tensor in held(module):
+            for name, tensor in attached_values(module):
                 if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
-                    raise stored(".".join(filter(None, (path, name))))
+                    raise stored_tensor_error(".".join(filter(None, (path, name))))
 
     def _refuse_counters(self) -> None:
         """A number that forward changes would be the same in every step, and what depends on it as well."""
@@ -83,16 +83,16 @@ def _by_key(container: Any) -> dict[Any, Any]:
 
 
 @contextmanager
-def untouched(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Untouched]:
+def restore_module(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[ModuleSnapshot]:
     """Whatever happens inside, the module is afterwards as it was; `given` are the tensors that its call reads."""
-    before = Untouched(module, given)
+    before = ModuleSnapshot(module, given)
     try:
         yield before
     finally:
         before.restore()
 
 
-def held(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What hangs on a module, with its name."""
     unread = remade(module)
     for name, value in vars(module).items():

@@ -20,19 +20,19 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
-from ..guards.attribute_snapshot import Contents
+from ..guards.attribute_snapshot import AttributeSnapshot
 
 # A trace: its graph, all else that it returns, and what it has left.
-Trace = tuple[fx.GraphModule, object, Contents]
+TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]
 
 
-def refuse_effects(before: Contents, first: Trace, trace: Callable[[], Trace]) -> None:
+def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord]) -> None:
     """Raise if the next call would be another one for what the first trace has left behind."""
     name = before.changed(first[2])
     if name is None:
         return
     if first[2].has_fakes(name):
-        raise stored(name)
+        raise stored_tensor_error(name)
     try:
         second = trace()
     except Exception as error:
@@ -42,7 +42,7 @@ def refuse_effects(before: Contents, first: Trace, trace: Callable[[], Trace]) -
         raise _unsettled(other or name)
 
 
-def stored(name: str) -> CaptureError:
+def stored_tensor_error(name: str) -> CaptureError:
     """The error about a tensor that forward leaves on its module."""
     return CaptureError(
         f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "

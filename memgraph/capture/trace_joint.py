@@ -27,32 +27,32 @@ from torch.nn.utils import stateless
 from ..errors import CaptureError
 from ..graph.aten_shims import keep_workspaces
 from ..graph.captured import Input, Output, Ref, View
-from ..graph.nodes import drop_aliases, drop_dead, returned
-from ..graph.provenance import Notes
-from ..guards.attribute_snapshot import Contents
-from ..tensors.loss_outputs import Wanted, nodes_behind
+from ..graph.nodes import drop_aliases, drop_dead, returned_values
+from ..graph.provenance import ProvenanceTracer
+from ..guards.attribute_snapshot import AttributeSnapshot
+from ..tensors.loss_outputs import OutputSelector, nodes_behind
 from ..tensors.pytree import Spec, flatten
 from .call import Call
-from .constant_fake_mode import KnowingMode, seen_by_transformers
+from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import fake, without_autocast
-from .fast_paths import fused_layers, values_alone
-from .leaf_inputs import Entries
-from .prod_gradient import products
-from .restore_module import Untouched, untouched
-from .side_effects import Trace, refuse_effects
+from .fast_paths import eager_fast_paths, eager_value_decompositions
+from .leaf_inputs import InputGradEdges
+from .prod_gradient import eager_prod_gradient
+from .restore_module import ModuleSnapshot, restore_module
+from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import without_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
-class Joint:
+class JointGraph:
     """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`;
     `sources` says of each gradient to which outputs eager has it lead back; `rewritten` says of inputs that forward
     changes in place which output has what they then are.  `custom` is whether an autograd.Function of Python's made an
     output, which may hold what no graph shows."""
 
     graph: fx.GraphModule
-    mode: KnowingMode
+    mode: ConstantFakeMode
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     assigned: tuple[int, ...]
@@ -64,46 +64,48 @@ class Joint:
     rewritten: Mapping[int, int]
 
 
-def trace_joint(call: Call, mode: KnowingMode, wanted: Wanted) -> Joint:
+def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
     """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
     with (
-        untouched(call.module, call.tensors) as before,
+        restore_module(call.module, call.tensors) as before,
         without_checkpoint(),
-        fused_layers(),
-        products(),
-        values_alone(),
-        seen_by_transformers(mode),
+        eager_fast_paths(),
+        eager_prod_gradient(),
+        eager_value_decompositions(),
+        constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)
-        refuse_effects(before.before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        refuse_side_effects(before.before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.found(graph)
 
 
-def _traced(call: Call, mode: KnowingMode, wanted: Wanted, before: Untouched) -> tuple[_Step, fx.GraphModule]:
+def _traced(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot
+) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = _Step(call, mode, wanted, before)
+    step = _TracedStep(call, mode, wanted, before)
     with step.notes.following(), mode.knowing():
         graph = make_fx(step)(*fakes)
     keep_workspaces(graph.graph)
-    drop_aliases(graph.graph, kept=set(returned(graph.graph)[: len(step.outputs)]))
+    drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     return step, graph
 
 
-def _facts(step: _Step, graph: fx.GraphModule) -> Trace:
+def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
     """What has to be the same in every call."""
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
     return graph, (step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)), step.left
 
 
-class _Step:
+class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: KnowingMode, wanted: Wanted, before: Untouched) -> None:
+    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot) -> None:
         self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
-        self.notes = Notes(call.module)
+        self.notes = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
         self.outputs: tuple[Output, ...] = ()
@@ -114,16 +116,16 @@ class _Step:
         self.sources: dict[Output, frozenset[int]] = {}
         self.custom = False
         self.rewritten: dict[int, int] = {}
-        self.entries = Entries()
+        self.entries = InputGradEdges()
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
-        self.left: Contents  # in the module's attributes, when forward has ended
+        self.left: AttributeSnapshot  # in the module's attributes, when forward has ended
 
-    def found(self, graph: fx.GraphModule) -> Joint:
+    def found(self, graph: fx.GraphModule) -> JointGraph:
         """What is known once the trace has ended."""
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
-        return Joint(graph, self.mode, *roles, *result, self.sources, self.custom, self.rewritten)
+        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.custom, self.rewritten)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -132,7 +134,7 @@ class _Step:
         self.notes.attach(tracer)
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        self.entries = Entries.of(values, self._results_of_ops())
+        self.entries = InputGradEdges.of(values, self._results_of_ops())
         outputs = self._read(self._forward(values), values)
         self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
         gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
@@ -151,7 +153,7 @@ class _Step:
             result = self.call.run(values)
             self._find_assigned(now, names)
         self.before.refuse_leaks(set(map(id, values)))
-        self.left = Contents(self.call.module, values)
+        self.left = AttributeSnapshot(self.call.module, values)
         return result
 
     def _find_assigned(self, now: dict[str, Tensor], names: Set[str]) -> None:

@@ -13,17 +13,17 @@ from collections.abc import Container
 from torch import fx
 
 from .captured import Captured
-from .nodes import is_lazy, returned
+from .nodes import is_lazy, returned_values
 from .ops import accumulate
 
 
-def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
+def accumulate_grads(captured: Captured, watched: Container[str]) -> fx.Graph:
     """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`; and to
     this rank's part of what ranks have summed."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
-    inputs, handed = graph.find_nodes(op="placeholder"), returned(graph)
+    inputs, handed = graph.find_nodes(op="placeholder"), returned_values(graph)
     owners = {role.name: node for role, node in zip(captured.inputs, inputs, strict=True) if role.kind == "parameter"}
     last_input = inputs[-1]
     for place, role in enumerate(captured.outputs):
@@ -38,13 +38,15 @@ def accumulating(captured: Captured, watched: Container[str]) -> fx.Graph:
     return graph
 
 
-def mark_watched(captured: Captured, watched: Container[str]) -> None:
+def mark_hooked_grads(captured: Captured, watched: Container[str]) -> None:
     """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere; nor can
     those that are yet to be conjugated or negated, of which a copy would have to be made for it."""
     output = captured.graph.graph.output_node()
     output.meta["kinds"] = tuple(
         "watched" if role.kind == "gradient" and (role.name in watched or is_lazy(node)) else kind
-        for role, kind, node in zip(captured.outputs, output.meta["kinds"], returned(captured.graph.graph), strict=True)
+        for role, kind, node in zip(
+            captured.outputs, output.meta["kinds"], returned_values(captured.graph.graph), strict=True
+        )
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from .nodes import all_storages, aten, derived, makes_nothing, storages
+from .nodes import all_storages, allocates_nothing, aten, derived_nodes, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
 # A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
@@ -39,7 +39,7 @@ _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
 _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
 
 
-def laid(x: Tensor, stride: Sequence[int]) -> Tensor:
+def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
     """A copy of `x` with these strides."""
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -54,7 +54,7 @@ def keep_workspaces(graph: fx.Graph) -> None:
 def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Let what copies a storage copy of an input's no more than the input: nobody knows how large that storage is."""
     given = all_storages(graph.find_nodes(op="placeholder"))
-    views = {node for node in graph.nodes if node.op == "call_function" and makes_nothing(node)}
+    views = {node for node in graph.nodes if node.op == "call_function" and allocates_nothing(node)}
     changed = set[fx.Node]()
     for node in graph.nodes:
         if node.target in COPY_STORAGES and not given.isdisjoint(storages(node.args[0])):
@@ -62,16 +62,16 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
             if node.meta["val"].stride() != value.stride():  # its elements overlap, and they alone are copied
                 continue
             with graph.inserting_before(node):
-                copy = graph.call_function(LAID, (node.args[0], list(value.stride())))
-            copy.meta = {**node.meta, "val": derived(copy, mode)}
+                copy = graph.call_function(COPY_WITH_STRIDES, (node.args[0], list(value.stride())))
+            copy.meta = {**node.meta, "val": derived_nodes(copy, mode)}
             node.args = (copy, *node.args[1:])
         elif node not in views or changed.isdisjoint(node.all_input_nodes):
             continue
-        node.meta["val"] = derived(node, mode)
+        node.meta["val"] = derived_nodes(node, mode)
         changed.add(node)
 
 
-def as_made(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
+def copy_as_laid_out(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
     """The fake result of an op, where torch's own has not the storages that the kernel makes."""
     if func is LAYER and torch.is_grad_enabled():
         with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
@@ -100,9 +100,9 @@ def _fake_rnn_layer(*args: Any) -> Any:
     return output, hy, cy, workspace.new_empty(1)
 
 
-for _name, _run, _fake in (("laid", laid, laid), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
+for _name, _run, _fake in (("laid", copy_with_strides, copy_with_strides), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
 
 
-LAID = torch.ops.memgraph_surrogates.laid.default
+COPY_WITH_STRIDES = torch.ops.memgraph_surrogates.laid.default

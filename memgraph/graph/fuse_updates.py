@@ -18,11 +18,13 @@ from torch import Tensor, fx, nn, optim
 from ..errors import FusedError
 from ..tensors.aliasing import shared_memory
 from .captured import Captured
-from .nodes import returned
+from .nodes import returned_values
 from .ops import update
 
 
-def updating(captured: Captured, module: nn.Module, optimizer: optim.Optimizer) -> tuple[Captured, dict[str, Tensor]]:
+def add_updates(
+    captured: Captured, module: nn.Module, optimizer: optim.Optimizer
+) -> tuple[Captured, dict[str, Tensor]]:
     """The step that updates what this optimizer has of the module, and the parameters by the names of the ops that do.
 
     Raises:
@@ -30,14 +32,14 @@ def updating(captured: Captured, module: nn.Module, optimizer: optim.Optimizer) 
     """
     named = dict(module.named_parameters())
     owned = {p for group in optimizer.param_groups for p in group["params"]}
-    captured = fusing(captured, {name for name, parameter in named.items() if parameter in owned})
+    captured = fuse_updates(captured, {name for name, parameter in named.items() if parameter in owned})
     updated = update_nodes(captured.graph.graph)
     if shared := shared_memory(module, optimizer, updated.values()):
         raise FusedError(f"{shared}, or compile without fuse_update")
     return captured, {op: named[name] for op, name in updated.items()}
 
 
-def fusing(captured: Captured, names: Container[str]) -> Captured:
+def fuse_updates(captured: Captured, names: Container[str]) -> Captured:
     """The step that updates the parameters of these names itself, and does not hand out their gradients.
 
     The graph is changed in place.
@@ -46,7 +48,7 @@ def fusing(captured: Captured, names: Container[str]) -> Captured:
         FusedError: backward would begin where nobody can say whether gradients are scaled.
     """
     graph = captured.graph.graph
-    output, handed = graph.output_node(), returned(graph)
+    output, handed = graph.output_node(), returned_values(graph)
     if not captured.tangents or any(handed[i].meta["val"].numel() != 1 for i in captured.tangents):
         raise FusedError(
             "fuse_update=True wants the loss in the step, and the model returns no scalar that can be "

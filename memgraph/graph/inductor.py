@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from ..errors import LoweringError
-from ..system.user_warning import notice
+from ..system.user_warning import warn_user
 
-Function = Callable[..., Any]
+CompiledFunction = Callable[..., Any]
 
 
 class Segment:
@@ -29,7 +29,7 @@ class Segment:
     __module__ = __name__
     __name__ = __qualname__ = "segment"
 
-    def __init__(self, digest: str, run: Function) -> None:
+    def __init__(self, digest: str, run: CompiledFunction) -> None:
         self.digest, self.run = digest, run
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ _refused: set[str] = set()  # what Inductor could not compile, and nobody insist
 _log = logging.getLogger(__name__)
 
 
-def all_compiled(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment]:
+def compile_segments(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment]:
     """What runs each part, by its name.  What can't be compiled is left out if nothing `must` be; the first time in a
     process there is a warning then.
 
@@ -57,7 +57,7 @@ def all_compiled(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment
     for name, part in parts.items():
         if must or digests[name] not in _refused:
             try:
-                found[name] = compiled(part)
+                found[name] = compile_segment(part)
             except LoweringError as error:
                 if must:
                     raise
@@ -65,7 +65,7 @@ def all_compiled(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment
     return found
 
 
-def compiled(part: fx.Graph) -> Segment:
+def compile_segment(part: fx.Graph) -> Segment:
     """What runs `part`, a graph of fake values whose placeholders are all that it reads.
 
     Raises:
@@ -77,7 +77,7 @@ def compiled(part: fx.Graph) -> Segment:
     return _known[key]
 
 
-def _compile(part: fx.Graph) -> Function:
+def _compile(part: fx.Graph) -> CompiledFunction:
     from torch._inductor import standalone_compile  # takes its time to be imported, which others need not wait for
 
     given = [node.meta["val"] for node in part.find_nodes(op="placeholder")]
@@ -105,7 +105,7 @@ def _announce(count: int) -> None:
 
 def _leave(digest: str, error: LoweringError) -> None:
     if not _refused:
-        notice(f"what can't be compiled runs op by op: {error}")
+        warn_user(f"what can't be compiled runs op by op: {error}")
     _refused.add(digest)
 
 

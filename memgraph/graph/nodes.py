@@ -35,12 +35,12 @@ def all_storages(nodes: Iterable[fx.Node]) -> set[int]:
     return {storage for node in nodes for storage in storages(node)}
 
 
-def makes_nothing(node: fx.Node) -> bool:
+def allocates_nothing(node: fx.Node) -> bool:
     """Whether its value holds only storages of what it reads, as that of a view."""
     return storages(node) <= all_storages(node.all_input_nodes)
 
 
-def returned(graph: fx.Graph) -> list[Any]:
+def returned_values(graph: fx.Graph) -> list[Any]:
     """The nodes that the graph returns."""
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def changes_inputs(node: fx.Node) -> bool:
     return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
+def written_inputs(node: fx.Node) -> list[fx.Node]:
     """The values that it writes to, as its schema says, or as is known of batch norms that update statistics."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not changes_inputs(node):
@@ -66,7 +66,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
 
 
-def derived(node: fx.Node, mode: FakeTensorMode) -> Any:
+def derived_nodes(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The fake value that it has, reading what it reads now."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
     with mode, torch.no_grad():
@@ -113,7 +113,9 @@ def drop_copies(graph: fx.Graph) -> None:
 
     Neither of them is handed out, and the value is all of its storage, so that nothing lives longer than with the copy.
     """
-    given = all_storages([*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *returned(graph)])
+    given = all_storages(
+        [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *returned_values(graph)]
+    )
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.args[0]
         whole = source.meta["val"].untyped_storage().nbytes() == node.meta["val"].untyped_storage().nbytes()
@@ -133,7 +135,7 @@ def drop_unread_statistics(graph: fx.Graph) -> None:
 
 def changed_storages(graph: fx.Graph) -> set[int]:
     """The storages to which ops of a graph write, as far as their schemas say so."""
-    return all_storages(written for node in graph.nodes for written in written_by(node))
+    return all_storages(written for node in graph.nodes for written in written_inputs(node))
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

@@ -54,7 +54,7 @@ class Gather(Protocol):
         """Wait until it is there."""
 
 
-Updater = Callable[[str, Tensor], None]  # given a parameter's name and its gradient
+UpdateRunner = Callable[[str, Tensor], None]  # given a parameter's name and its gradient
 
 _local = threading.local()
 _library = torch.library.Library("memgraph", "DEF")
@@ -64,7 +64,7 @@ _library = torch.library.Library("memgraph", "DEF")
 def running(
     lease: Lease | None,
     sent: dict[int, Tensor],
-    update: Updater | None = None,
+    update: UpdateRunner | None = None,
     exchange: Exchange | None = None,
     gather: Gather | None = None,
 ) -> Iterator[None]:

@@ -21,14 +21,14 @@ from torch.fx.graph import PythonCode, _BoxedCodeGen
 
 from passes.ir.liveness import RELEASED
 
-from .nodes import all_storages, returned, storages
+from .nodes import all_storages, returned_values, storages
 from .summarize import PURE_AGAIN
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 
 @dataclass(frozen=True, eq=False)
-class Halves:
+class Partition:
     """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the
     gradients."""
 
@@ -39,12 +39,12 @@ class Halves:
     read: tuple[int, ...] = ()  # the places, among inputs and then outputs, of what backward reads of the caller's
 
 
-def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
+def partition(graph: fx.Graph, root: torch.nn.Module) -> Partition:
     """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
-    handed = tuple(zip(graph.output_node().meta["kinds"], returned(graph), strict=True))
+    handed = tuple(zip(graph.output_node().meta["kinds"], returned_values(graph), strict=True))
     outputs = [node for kind, node in handed if kind in ("output", RELEASED)]
     gradients = [node for kind, node in handed if kind not in ("output", RELEASED)]
     read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
@@ -53,13 +53,13 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     first = [node for node in inputs if node not in given]
     forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
     if not gradients and not late:
-        return Halves(forward, None)
+        return Partition(forward, None)
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
     backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
-    return Halves(forward, backward, fakes, names, theirs)
+    return Partition(forward, backward, fakes, names, theirs)
 
 
 def _is_unread(node: fx.Node, readers: Collection[fx.Node]) -> bool:

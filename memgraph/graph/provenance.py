@@ -27,12 +27,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..system.frames import MEMGRAPH, is_users_code
 
 # `custom` is a field of a node's meta that a second trace copies.
-NOTES = "custom"
+PROVENANCE_KEYS = "custom"
 _part: ContextVar[int] = ContextVar("part", default=0)
 
 
 @contextmanager
-def part_running(number: int) -> Iterator[None]:
+def running_part(number: int) -> Iterator[None]:
     """What forward does meanwhile it does for one micro-batch."""
     token = _part.set(number)
     try:
@@ -41,7 +41,7 @@ def part_running(number: int) -> Iterator[None]:
         _part.reset(token)
 
 
-class Notes:
+class ProvenanceTracer:
     """Writes `phase`, `part` and `where` into `node.meta[NOTES]` of every node that the tracer makes."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,7 +98,7 @@ class Notes:
             self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
         notes = {"phase": self.phase, "where": self.place, "part": self.part}
-        node.meta[NOTES] = {**node.meta.get(NOTES, {}), **notes}
+        node.meta[PROVENANCE_KEYS] = {**node.meta.get(PROVENANCE_KEYS, {}), **notes}
 
 
 def _line(frame: FrameType | None) -> str:

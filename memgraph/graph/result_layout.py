@@ -19,7 +19,7 @@ REAL = "real"  # in a node's meta: its fake value is not what its op would give 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
-class Made(NamedTuple):
+class ResultLayout(NamedTuple):
     """How a result lies in memory: its layout, the element of its storage at which it begins, the storage's bytes."""
 
     layout: Layout
@@ -33,22 +33,22 @@ def layout(tensor: Tensor) -> Layout:
     return tensor.dtype, tuple(tensor.shape), strides
 
 
-def made_of(tensor: Tensor) -> Made:
+def layouts_of(tensor: Tensor) -> ResultLayout:
     """How a tensor lies in its storage, which may be larger than it."""
-    return Made(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
+    return ResultLayout(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
 
 
-def again(node: fx.Node, mode: FakeTensorMode) -> Any:
+def rerun(node: fx.Node, mode: FakeTensorMode) -> Any:
     """A new fake value like that of a corrected node, in storages of its own."""
-    return _like(node, tuple(map(made_of, tensors(node))), mode)
+    return _like(node, tuple(map(layouts_of, tensors(node))), mode)
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor like this one, in a storage of its own."""
-    return _empty(tensor, made_of(tensor), mode)
+    return _empty(tensor, layouts_of(tensor), mode)
 
 
-def _like(node: fx.Node, made: tuple[Made, ...], mode: FakeTensorMode) -> Any:
+def _like(node: fx.Node, made: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:
     """The node's value with tensors that lie as `made` says; what it took over from its inputs stays."""
     leaves, form = tree_flatten(node.meta["val"])
     given = all_storages(node.all_input_nodes)
@@ -61,7 +61,7 @@ def _like(node: fx.Node, made: tuple[Made, ...], mode: FakeTensorMode) -> Any:
     return tree_unflatten(new, form)
 
 
-def _empty(old: Tensor, lies: Made, mode: FakeTensorMode) -> Tensor:
+def _empty(old: Tensor, lies: ResultLayout, mode: FakeTensorMode) -> Tensor:
     dtype, shape, strides = lies.layout
     strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     with mode:

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
 
-from .nodes import derived, tensors
-from .result_layout import REAL, again
+from .nodes import derived_nodes, tensors
+from .result_layout import REAL, rerun
 from .summarize import FAR
 
 
@@ -68,10 +68,10 @@ class Rewriter:
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
         if op.again and REAL in source.meta:
-            node.meta["val"] = again(node, self.mode)
+            node.meta["val"] = rerun(node, self.mode)
             self.fresh.add(node)
         elif op.again or moved:
-            node.meta["val"] = derived(node, self.mode)
+            node.meta["val"] = derived_nodes(node, self.mode)
             self.fresh.add(node)
         return self._named(node, op)
 
@@ -80,7 +80,7 @@ class Rewriter:
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
         node.meta = {"phase": op.phase, "where": op.where}
-        node.meta["val"] = derived(node, self.mode)
+        node.meta["val"] = derived_nodes(node, self.mode)
         self.fresh.add(node)
         return self._named(node, op)
 

@@ -20,7 +20,7 @@ from passes.ir.wire import WORKSPACE
 
 from ..system.device import block_nbytes
 from .inductor import Segment
-from .nodes import changed_storages, is_random, returned, storages, tensors, written_by
+from .nodes import changed_storages, is_random, returned_values, storages, tensors, written_inputs
 from .ops import accumulate, state_nbytes, update
 
 SHORT = {
@@ -69,7 +69,7 @@ def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
     ops: list[Op] = []
     for node in graph.nodes:
         if node.op == "output":
-            values = zip(node.meta["kinds"], returned(graph), strict=True)
+            values = zip(node.meta["kinds"], returned_values(graph), strict=True)
             return Trace(tuple(ops), tuple((kind, value.name) for kind, value in values))
         ops.append(_summarize_node(node, names, price, mutated))
     raise ValueError("the graph has no output node")
@@ -149,7 +149,7 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     if has_own_generator(node):
         return True
     schema = getattr(node.target, "_schema", None)
-    changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_by(node))
+    changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_inputs(node))
     changes = changes or (schema is not None and schema.is_mutable)
     return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
 

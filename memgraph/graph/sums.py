@@ -17,7 +17,7 @@ from .nodes import aten, storages
 from .ops import accumulate
 
 
-def sum_early(graph: fx.Graph) -> None:
+def sum_grads_early(graph: fx.Graph) -> None:
     """Let each sum over micro-batches stand behind its last term, and in place if nobody else needs the first."""
     sums = dict[fx.Node, None]()
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):

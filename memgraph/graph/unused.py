@@ -16,12 +16,12 @@ from collections.abc import Collection, Sequence, Set
 import torch
 from torch import Tensor, fx
 
-from .aten_shims import LAID
+from .aten_shims import COPY_WITH_STRIDES
 from .nodes import aten
 from .ops import accumulate
 
 
-def without(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[int]) -> fx.GraphModule:
+def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[int]) -> fx.GraphModule:
     """The same half, in which those of the `tangents`, the names of its inputs, have no part that are `unused`, by
     place; each input behind them is a gradient to be added to."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -56,14 +56,14 @@ def _leave_out(node: fx.Node, idle: Set[fx.Node]) -> None:
     if node.target is accumulate:
         node.target = _kept if terms[1] in idle else _taken
     elif node.target is aten.add.Tensor and not node.kwargs and _is_sum(node):
-        node.target, node.args = LAID, (terms[terms[0] in idle], list(node.meta["val"].stride()))
+        node.target, node.args = COPY_WITH_STRIDES, (terms[terms[0] in idle], list(node.meta["val"].stride()))
     else:
         with node.graph.inserting_before(node):
             for read in node.all_input_nodes:
                 if read in idle:
                     value: Tensor = read.meta["val"]
                     lies = tuple(value.shape), value.stride(), value.dtype, value.device
-                    node.replace_input_with(read, node.graph.call_function(zeros, lies))
+                    node.replace_input_with(read, node.graph.call_function(zero_inputs, lies))
 
 
 def _let_go(graph: fx.Graph) -> None:
@@ -85,7 +85,7 @@ def _is_sum(node: fx.Node) -> bool:
     return len(alike) == 1 and len(node.all_input_nodes) == 2
 
 
-def zeros(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zero_inputs(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that lie so, in no more memory than that takes."""
     like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     flat = torch.zeros(like.untyped_storage().nbytes() // like.itemsize, dtype=dtype, device=device)

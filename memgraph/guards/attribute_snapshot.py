@@ -11,21 +11,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from .module_attributes import HOOKS, STATE, UNREAD, Same, Walk
-from .module_proxy import every_part
+from .module_attributes import HOOKS, STATE, UNREAD, AttributeWalk, IdentityKey
+from .module_proxy import all_submodules
 
 NOTED = {"_flat_weights", "_flat_weight_refs"}  # by a recurrent layer, of its weights, for itself
 
 
-class Contents:
+class AttributeSnapshot:
     """All of it as it is now.  `containers` are the lists, dicts and sets that lie there, however deep.
 
     Tensors among `given`, the inputs of a call or of its trace, count by their place: every trace has others.
     """
 
     def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
-        self._walk = Walk({id(tensor): place for place, tensor in enumerate(given)})
-        parts = every_part(module)
+        self._walk = AttributeWalk({id(tensor): place for place, tensor in enumerate(given)})
+        parts = all_submodules(module)
         # Each is opened below, and nowhere else.
         self._walk.numbers |= {id(part): place for place, (_, part) in enumerate(parts)}
         self.named = {f"{path}.{name}".lstrip("."): what for path, part in parts for name, what in self._of(part)}
@@ -35,7 +35,7 @@ class Contents:
         walk = self._walk
         return [held for notes in (walk.listed, walk.mapped, walk.sets) for held, *_ in notes]
 
-    def changed(self, later: Contents) -> str | None:
+    def changed(self, later: AttributeSnapshot) -> str | None:
         """The first attribute that is new, gone or another."""
         for name in (*later.named, *self.named):
             if self.named.get(name) != later.named.get(name):
@@ -46,7 +46,7 @@ class Contents:
         """Whether a tensor of a trace lies there."""
         tokens: Any = self.named.get(name)
         tokens = tokens if isinstance(tokens, tuple) else ()
-        return any(isinstance(token, Same) and isinstance(token.held(), FakeTensor) for token in tokens)
+        return any(isinstance(token, IdentityKey) and isinstance(token.held(), FakeTensor) for token in tokens)
 
     def _of(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
         walk, unread = self._walk, remade(part) | (UNREAD - {*STATE, *HOOKS})
@@ -55,7 +55,7 @@ class Contents:
         for name, held in vars(part).items():
             begin = len(walk.tokens)
             if name == "_modules":
-                yield from ((key, Same(child)) for key, child in held.items())
+                yield from ((key, IdentityKey(child)) for key, child in held.items())
             elif name in STATE:
                 yield from ((key, True) for key in held)
             elif name not in unread:

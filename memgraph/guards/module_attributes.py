@@ -40,7 +40,7 @@ SAVED = frozenset({"architectures", "dtype"})
 UNREAD = frozenset(vars(nn.Module())) - {"training", "_modules"}
 
 
-class Same:
+class IdentityKey:
     """Stands for an object in a key: equal for that object only, and not for a later one at its address."""
 
     def __init__(self, thing: Any) -> None:
@@ -54,28 +54,30 @@ class Same:
         return self.number
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Same) and (mine := self.held()) is not None and mine is other.held())
+        return self is other or (
+            isinstance(other, IdentityKey) and (mine := self.held()) is not None and mine is other.held()
+        )
 
     def __repr__(self) -> str:
         return f"Same({self.held()!r:.60})"
 
 
-class Attributes:
+class AttributeGuard:
     """The Python side of a module; `key` is what a captured graph depends on."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._walk: Walk | None = None
+        self._walk: AttributeWalk | None = None
 
     @property
     def key(self) -> Hashable:
         if self._walk is None or self._walk.is_stale():
-            self._walk = Walk()
+            self._walk = AttributeWalk()
             self._walk.describe(self.module, 0)
         return self._walk.key
 
 
-class Walk:
+class AttributeWalk:
     """One walk, and what has to be looked at to know whether another would find the same.
 
     `inputs` are the places of tensors, by their id, that count by these and not by who they are.
@@ -144,16 +146,16 @@ class Walk:
             if id(thing) in self.inputs:
                 self.tokens.append(("input", self.inputs[id(thing)]))
                 return
-            self.tokens += [Same(thing), (tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad)]
+            self.tokens += [IdentityKey(thing), (tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad)]
             return
         self.kept.append(thing)
         if isinstance(thing, nn.Module):
             self._open_module(thing, depth)
         elif _is_array(thing):
             self.arrays.append((thing, _content(thing)))
-            self.tokens += [Same(type(thing)), self.arrays[-1][1]]
+            self.tokens += [IdentityKey(type(thing)), self.arrays[-1][1]]
         elif depth >= DEPTH or isinstance(thing, WHOLE) or _is_torchs(thing):
-            self.tokens.append(Same(thing))
+            self.tokens.append(IdentityKey(thing))
         else:
             self._open_object(thing, depth)
 
@@ -161,7 +163,7 @@ class Walk:
         held = vars(module)
         names = tuple(name for name in held if name not in UNREAD)
         self._note(held, (*names, *(name for name in (*STATE, *HOOKS) if name in held)))
-        self.tokens += [Same(type(module)), names]
+        self.tokens += [IdentityKey(type(module)), names]
         for name in (*STATE, *HOOKS):
             self.open_state(held.get(name), hooks=name in HOOKS)
         for name in names:
@@ -177,7 +179,7 @@ class Walk:
         values = tuple(held.values()) if hooks else ()
         self.kept += values
         self.mapped.append((held, tuple(held), tuple(map(id, values)) if hooks else None))
-        self.tokens.append(tuple(map(Same, values)) if hooks else tuple(held))
+        self.tokens.append(tuple(map(IdentityKey, values)) if hooks else tuple(held))
 
     def _describe_modules(self, held: dict[str, nn.Module | None]) -> None:
         if not held:
@@ -198,7 +200,7 @@ class Walk:
         """A container, or any object that has attributes; both, if it is both."""
         kind: Any = type(thing)
         inside = isinstance(thing, dict | list | tuple | deque | set | frozenset)
-        self.tokens.append((Same(kind), len(thing)) if inside else Same(kind))
+        self.tokens.append((IdentityKey(kind), len(thing)) if inside else IdentityKey(kind))
         if isinstance(thing, dict):
             self._open_mapping(thing, depth)
         elif isinstance(thing, set | frozenset):
@@ -218,7 +220,7 @@ class Walk:
             for name in slots:
                 self.describe(getattr(thing, name, None), depth + 1)
         if not inside and held is None and not slots:
-            self.tokens.append(Same(thing))
+            self.tokens.append(IdentityKey(thing))
 
     def _open_mapping(self, held: dict[Any, Any], depth: int, unread: Set[str] = frozenset()) -> None:
         self.mapped.append((held, tuple(held), self._ids(held.values())))
@@ -234,7 +236,7 @@ class Walk:
 
 
 def _hashed(thing: Any) -> Hashable:
-    return (type(thing), thing) if type(thing) in ATOMS else Same(thing)
+    return (type(thing), thing) if type(thing) in ATOMS else IdentityKey(thing)
 
 
 def _is_configuration(thing: Any) -> bool:
@@ -251,7 +253,7 @@ def _is_array(thing: Any) -> bool:
 def _content(array: Any) -> Hashable:
     """What an array holds, or who it is, if that is much."""
     bulk = array.nbytes > CONTENT or array.dtype.hasobject
-    return array.shape, str(array.dtype), Same(array) if bulk else array.tobytes()
+    return array.shape, str(array.dtype), IdentityKey(array) if bulk else array.tobytes()
 
 
 def _is_torchs(thing: Any) -> bool:

@@ -25,7 +25,7 @@ SHARED = (
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
-class Disguised:
+class ClassProxy:
     """An object whose `__class__`, and so `isinstance`, is that of its `_module`.  `type()` is its own.
 
     It stands apart, for `super()` without arguments is not to be used in a class that defines `__class__`.
@@ -41,7 +41,7 @@ class Disguised:
         self.__dict__["_module"].__class__ = kind
 
 
-class Shared(Disguised, nn.Module):
+class ModuleProxy(ClassProxy, nn.Module):
     """Everything of `module` but its forward and the hooks around it."""
 
     _module: nn.Module
@@ -134,27 +134,27 @@ def _with_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[
     return signed
 
 
-def _call(shared: Shared, name: str, *args: Any) -> Any:
+def _call(shared: ModuleProxy, name: str, *args: Any) -> Any:
     return getattr(shared._module, name)(*args)
 
 
-def plain(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """The module that it stands for in the end."""
-    while isinstance(module, Shared):
+    while isinstance(module, ModuleProxy):
         module = module._module
     return module
 
 
-def every_part(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def all_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """All submodules with their paths, and the module itself; with the one that it only stands for, if it does."""
     parts = list(module.named_modules())
-    while isinstance(module, Shared):
+    while isinstance(module, ModuleProxy):
         module = module._module
         parts.append(("", module))
     return parts
 
 
-class WithLoss(Shared):
+class WithLoss(ModuleProxy):
     """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))`
     without a target."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from ..tensors.layout import has_storage
-from .module_attributes import Attributes
+from .module_attributes import AttributeGuard
 
 GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
 PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
@@ -26,7 +26,7 @@ def signature(
     owned: Sequence[Tensor],
     spec: Hashable,
     leaves: Sequence[object],
-    attributes: Attributes | None = None,
+    attributes: AttributeGuard | None = None,
 ) -> Hashable:
     """The guard key of a call; equal keys may share a graph.  What is no tensor is in it by type and value.
 
@@ -37,7 +37,7 @@ def signature(
         _given(leaves),
         tuple(map(_tensor, owned)),
         tuple(map(has_hooks, owned)),
-        (attributes or Attributes(module)).key,
+        (attributes or AttributeGuard(module)).key,
         in_process_group(),
         _modes(),
     )
@@ -48,15 +48,15 @@ def has_gradients(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
 
 
-def watched(module: nn.Module) -> set[str]:
+def parameters_with_grad_hooks(module: nn.Module) -> set[str]:
     """The names of the parameters whose gradient somebody is told of, so that autograd itself has to accumulate it."""
     return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
 
 
-def read_later(module: nn.Module) -> set[str]:
+def is_read_after_backward(module: nn.Module) -> set[str]:
     """The names of the parameters whose gradient somebody may read from `.grad` before the optimizer does, so that it
     stays on the device."""
-    return {name for name, _ in module.named_parameters()} if in_process_group() else watched(module)
+    return {name for name, _ in module.named_parameters()} if in_process_group() else parameters_with_grad_hooks(module)
 
 
 def kernel_modes() -> Hashable:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import shortest
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import shortest_us
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes that are read
 
@@ -73,13 +73,13 @@ def measured(kernel: str, device: torch.device, trial: Trial) -> Found:
     """The fastest way for each of a few sizes, measured once; on a CPU there is nothing to choose."""
     if device.type != "cuda":
         return {}
-    return once(_known, _key(kernel, device), partial(_measure, device, trial), _read, _written)
+    return measure_once(_known, _key(kernel, device), partial(_measure, device, trial), _read, _written)
 
 
 def _key(kernel: str, device: torch.device) -> str:
     # "cuda" is the current one, by whose number its tensors know it.
     number = torch.cuda.current_device() if device.index is None else device.index
-    return f"way {kernel} {SIZES} {WAYS} {device.type}:{number} {setting(device)}"
+    return f"way {kernel} {SIZES} {WAYS} {device.type}:{number} {environment_key(device)}"
 
 
 def _measure(device: torch.device, trial: Trial) -> Found:
@@ -92,7 +92,7 @@ def fastest(device: torch.device, nbytes: int, trial: Trial) -> Way | None:
     for way in (None, *WAYS):
         run = trial(nbytes, way)
         run()
-        times[way] = shortest(run, device)
+        times[way] = shortest_us(run, device)
     return min(times, key=lambda way: times[way])
 
 

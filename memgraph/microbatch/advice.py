@@ -12,22 +12,22 @@ import torch
 from torch import fx, nn
 
 from passes import BudgetError, Machine
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import PARTS, SMALLER
-from passes.lp.problem import Program
+from passes.lp.problem import LinearProgram
 
 from ..capture.capture import capture
 from ..errors import CaptureError
 from ..graph.summarize import summarize
 from ..guards.module_proxy import WithLoss
 from ..system.device import unused_nbytes
-from ..tensors.loss_outputs import Wanted
-from .check_independence import refuse_mixing
+from ..tensors.loss_outputs import OutputSelector
+from .check_independence import require_row_independence
 from .microbatches import MicroBatches
 
 
-def advised(
-    error: BudgetError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted,
+def suggest_microbatches(
+    error: BudgetError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: OutputSelector,
     graph: fx.Graph, machine: Machine,
 ) -> BudgetError:  # fmt: skip
     """The error, which names micro-batches where a smaller batch would help and they are as good; `graph` is the call's
@@ -39,14 +39,19 @@ def advised(
 
 
 def _parts_help(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, graph: fx.Graph, machine: Machine
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: OutputSelector,
+    graph: fx.Graph,
+    machine: Machine,
 ) -> bool:
     """Whether the batch may be cut in two, and what no plan can do without is less then."""
     cut = _cut(module)
     if cut is None:
         return False
     try:
-        refuse_mixing(cut, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
+        require_row_independence(cut, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
         parts = capture(cut, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False
@@ -64,4 +69,4 @@ def _cut(module: nn.Module) -> nn.Module | None:
 
 
 def _floor(graph: fx.Graph, machine: Machine) -> int:
-    return int(Program(Gaps(summarize(graph)), machine).floor.max(initial=0))
+    return int(LinearProgram(ReuseGaps(summarize(graph)), machine).floor.max(initial=0))

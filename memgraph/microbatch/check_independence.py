@@ -23,35 +23,37 @@ from passes import Machine, predict
 from ..capture.capture import Ref, capture, operands
 from ..errors import CaptureError
 from ..graph.captured import Captured
-from ..graph.nodes import changed_storages, returned, storages
+from ..graph.nodes import changed_storages, returned_values, storages
 from ..graph.summarize import summarize
-from ..guards.module_proxy import Shared
+from ..guards.module_proxy import ModuleProxy
 from ..tensors.pytree import Spec, flatten, unflatten
-from .deterministic_interpreter import Expected
+from .deterministic_interpreter import DeterministicInterpreter
 from .microbatches import INSTEAD, MicroBatches, Part, is_cut, or_zero, parts_of, rows_of
-from .targets import Targets
+from .targets import LossTargetCounter
 
-Change = tuple[float, float]  # of the numbers in a row: a factor, and what is added
-SLIGHT: Change = (0.75, 0.125)
-LARGE: Change = (100.0, 1.0)  # enough to become the largest of the batch
+RowChange = tuple[float, float]  # of the numbers in a row: a factor, and what is added
+SLIGHT: RowChange = (0.75, 0.125)
+LARGE: RowChange = (100.0, 1.0)  # enough to become the largest of the batch
 
 
-def refuse_mixing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: int) -> None:
+def require_row_independence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: int) -> None:
     """Raise if a call's batch may not be cut.  It is tried only if that takes no more than `room` bytes.
 
     Raises:
         CaptureError: the module changes buffers, its rows depend on each other, or a scalar is not what was said of it.
     """
     if not isinstance(module, MicroBatches):
-        if isinstance(module, Shared):
-            refuse_mixing(module._module, args, {key: kwargs[key] for key in kwargs if key != "target"}, room)
+        if isinstance(module, ModuleProxy):
+            require_row_independence(
+                module._module, args, {key: kwargs[key] for key in kwargs if key != "target"}, room
+            )
         return
     leaves, spec = flatten((args, kwargs))
     if len(parts_of(leaves, module._count)) > 1:
-        _Trial(module, leaves, spec, room).run()
+        RowIndependenceCheck(module, leaves, spec, room).run()
 
 
-class _Trial:
+class RowIndependenceCheck:
     """Forward of the plain module, on a few rows."""
 
     def __init__(self, module: MicroBatches, leaves: Sequence[Any], spec: Spec, room: int) -> None:
@@ -138,7 +140,7 @@ class _Trial:
             return capture(module, *self._call(range(size)), grad=False)
 
     def _call(
-        self, rows: Sequence[int], changed: Sequence[int] = (), by: Change = SLIGHT
+        self, rows: Sequence[int], changed: Sequence[int] = (), by: RowChange = SLIGHT
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = [_some(leaf, rows, changed, by) if is_cut(leaf, self.rows) else leaf for leaf in self.leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, self.spec)
@@ -149,14 +151,14 @@ class _Trial:
         captured: Captured,
         rows: Sequence[int],
         changed: Sequence[int] = (),
-        by: Change = SLIGHT,
+        by: RowChange = SLIGHT,
         chance: bool = True,
     ) -> list[Tensor]:
         """The tensors returned for these rows, of which some are changed; what is drawn is the same each time."""
         tensors = operands(self.module._module, *self._call(rows, changed, by))
         with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast(), self._running(len(rows)):
             torch.manual_seed(0)
-            outputs = captured.graph(*tensors) if chance else Expected(captured.graph).run(*tensors)
+            outputs = captured.graph(*tensors) if chance else DeterministicInterpreter(captured.graph).run(*tensors)
             return [leaf for leaf in flatten(captured.result(outputs, tensors))[0] if isinstance(leaf, Tensor)]
 
     @contextmanager
@@ -210,7 +212,7 @@ class _Trial:
         )
 
 
-class _Sums(Shared):
+class _Sums(ModuleProxy):
     """A module whose scalars are sums over the rows, if they are what `reduction` says."""
 
     def __init__(self, module: nn.Module, rows: int, reduction: str | None) -> None:
@@ -218,7 +220,7 @@ class _Sums(Shared):
         self.__dict__ |= {"_rows": rows, "_reduction": reduction}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with Targets() as targets:
+        with LossTargetCounter() as targets:
             part = Part.of(self._module(*args, **kwargs), self._rows, targets)
         pairs = zip(part.leaves, part.counts, strict=True)
         return unflatten([self._sum(leaf, count) for leaf, count in pairs], part.spec)
@@ -231,7 +233,7 @@ class _Sums(Shared):
 
 def _shape(leaf: Ref, captured: Captured) -> torch.Size:
     graph = captured.graph.graph
-    nodes = returned(graph) if leaf.kind == "output" else graph.find_nodes(op="placeholder")
+    nodes = returned_values(graph) if leaf.kind == "output" else graph.find_nodes(op="placeholder")
     shape: torch.Size = leaf.of(nodes[leaf.index].meta["val"]).shape
     return shape
 
@@ -250,7 +252,7 @@ def _ops(captured: Captured) -> list[Any]:
     return [node.target for node in captured.graph.graph.nodes if node.op == "call_function"]
 
 
-def _some(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], by: Change) -> Tensor:
+def _some(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], by: RowChange) -> Tensor:
     """These rows of a tensor, from the beginning again behind its last; those `changed` are others."""
     before = leaf.detach()
     found = before.index_select(0, torch.tensor(rows, device=leaf.device) % len(leaf))

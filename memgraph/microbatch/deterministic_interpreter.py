@@ -18,9 +18,9 @@ from ..errors import CaptureError
 from ..graph.nodes import is_random
 from ..graph.summarize import draws, has_own_generator
 
-Given = Mapping[str, Any]
+NodeValues = Mapping[str, Any]
 # What is drawn, by the arguments of the op: a number, or a tensor that is expanded.
-EXPECTED: dict[str, Callable[[Given], Any]] = {
+EXPECTED_DRAWS: dict[str, Callable[[NodeValues], Any]] = {
     "bernoulli": lambda given: given["self"] if given.get("p") is None else given["p"],
     "rand": lambda given: 0.5,
     "rand_like": lambda given: 0.5,
@@ -44,7 +44,7 @@ EXPECTED: dict[str, Callable[[Given], Any]] = {
 RATES = ("dropout_p", "dropout")  # arguments with which an op drops by itself
 
 
-class Expected(fx.Interpreter):
+class DeterministicInterpreter(fx.Interpreter):
     """Runs a graph in which nothing is drawn.
 
     Raises:
@@ -70,17 +70,17 @@ def _expected(node: fx.Node, given: dict[str, Any]) -> Any:
     rates = [rate for rate in RATES if rate in given]
     if is_random(node) and rates:
         return _called(target, given | dict.fromkeys(rates, 0.0))
-    if name not in EXPECTED:
+    if name not in EXPECTED_DRAWS:
         raise CaptureError(
             f"forward draws with {target}, and whether its rows depend on how many there are can't be seen through "
             "that: use microbatches=1, or draw outside of the module"
         )
-    fake, drawn = node.meta["val"], EXPECTED[name](given)
+    fake, drawn = node.meta["val"], EXPECTED_DRAWS[name](given)
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return made.copy_(drawn) if isinstance(drawn, Tensor) else made.fill_(drawn)
 
 
-def _called(target: Any, given: Given) -> Any:
+def _called(target: Any, given: NodeValues) -> Any:
     arguments = target._schema.arguments
     args = [given[argument.name] for argument in arguments if not argument.kwarg_only]
     return target(*args, **{argument.name: given[argument.name] for argument in arguments if argument.kwarg_only})

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.restore_module import Untouched
+from ..capture.restore_module import ModuleSnapshot
 from ..errors import CaptureError
-from ..graph.provenance import part_running
-from ..guards.attribute_snapshot import Contents
-from ..guards.module_proxy import Shared
+from ..graph.provenance import running_part
+from ..guards.attribute_snapshot import AttributeSnapshot
+from ..guards.module_proxy import ModuleProxy
 from ..tensors.pytree import Spec, flatten, unflatten
-from .targets import Targets
+from .targets import LossTargetCounter
 
 INSTEAD = "use microbatches=1"
 
 
-class MicroBatches(Shared):
+class MicroBatches(ModuleProxy):
     """`module`, run on at most `count` parts of its batch.
 
     `reduction` says what a scalar that it returns is of those of the parts: their sum, or their mean by rows.
@@ -56,12 +56,12 @@ class MicroBatches(Shared):
     def _run(self, number: int, call: Any, rows: int) -> Part:
         named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
         known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
-        before = Untouched(self._module, list(self._module.parameters()))
-        with part_running(number), Targets() as targets:
+        before = ModuleSnapshot(self._module, list(self._module.parameters()))
+        with running_part(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
             before.refuse_leaks(known)
         # Recurrent layers keep a list of their weights, which would go on holding the aliases.
-        if before.before.changed(Contents(self._module, list(named.values()))) is None:
+        if before.before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
         return Part.of(result, rows, targets)
 
@@ -76,7 +76,7 @@ class Part:
     rows: int
 
     @classmethod
-    def of(cls, result: Any, rows: int, targets: Targets) -> Part:
+    def of(cls, result: Any, rows: int, targets: LossTargetCounter) -> Part:
         leaves, spec = flatten(result)
         return cls(tuple(leaves), tuple(map(targets.of, leaves)), spec, rows)
 

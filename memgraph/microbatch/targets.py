@@ -21,7 +21,7 @@ MEANS: dict[Callable[..., Any], inspect.Signature] = {
 }
 
 
-class Targets(TorchFunctionMode):
+class LossTargetCounter(TorchFunctionMode):
     """Looks at the losses that are computed meanwhile."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, optim
 
 from ..errors import UpdateError
 
-POINTWISE = (
+ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
     *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
@@ -36,23 +36,25 @@ def is_exact(parameter: Tensor, hosted: bool = False) -> bool:
     return parameter.dtype in EXACT or (parameter.device.type == "cuda" and not hosted)
 
 
-def by_elements(kind: type[optim.Optimizer]) -> bool:
+def declared_elementwise(kind: type[optim.Optimizer]) -> bool:
     """Whether an optimizer of this class changes each element by itself: it is one of the list, or its class says so,
     with `pointwise = True`.  A class that is derived from such a one may do otherwise, and says so again."""
-    return kind in POINTWISE or vars(kind).get("pointwise") is True
+    return kind in ELEMENTWISE or vars(kind).get("pointwise") is True
 
 
-def is_pointwise(optimizer: optim.Optimizer) -> bool:
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether its update can be run in windows, whatever gradients there will be."""
-    return by_elements(type(optimizer)) and not any(group.get(o) for group in optimizer.param_groups for o in OPTIONS)
+    return declared_elementwise(type(optimizer)) and not any(
+        group.get(o) for group in optimizer.param_groups for o in OPTIONS
+    )
 
 
 def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
     """What is in the way of running its update in windows, whatever gradients those that are `trained` will have, in
     words, with what to do."""
     name = type(optimizer).__name__
-    if not by_elements(type(optimizer)):
-        known = ", ".join(one.__name__ for one in POINTWISE)
+    if not declared_elementwise(type(optimizer)):
+        known = ", ".join(one.__name__ for one in ELEMENTWISE)
         message = f"{name} is not known to change each element by itself, so its state can't be streamed"
         advice = f"use one of {known} itself, say pointwise = True in its class if that is so"
         return f"{message}; {advice}, or leave state and parameters on the device"
@@ -61,13 +63,13 @@ def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], 
             if group.get(option):
                 return f"{name} with {option}=True can't be run in windows; set {option}=False"
         for parameter in filter(trained, group["params"]):
-            if is_unsteady(optimizer, i, parameter.dtype):
+            if is_nondeterministic(optimizer, i, parameter.dtype):
                 message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
                 return f"{message}, so it can't be run in windows; set fused=False"
     return None
 
 
-def refuse(optimizer: optim.Optimizer) -> None:
+def refuse_not_elementwise(optimizer: optim.Optimizer) -> None:
     """Raise what is in the way of running this optimizer's update in windows.
 
     Raises:
@@ -81,7 +83,7 @@ def refuse(optimizer: optim.Optimizer) -> None:
                 _refuse_gradient(type(optimizer).__name__, parameter, parameter.grad)
 
 
-def is_unsteady(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
+def is_nondeterministic(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
     """Whether an update does not give the same twice."""
     # Seen in torch 2.13 with momentum: the last elements differ from run to run.
     return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT
@@ -98,13 +100,13 @@ def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
         raise UpdateError(f"{name} in windows takes plain tensors of one device, not a {found}; leave it on the device")
 
 
-def unhooked(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+def without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step of a class as it was written, without the hooks that torch puts around it."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def in_place_of_step(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Any:
+def replace_step(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Any:
     """`run` as the optimizer's step: a method, because schedulers take the function out of what they wrap."""
 
     @functools.wraps(optimizer.step)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .elementwise import unhooked
+from .elementwise import without_hooks
 
 PLAIN = ("fused", "foreach", "capturable", "differentiable")  # options without which the state has the same in it
 
@@ -55,7 +55,7 @@ class FirstState:
             stepped.grad = torch.zeros(stepped.shape, dtype=stepped.dtype, device=stepped.device, layout=layout)
             found = one.state[stepped] = dict(state) or one.state[stepped]
             with torch.no_grad():
-                unhooked(self.kind)(one)
+                without_hooks(self.kind)(one)
         except Exception as error:
             return found, f"{type(error).__name__}: {error}"
         return found, ""

@@ -16,14 +16,14 @@ from torch import Tensor, nn, optim
 
 from ..errors import FusedError
 from ..profile.memory_meter import resident_bytes
-from ..storage.mapped_storage import place_of
-from .elementwise import POINTWISE, in_place_of_step, is_pointwise, is_unsteady, unhooked
-from .offloaded_update import FarUpdate
-from .optimizer_clone import APART, obstacle
+from ..storage.mapped_storage import buffer_slice_of
+from .elementwise import ELEMENTWISE, is_elementwise, is_nondeterministic, replace_step, without_hooks
+from .offloaded_update import OffloadedUpdate
+from .optimizer_clone import APART, clone_obstacle
 from .optimizer_profiler import state_tensors
-from .streamed_update import Relay
-from .torn import Torn
-from .twin import twin
+from .streamed_update import StreamedUpdate
+from .torn import PartialUpdateGuard
+from .twin import clone_optimizer
 
 INSTEAD = "compile without fuse_update for this"
 
@@ -31,18 +31,18 @@ INSTEAD = "compile without fuse_update for this"
 class FusedUpdate:
     """The updates of one optimizer, in the backward of one module."""
 
-    def __init__(self, module: nn.Module, optimizer: optim.Optimizer, far: FarUpdate) -> None:
+    def __init__(self, module: nn.Module, optimizer: optim.Optimizer, far: OffloadedUpdate) -> None:
         self.optimizer, self.far = optimizer, far
-        self.torn = Torn(module)
+        self.torn = PartialUpdateGuard(module)
         self.groups: dict[Tensor, int] = {}
         self.parameters: dict[str, Tensor] = {}  # of the backward that runs, or ran last
-        self.relay: Relay | None = None  # updates what is far, once the first of it was updated
+        self.relay: StreamedUpdate | None = None  # updates what is far, once the first of it was updated
         self.waited: dict[str, float] = {}  # microseconds of each update, by the parameter's name, for the far tier
         self.updated = 0
         self.begun = False  # the latest backward was not refused
         self.options: list[dict[str, Any]] | None = None  # as they were in a backward that `step` does not know of
         self.plain = optimizer.step
-        optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
+        optimizer.step = replace_step(optimizer, self.step)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def begin(
@@ -82,7 +82,7 @@ class FusedUpdate:
         one = self._alone(parameter)
         parameter.grad = gradient
         try:
-            unhooked(type(one))(one)
+            without_hooks(type(one))(one)
         finally:
             parameter.grad = None
 
@@ -160,7 +160,7 @@ class FusedUpdate:
                 return f"{name} is no longer a parameter of the optimizer, which has another: compile anew"
             if taker.grad is not None:
                 return f"{name} has a gradient already, to which nothing can be added: call optimizer.zero_grad() first"
-            if is_unsteady(self.optimizer, self.groups[taker], taker.dtype) and self._is_far(taker):
+            if is_nondeterministic(self.optimizer, self.groups[taker], taker.dtype) and self._is_far(taker):
                 return f"SGD with fused=True does not give the same twice in {taker.dtype}: set fused=False"
         if self.optimizer._optimizer_step_pre_hooks:
             return "a hook before the optimizer's step would see no gradients"
@@ -179,11 +179,11 @@ class FusedUpdate:
             for group in self.optimizer.param_groups
             if (kept := [parameter for parameter in group["params"] if parameter in mine])
         ]
-        return twin(self.optimizer, groups)
+        return clone_optimizer(self.optimizer, groups)
 
     def _is_far(self, parameter: Tensor) -> bool:
         held = (parameter, *self.optimizer.state.get(parameter, {}).values())
-        return parameter in self.far.far_states or any(isinstance(x, Tensor) and place_of(x) for x in held)
+        return parameter in self.far.far_states or any(isinstance(x, Tensor) and buffer_slice_of(x) for x in held)
 
 
 def _options(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
@@ -200,11 +200,11 @@ def refuse_fused(optimizer: optim.Optimizer) -> None:
             or it is the caller's own, and changes something else as well.
         UpdateError: it is the caller's own, and its step fails.
     """
-    if not is_pointwise(optimizer):
-        known = ", ".join(one.__name__ for one in POINTWISE)
+    if not is_elementwise(optimizer):
+        known = ", ".join(one.__name__ for one in ELEMENTWISE)
         raise FusedError(
             f"{type(optimizer).__name__} as it is can't update one parameter after the other in backward; use one of "
             f"{known} itself, without differentiable=True and capturable=True, or {INSTEAD}"
         )
-    if why := obstacle(optimizer):
+    if why := clone_obstacle(optimizer):
         raise FusedError(f"{why}, and an update in backward is made of many; {APART}, or {INSTEAD}")

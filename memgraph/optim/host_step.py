@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import Place, Source, Where
-from ..storage.pinned_storage import After, Host, StreamCopy
-from ..storage.pinned_tier import beside, noted
+from ..storage.mapped_storage import BufferLocation, BufferSlice, Source
+from ..storage.pinned_storage import AfterEvent, PinnedBufferAllocator, StreamCopy
+from ..storage.pinned_tier import extra_streams, record_event
 from ..system.device import CPU
 from ..tensors.layout import shaped
 from .elementwise import EXACT
-from .optimizer_clone import Given, Stepper
-from .update_operands import Strand, Subject, Whose
+from .optimizer_clone import ClonedOptimizer, Given
+from .update_operands import ParameterUpdate, UpdateOperand, Whose
 
 
 class HostStep:
     """What steps on the host: the optimizer as one of the host's tensors, and two windows for what is on the device."""
 
-    def __init__(self, optimizer: optim.Optimizer, host: Host, nbytes: int) -> None:
+    def __init__(self, optimizer: optim.Optimizer, host: PinnedBufferAllocator, nbytes: int) -> None:
         """
         Raises:
             PinnedError: the host does not give windows of so many bytes.
@@ -65,7 +65,7 @@ class HostStep:
         return [found[i] for i in range(len(pieces))]
 
 
-def reserve(host: Host, nbytes: int, owner: object) -> None:
+def reserve(host: PinnedBufferAllocator, nbytes: int, owner: object) -> None:
     """Have pinned memory for two windows at hand as long as `owner` lives.
 
     Raises:
@@ -75,13 +75,13 @@ def reserve(host: Host, nbytes: int, owner: object) -> None:
     weakref.finalize(owner, host.slabs.forget, 2 * nbytes, host.device).atexit = False
 
 
-def parted(
-    subjects: Sequence[Subject], stepper: Stepper, hosted: Whose, where: Where
-) -> tuple[list[Subject], list[Subject]]:
+def split_parts(
+    subjects: Sequence[ParameterUpdate], stepper: ClonedOptimizer, hosted: Whose, where: BufferLocation
+) -> tuple[list[ParameterUpdate], list[ParameterUpdate]]:
     """What is stepped on the device, and what on the host, which sees it as its own from now on."""
-    here, there = list[Subject](), list[Subject]()
+    here, there = list[ParameterUpdate](), list[ParameterUpdate]()
     for subject in subjects:
-        if isinstance(where, Host) and hosted(subject.parameter) and _is_alike(subject):
+        if isinstance(where, PinnedBufferAllocator) and hosted(subject.parameter) and _is_alike(subject):
             _see_from_host(subject, stepper, where)
             subject.hosted = True
             there.append(subject)
@@ -90,14 +90,14 @@ def parted(
     return here, there
 
 
-def at_home(subject: Subject) -> None:
+def states_on_host(subject: ParameterUpdate) -> None:
     """Have new states written where their homes are."""
     subject.fresh = {key: _seen(strand) if strand.place else strand for key, strand in subject.fresh.items()}
 
 
-def stepper_on_host(optimizer: optim.Optimizer) -> Stepper:
+def stepper_on_host(optimizer: optim.Optimizer) -> ClonedOptimizer:
     """The optimizer's step on tensors of the host, by the fused kernel if it has one."""
-    stepper = Stepper(optimizer)
+    stepper = ClonedOptimizer(optimizer)
     for options, group in zip(stepper.options, optimizer.param_groups, strict=True):
         options |= {key: _there(value) for key, value in options.items()}
         chosen = "fused" not in options or options["fused"] is not None or options["foreach"]
@@ -114,25 +114,27 @@ def _has_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
     return low or parameter.dtype in EXACT
 
 
-class Lent(Source):
+class DeviceSource(Source):
     """The bytes of a tensor on the device, to and from which the host's windows are copied.
 
     Whatever the device has to do from the beginning of the update on leaves them alone, so no copy waits for that.
     """
 
-    def __init__(self, host: Host, tensor: Tensor) -> None:
+    def __init__(self, host: PinnedBufferAllocator, tensor: Tensor) -> None:
         self.host = host
         begin = tensor.storage_offset() * tensor.itemsize
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.flat = flat.set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
 
-    def fetched(self, place: Place, tensor: Tensor, after: Sequence[After] = ()) -> HostCopy:
-        return HostCopy(self.host, beside(self.host.cuda, self.host.device)[0], tensor, self._at(place, tensor), after)
+    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> HostCopy:
+        return HostCopy(
+            self.host, extra_streams(self.host.cuda, self.host.device)[0], tensor, self._at(place, tensor), after
+        )
 
-    def stored(self, place: Place, tensor: Tensor) -> HostCopy:
-        return HostCopy(self.host, beside(self.host.cuda, self.host.device)[1], self._at(place, tensor), tensor)
+    def stored(self, place: BufferSlice, tensor: Tensor) -> HostCopy:
+        return HostCopy(self.host, extra_streams(self.host.cuda, self.host.device)[1], self._at(place, tensor), tensor)
 
-    def _at(self, place: Place, tensor: Tensor) -> Tensor:
+    def _at(self, place: BufferSlice, tensor: Tensor) -> Tensor:
         return shaped(self.flat[place.offset : place.offset + place.nbytes], tensor)
 
 
@@ -140,28 +142,28 @@ class HostCopy(StreamCopy):
     """A copy beside whatever else the device does, for which the host itself waits."""
 
     def _begun(self, stream: Any, into: Tensor, of: Tensor) -> Any:
-        return noted(self.host.cuda, stream, into, of)
+        return record_event(self.host.cuda, stream, into, of)
 
     def wait(self) -> None:
         self.event.synchronize()
 
 
-def _is_alike(subject: Subject) -> bool:
+def _is_alike(subject: ParameterUpdate) -> bool:
     """Whether all of it lies in one order: fused kernels for processors go through memory, whatever the strides."""
     return all(strand.flat is not None for strand in subject.strands.values())
 
 
-def _see_from_host(subject: Subject, stepper: Stepper, host: Host) -> None:
+def _see_from_host(subject: ParameterUpdate, stepper: ClonedOptimizer, host: PinnedBufferAllocator) -> None:
     """Homes are where they are, and what is on the device has to be moved."""
     for name, strand in subject.strands.items():
-        lent = Place(0, strand.tensor.nbytes, Lent(host, strand.tensor)) if strand.place is None else None
+        lent = BufferSlice(0, strand.tensor.nbytes, DeviceSource(host, strand.tensor)) if strand.place is None else None
         subject.strands[name] = replace(strand, place=lent) if lent else _seen(strand)
     if not subject.state:
         subject.numbers = stepper.numbers(subject.group, subject.parameter.dtype)
     subject.state = {key: value if key in subject.strands else _there(value) for key, value in subject.state.items()}
 
 
-def _seen(strand: Strand) -> Strand:
+def _seen(strand: UpdateOperand) -> UpdateOperand:
     """A strand in a home, as the host sees it."""
     assert strand.place is not None
     return replace(strand, tensor=strand.place.like(strand.tensor), place=None, owner=strand.tensor)

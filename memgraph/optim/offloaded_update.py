@@ -19,34 +19,38 @@ from torch import Tensor
 from passes import Trace
 
 from ..errors import UpdateError
-from ..storage.async_copy import Moved
-from ..storage.mapped_storage import Where
-from ..storage.pinned_storage import Host
+from ..storage.async_copy import CopiedBytes
+from ..storage.mapped_storage import BufferLocation
+from ..storage.pinned_storage import PinnedBufferAllocator
 from .elementwise import obstacle_to_windows
 from .host_step import reserve
 from .optimizer_profiler import states_nbytes
 from .state_parts import Owner, StatePart, is_large
 from .stepping import stepping
-from .streamed_update import Relay
+from .streamed_update import StreamedUpdate
 from .update_cost import STATE
-from .window_memory import Far, WindowBytes, window_bytes
-from .windowed_optimizer import Windowed
+from .window_memory import OffloadedParts, WindowBytes, window_bytes
+from .windowed_optimizer import WindowedOptimizer
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
 ON_GPU = 128 << 20  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
 SHARE = 64  # of what is trained is one
 
 
-class FarUpdate:
+class OffloadedUpdate:
     """The update of an optimizer, or of none: then it is the caller's own affair.  `fused`: updates run in backward,
     where somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, where: Where = None, hosts: bool = False
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        fused: bool = False,
+        where: BufferLocation = None,
+        hosts: bool = False,
     ) -> None:
         self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
-        self.windowed: Windowed | None = None
-        self.relayed: Moved = {}  # the copies of the latest updates in backward
+        self.windowed: WindowedOptimizer | None = None
+        self.relayed: CopiedBytes = {}  # the copies of the latest updates in backward
         self.far_states: set[Owner] = set()
         self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
         self.reserved = 0  # bytes of a window there
@@ -66,7 +70,7 @@ class FarUpdate:
         return self.window if self.planned is None else self.planned
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> CopiedBytes:
         """The copies of the latest update in windows, or of the latest backward that has updated."""
         return self.relayed if self.windowed is None else self.windowed.moved
 
@@ -94,7 +98,9 @@ class FarUpdate:
         """What the next update takes, and any later one, if all that is large lives far."""
         if self.optimizer is None:
             return ()
-        return window_bytes(self.optimizer, self.window, Far(is_large, is_large, is_large), trained, self.fused)
+        return window_bytes(
+            self.optimizer, self.window, OffloadedParts(is_large, is_large, is_large), trained, self.fused
+        )
 
     def refuse_at_home(self, there: int, budget: float) -> None:
         """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
@@ -113,7 +119,7 @@ class FarUpdate:
 
     def stepping(self, parts: Sequence[StatePart]) -> float:
         """Bytes of states that the host steps on per microsecond; 0.0 if it may not, or is the device itself."""
-        if not self.hosts or self.optimizer is None or not isinstance(self.where, Host):
+        if not self.hosts or self.optimizer is None or not isinstance(self.where, PinnedBufferAllocator):
             return 0.0
         return stepping(self.optimizer, parts, self.window)
 
@@ -123,7 +129,7 @@ class FarUpdate:
             self.windowed.nbytes = self.current
         elif self.optimizer is not None and not self.fused:
             far, hosted = self.far_states.__contains__, self.hosted.__contains__
-            self.windowed = Windowed(self.optimizer, self.current, far, self.where, hosted)
+            self.windowed = WindowedOptimizer(self.optimizer, self.current, far, self.where, hosted)
 
     def host(self, parameters: Collection[Owner]) -> None:
         """Step on these on the host from now on.
@@ -131,14 +137,14 @@ class FarUpdate:
         Raises:
             PinnedError: it has no room for two windows.
         """
-        if parameters and self.reserved < self.current and isinstance(self.where, Host):
+        if parameters and self.reserved < self.current and isinstance(self.where, PinnedBufferAllocator):
             reserve(self.where, self.current, self)
             self.reserved = self.current
         self.hosted.update(parameters)
 
-    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Relay:
+    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
         """Updates in windows for gradients that come one after the other, in this order."""
-        relay = Relay(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
+        relay = StreamedUpdate(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
         self.relayed = relay.moved
         return relay
 
@@ -149,16 +155,16 @@ class FarUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class FarStates:
+class OffloadedStates:
     """Whose states one step has far, which of them are stepped there, and the update that does so."""
 
-    update: FarUpdate
+    update: OffloadedUpdate
     owners: tuple[Owner, ...] = ()
     hosted: tuple[Owner, ...] = ()
     window: int | None = None  # bytes of one, as it was planned
 
     @classmethod
-    def of(cls, update: FarUpdate, trace: Trace, parts: Sequence[StatePart]) -> FarStates:
+    def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
         """What a planned step says of `parts` of the states."""
         states = [
             (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import UpdateError
-from ..profile.memory_meter import measured, resident_bytes
-from ..system.profiler_thread import apart
-from .elementwise import POINTWISE, unhooked
-from .twin import SCALING, attributes, changed, twin, twin_nbytes
+from ..profile.memory_meter import measure_peak, resident_bytes
+from ..system.profiler_thread import run_unprofiled
+from .elementwise import ELEMENTWISE, without_hooks
+from .twin import SCALING, attributes, changed_attributes, clone_nbytes, clone_optimizer
 
 Given = tuple[int, Tensor, Mapping[str, Any]]  # a group, a tensor with its gradient, and its state
 TRIED = 4096  # elements of a made-up parameter
@@ -32,14 +32,14 @@ STEPS = 7  # RAdam's update takes more from the sixth on
 APART = "keep it in the state of each parameter"
 
 
-class Stepper:
+class ClonedOptimizer:
     """A copy of an optimizer, with its options as they are now, that steps on what it is given."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.options = [
             {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self.optimizer = twin(optimizer, [], defaultdict(dict))
+        self.optimizer = clone_optimizer(optimizer, [], defaultdict(dict))
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self.scaling: dict[str, Any] = {name: vars(optimizer)[name] for name in SCALING if name in vars(optimizer)}
@@ -78,10 +78,10 @@ class Stepper:
         before = attributes(self.optimizer)
         try:
             piece = _made_up(2, dtype, self.device)
-            (state,) = self._step([(group, piece, begun(self.optimizer, self.options[group], piece))])
+            (state,) = self._step([(group, piece, has_begun(self.optimizer, self.options[group], piece))])
         except Exception as error:
-            raise untried(self.optimizer, error) from error
-        others = changed(before, attributes(self.optimizer))
+            raise untried_reason(self.optimizer, error) from error
+        others = changed_attributes(before, attributes(self.optimizer))
         why = f"{type(self.optimizer).__name__}.{others[0]} is another after a step" if others else ""
         return state or {}, why
 
@@ -94,14 +94,16 @@ class Stepper:
     def _allocates(self, group: int, counts: Sequence[int], dtype: torch.dtype) -> int:
         """The most that updates of made-up parameters take, one after the other."""
         pieces, most = [_made_up(count, dtype, self.device) for count in counts], 0
-        states = [begun(self.optimizer, self.options[group], piece) for piece in pieces]
+        states = [has_begun(self.optimizer, self.options[group], piece) for piece in pieces]
         for _ in range(STEPS):
             given = [(group, piece, state) for piece, state in zip(pieces, states, strict=True)]
             before = _held(states)
-            found, seen = apart(functools.partial(measured, functools.partial(self._step, given), self.device))
+            found, seen = run_unprofiled(
+                functools.partial(measure_peak, functools.partial(self._step, given), self.device)
+            )
             states = [state or {} for state in found]
             most = max(most, seen.peak - (_held(states) - before) if seen else 0)
-        return most + twin_nbytes(self.optimizer)
+        return most + clone_nbytes(self.optimizer)
 
     def _step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
         one = self.optimizer
@@ -113,7 +115,7 @@ class Stepper:
         ]
         try:
             with _numbers_on_host(one):
-                unhooked(type(one))(one)
+                without_hooks(type(one))(one)
             return [one.state.get(piece) for _, piece, _ in pieces]
         finally:
             one.state, one.param_groups = defaultdict(dict), []
@@ -148,20 +150,20 @@ def _numbers_on_host(optimizer: optim.Optimizer) -> AbstractContextManager[Any]:
     return torch.device("cpu") if own and torch.get_default_device().type != "cpu" else nullcontext()
 
 
-def obstacle(optimizer: optim.Optimizer) -> str:
+def clone_obstacle(optimizer: optim.Optimizer) -> str:
     """What a step changes that is not of each parameter alone, so that many can't take its place; empty if nothing.
 
     Raises:
         UpdateError: it is the caller's own, and its step failed.
     """
-    if type(optimizer) in POINTWISE:
+    if type(optimizer) in ELEMENTWISE:
         return ""
-    stepper = Stepper(optimizer)
+    stepper = ClonedOptimizer(optimizer)
     kinds = dict.fromkeys((i, p.dtype) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
     return next(filter(None, (stepper.apart(*kind) for kind in kinds)), "")
 
 
-def begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def has_begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """The state of a parameter before its first step."""
     if not isinstance(optimizer, optim.Adagrad):
         return {}
@@ -169,7 +171,7 @@ def begun(optimizer: optim.Optimizer, options: Mapping[str, Any], parameter: Ten
     return dict(optim.Adagrad([{**options, "params": [parameter]}]).state[parameter])
 
 
-def untried(optimizer: optim.Optimizer, error: Exception) -> UpdateError:
+def untried_reason(optimizer: optim.Optimizer, error: Exception) -> UpdateError:
     """A trial of its step has failed."""
     return UpdateError(
         f"{type(optimizer).__name__} can't be planned, since its step can't be tried on a dense gradient: {error}; "

@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..guards.signature import kernel_modes
-from ..profile.memory_meter import measured, resident_bytes
+from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.device import keeping_freed_memory
-from ..system.measurement_cache import once
-from ..system.profiler_thread import apart
-from ..system.setting import setting
-from ..system.timer import cool, shortest
-from .optimizer_clone import STEPS, begun, untried
-from .twin import twin, twin_nbytes
+from ..system.measurement_cache import measure_once
+from ..system.profiler_thread import run_unprofiled
+from ..system.setting import environment_key
+from ..system.timer import flush_caches, shortest_us
+from .optimizer_clone import STEPS, has_begun, untried_reason
+from .twin import clone_nbytes, clone_optimizer
 
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
-Pair = tuple["Kind", "Kind"]
+TimedPair = tuple["ParameterKind", "ParameterKind"]
 _times: dict[str, float] = {}  # of updates, in microseconds
 
 
@@ -42,14 +42,14 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     Raises:
         UpdateError: its step can't be called without a closure, or not with dense gradients.
     """
-    trial, rows = Trial(optimizer), rows_of(optimizer)
+    trial, rows = OptimizerProfiler(optimizer), rows_of(optimizer)
     sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
     return trial.all_states(kinds_of(rows)), trial.workspace(rows, sure)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all states, once they are made; errors as in `update_nbytes`."""
-    return Trial(optimizer).all_states(kinds_of(rows_of(optimizer)))
+    return OptimizerProfiler(optimizer).all_states(kinds_of(rows_of(optimizer)))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -58,7 +58,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     """What parameters have in common whose update is alike."""
 
     group: int
@@ -72,15 +72,15 @@ class Kind:
         return parameter
 
 
-class Trial:
+class OptimizerProfiler:
     """A copy of an optimizer that steps on made-up parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.works: dict[tuple[Kind, ...], int] = {}
-        self.states: dict[Kind, int] = {}
+        self.works: dict[tuple[ParameterKind, ...], int] = {}
+        self.states: dict[ParameterKind, int] = {}
 
-    def all_states(self, kinds: Collection[Kind]) -> int:
+    def all_states(self, kinds: Collection[ParameterKind]) -> int:
         """Bytes of the states of parameters of these kinds."""
         for kind in kinds:
             self.run(kind)
@@ -97,7 +97,7 @@ class Trial:
         found = [sum(row) if i in together else max(row, default=0) for i, row in enumerate(works)]
         return max([*found, self.most(apart)], default=0)
 
-    def most(self, pairs: Collection[Pair]) -> int:
+    def most(self, pairs: Collection[TimedPair]) -> int:
         """The most that two take of which one follows the other: its last temporaries are there while those of the
         other are made."""
         found = 0
@@ -108,13 +108,13 @@ class Trial:
             found = max(found, self.run(*kinds) if tried < PAIRS else self._bound(kinds))
         return found
 
-    def run(self, *kinds: Kind) -> int:
+    def run(self, *kinds: ParameterKind) -> int:
         """What an update of these takes, one after the other."""
         if kinds not in self.works:
             self.works[kinds] = self._run(kinds)
         return self.works[kinds]
 
-    def us(self, kind: Kind, window: int) -> float:
+    def us(self, kind: ParameterKind, window: int) -> float:
         """The microseconds of an update of one parameter whose states are there; of a large one what fits a window is
         stepped on."""
         self.run(kind)
@@ -124,60 +124,61 @@ class Trial:
             return self._priced(kind)
         return round(self._priced(replace(kind, shape=(fits,))) * count / fits, 1)
 
-    def _priced(self, kind: Kind) -> float:
+    def _priced(self, kind: ParameterKind) -> float:
         group = sorted_options(self.optimizer.param_groups[kind.group])
-        key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {kernel_modes()} {setting(kind.device)}"
-        return once(_times, key, lambda: self._us(kind), float, float)
+        where = f"{kernel_modes()} {environment_key(kind.device)}"
+        key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {where}"
+        return measure_once(_times, key, lambda: self._us(kind), float, float)
 
-    def _us(self, kind: Kind) -> float:
+    def _us(self, kind: ParameterKind) -> float:
         alone = self._alone((kind,))
         step = partial(type(alone).step, alone)
         step()
         with keeping_freed_memory():
-            return shortest(step, kind.device, cool(kind.device))
+            return shortest_us(step, kind.device, flush_caches(kind.device))
 
-    def _bound(self, kinds: Sequence[Kind]) -> int:
+    def _bound(self, kinds: Sequence[ParameterKind]) -> int:
         return sum(self.run(kind) for kind in kinds)
 
-    def _before(self, pair: Pair) -> tuple[Kind, ...]:
+    def _before(self, pair: TimedPair) -> tuple[ParameterKind, ...]:
         """Where vectors and matrices are updated each in a way of its own, the last temporaries of one stay until the
         next of its sort comes.  Between them stands a parameter of one element."""
         sorts = {len(kind.shape) for kind in pair}
-        others: dict[int, Kind] = {}
+        others: dict[int, ParameterKind] = {}
         for kind in sorted(self.states, key=lambda kind: self.works[kind,]):
             if kind.group == pair[0].group and len(kind.shape) not in sorts:
                 others[len(kind.shape)] = kind
         between = replace(pair[0], shape=(1,) * len(pair[0].shape))
         return tuple(one for kind in others.values() for one in (kind, between))
 
-    def _alone(self, kinds: Sequence[Kind]) -> torch.optim.Optimizer:
+    def _alone(self, kinds: Sequence[ParameterKind]) -> torch.optim.Optimizer:
         """The optimizer, as one of made-up parameters that have a gradient and have not been stepped on."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         made = [(kind.group, kind.made_up()) for kind in kinds]
-        first = {p: begun(optimizer, groups[group], p) for group, p in made}
+        first = {p: has_begun(optimizer, groups[group], p) for group, p in made}
         state = defaultdict(dict, {p: state for p, state in first.items() if state})
         given = [
             {**groups[i], "params": [p for group, p in made if group == i]}
             for i in sorted({kind.group for kind in kinds})
         ]
-        return twin(optimizer, given, state)
+        return clone_optimizer(optimizer, given, state)
 
-    def _run(self, kinds: Sequence[Kind]) -> int:
+    def _run(self, kinds: Sequence[ParameterKind]) -> int:
         alone = self._alone(kinds)
         try:
-            first, *later = [apart(partial(_stepped, alone, kinds[0].device)) for _ in range(STEPS)]
+            first, *later = [run_unprofiled(partial(_stepped, alone, kinds[0].device)) for _ in range(STEPS)]
         except Exception as error:
-            raise untried(alone, error) from error
+            raise untried_reason(alone, error) from error
         kept = resident_bytes(state_tensors(alone))
         if len(kinds) == 1:
             self.states[kinds[0]] = kept
-        return max(0, first - kept, *later) + twin_nbytes(alone)  # which an update in backward takes as well
+        return max(0, first - kept, *later) + clone_nbytes(alone)  # which an update in backward takes as well
 
 
 def _stepped(alone: torch.optim.Optimizer, device: torch.device) -> int:
     """The most that a step allocates; the states of the one before stay until it has ended."""
     before = list(state_tensors(alone))
-    _, allocated = measured(lambda: type(alone).step(alone), device)
+    _, allocated = measure_peak(lambda: type(alone).step(alone), device)
     del before
     return allocated.peak if allocated else 0
 
@@ -196,9 +197,9 @@ def _sort(option: object) -> object:
     return option != 0 if isinstance(option, int | float) else type(option).__name__
 
 
-def _in_a_row(rows: Sequence[Sequence[tuple[Kind, bool]]]) -> set[Pair]:
+def _in_a_row(rows: Sequence[Sequence[tuple[ParameterKind, bool]]]) -> set[TimedPair]:
     """Each two that may follow one another, if those that are not sure to be trained may be left out."""
-    pairs, after = set[Pair](), set[Kind]()
+    pairs, after = set[TimedPair](), set[ParameterKind]()
     for kind, sure in reversed([one for row in rows for one in row]):
         pairs |= {(kind, other) for other in after}
         after = {kind} if sure else after | {kind}
@@ -217,13 +218,13 @@ def may_be_stepped(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def kinds_of(rows: Iterable[Iterable[Tensor]]) -> list[Kind]:
+def kinds_of(rows: Iterable[Iterable[Tensor]]) -> list[ParameterKind]:
     """Of each of these parameters of each group."""
     return [_kind(i, parameter) for i, row in enumerate(rows) for parameter in row]
 
 
-def _kind(group: int, parameter: Tensor) -> Kind:
-    return Kind(group, tuple(parameter.shape), parameter.dtype, parameter.device)
+def _kind(group: int, parameter: Tensor) -> ParameterKind:
+    return ParameterKind(group, tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
 def _foreach(group: dict[str, Any], device: torch.device) -> bool:

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UpdateError
-from ..storage.mapped_storage import Home, Place, Where, form_of, place_of
-from ..storage.transfer import bring_home
+from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
+from ..storage.transfer import begin_reload
 from ..tensors.aliasing import overlap
-from ..tensors.layout import laid
+from ..tensors.layout import viewed_as
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
 
 
-class Residence:
+class StatePlacement:
     """The far homes of one module."""
 
-    def __init__(self, module: nn.Module, where: Where = None) -> None:
+    def __init__(self, module: nn.Module, where: BufferLocation = None) -> None:
         self.module, self.where = module, where
         self.gradients: dict[str, Tensor] = {}
 
-    def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, Place]:
+    def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
         """The places of these, which are brought there if they are elsewhere: also when the caller has re-bound them.
 
         `homes` shows what each looks like; `states` are of parameters whose states live far as well.
@@ -42,7 +42,7 @@ class Residence:
         """
         named = dict(self.module.named_parameters())
         parameters = [named[name] for name in _names(homes)]
-        strangers = [parameter for parameter in parameters if place_of(parameter.detach()) is None]
+        strangers = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
         gradients = {name: like for (kind, name), like in homes.items() if kind == GRADIENT}
         wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
         if strangers and (shared := overlap(named | dict(self.module.named_buffers()), _names(homes))):
@@ -58,15 +58,17 @@ class Residence:
         for name in names:
             named[name].data = named[name].detach().clone()
         for state in states:
-            state |= {key: value.clone() for key, value in spread(state).items() if place_of(value) is not None}
+            state |= {
+                key: value.clone() for key, value in state_tensors(state).items() if buffer_slice_of(value) is not None
+            }
 
     def adopt(self, name: str, gradient: Tensor) -> None:
         """Bring a gradient that the caller has made to its home; it stays the caller's object."""
-        if place_of(gradient) != place_of(self.gradients[name]):
+        if buffer_slice_of(gradient) != buffer_slice_of(self.gradients[name]):
             if self.is_held(name):
                 self.gradients |= self.apart({name: gradient})
             home = self.gradients[name]
-            gradient.data = laid(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
+            gradient.data = viewed_as(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
 
     def is_held(self, name: str) -> bool:
         """Whether somebody has a tensor in the home of a gradient: then the next one may not lie there."""
@@ -79,17 +81,17 @@ class Residence:
         Raises:
             SpillError: the disk has no room for them.
         """
-        home = Home([form_of(like) for like in likes.values()], self.where)
+        home = MappedBuffer([tensor_spec_of(like) for like in likes.values()], self.where)
         return {name: home.tensor(i) for i, name in enumerate(likes)}
 
     def _has_room(self, name: str, like: Tensor) -> bool:
         """Whether a gradient has a home, and that is none from when its parameter had another dtype or shape, nor of
         before a fork."""
         home = self.gradients.get(name)
-        return home is not None and home.nbytes == like.nbytes and place_of(home) is not None
+        return home is not None and home.nbytes == like.nbytes and buffer_slice_of(home) is not None
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        moved = bring_home([parameter.detach() for parameter in parameters], self.where)
+        moved = begin_reload([parameter.detach() for parameter in parameters], self.where)
         if gradients:
             self.gradients |= self.apart(gradients)
         for parameter, mapped in zip(parameters, moved, strict=True):
@@ -97,12 +99,17 @@ class Residence:
 
     def _move_states(self, states: Iterable[dict[str, object]]) -> None:
         """All into one home: each has a file of its own, of which a process may open so many."""
-        near = [(one, key, value) for one in states for key, value in spread(one).items() if place_of(value) is None]
-        for (one, key, _), moved in zip(near, bring_home([value for *_, value in near], self.where), strict=True):
+        near = [
+            (one, key, value)
+            for one in states
+            for key, value in state_tensors(one).items()
+            if buffer_slice_of(value) is None
+        ]
+        for (one, key, _), moved in zip(near, begin_reload([value for *_, value in near], self.where), strict=True):
             one[key] = moved
 
-    def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> Place:
-        place = place_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
+    def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
+        place = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
         assert place is not None
         return place
 
@@ -111,6 +118,6 @@ def _names(homes: Iterable[Key]) -> list[str]:
     return [name for kind, name in homes if kind == PARAMETER]
 
 
-def spread(state: Mapping[str, object]) -> dict[str, Tensor]:
+def state_tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
     """What a state has in it that is no single number."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}

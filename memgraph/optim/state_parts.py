@@ -15,8 +15,8 @@ from torch import Tensor
 
 from passes.ir.machine import SMALLEST_HOME
 
-from .elementwise import is_pointwise
-from .optimizer_clone import Stepper
+from .elementwise import is_elementwise
+from .optimizer_clone import ClonedOptimizer
 
 PARTS = 8
 Owner = Tensor | int
@@ -38,7 +38,7 @@ class StatePart:
 def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[StatePart]:
     """The states of large parameters, cut into parts of about the same bytes, or those of each for themselves; none, if
     the optimizer's update can't be run in windows, or if it has no states."""
-    if not is_pointwise(optimizer):
+    if not is_elementwise(optimizer):
         return []
     return in_parts(_nbytes(optimizer), 0 if each else PARTS)
 
@@ -62,7 +62,7 @@ def is_large(parameter: Tensor) -> bool:
 
 def _nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
     """Each large parameter that is trained or was, and the bytes of its states."""
-    stepper, found = Stepper(optimizer), list[tuple[Owner, int]]()
+    stepper, found = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in filter(is_large, group["params"]):
             if parameter.requires_grad or parameter in optimizer.state:

@@ -16,11 +16,11 @@ from torch import optim
 
 from ..guards.signature import kernel_modes
 from ..system.device import CPU
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import cool, shortest
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import flush_caches, shortest_us
 from .host_step import stepper_on_host
-from .optimizer_clone import Stepper, begun
+from .optimizer_clone import ClonedOptimizer, has_begun
 from .optimizer_profiler import sorted_options
 from .state_parts import StatePart
 
@@ -38,17 +38,17 @@ def stepping(optimizer: optim.Optimizer, parts: Sequence[StatePart], nbytes: int
     return sum(part.nbytes for part in parts) / us if us else 0.0
 
 
-def _element_us(stepper: Stepper, group: int, dtype: torch.dtype, nbytes: int) -> float:
+def _element_us(stepper: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
     kind = f"{type(stepper.optimizer)} {sorted_options(stepper.options[group])} {dtype}"
-    key = f"host step {kind} {nbytes} {kernel_modes()} {setting(CPU)}"
-    return once(_known, key, lambda: _measure(stepper, group, dtype, nbytes), float, float)
+    key = f"host step {kind} {nbytes} {kernel_modes()} {environment_key(CPU)}"
+    return measure_once(_known, key, lambda: _measure(stepper, group, dtype, nbytes), float, float)
 
 
-def _measure(stepper: Stepper, group: int, dtype: torch.dtype, nbytes: int) -> float:
+def _measure(stepper: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
     states = sum(state.itemsize for state in stepper.entries(group, dtype).values() if state)
     count = max(1, nbytes // (2 * dtype.itemsize + states))
     piece = torch.zeros(count, dtype=dtype)
     piece.grad = torch.zeros_like(piece)
-    (state,) = stepper.step([(group, piece, begun(stepper.optimizer, stepper.options[group], piece))])
-    us = shortest(partial(stepper.step, [(group, piece, state or {})]), CPU, cool(CPU))
+    (state,) = stepper.step([(group, piece, has_begun(stepper.optimizer, stepper.options[group], piece))])
+    us = shortest_us(partial(stepper.step, [(group, piece, state or {})]), CPU, flush_caches(CPU))
     return us / count

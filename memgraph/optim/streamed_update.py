@@ -16,17 +16,22 @@ from collections.abc import Sequence
 
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import Where
+from ..storage.mapped_storage import BufferLocation
 from ..system.signals import Interrupts
 from .update_operands import GRADIENT, PARAMETER, Whose
-from .windowed_update import Update, view
+from .windowed_update import WindowedUpdate, view
 
 
-class Relay(Update):
+class StreamedUpdate(WindowedUpdate):
     """The updates of some parameters in one backward."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, parameters: Sequence[Tensor], nbytes: int, far_states: Whose, where: Where
+        self,
+        optimizer: optim.Optimizer,
+        parameters: Sequence[Tensor],
+        nbytes: int,
+        far_states: Whose,
+        where: BufferLocation,
     ) -> None:
         """`optimizer` has these parameters and no others; their gradients will come in this order.
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import FusedError
-from ..guards.module_proxy import plain
+from ..guards.module_proxy import unwrapped
 
 LOAD = "load an earlier state: memgraph.load_state(path, model, optimizer), or load_state_dict() of model and optimizer"
 
 
-class Torn:
+class PartialUpdateGuard:
     """What a backward that failed has left of a module and its optimizer."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class Torn:
         self.words = f"{updated} of {len(names)} parameters have been updated, the others have not: {LOAD}"
         self.names, self.awaited = names, {"model", "optimizer"}
         if not self.handles:  # only now: a module that is whole stays as it was given
-            module = plain(self.module)
+            module = unwrapped(self.module)
             self.handles = [
                 module.register_load_state_dict_pre_hook(_Hook(self._model_loads)),
                 module.register_load_state_dict_post_hook(_Hook(self._model_loaded)),

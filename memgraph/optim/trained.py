@@ -17,7 +17,7 @@ from .state_parts import StatePart
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedParameters:
     """The parameters that a step makes gradients of, and the states of the optimizer in parts."""
 
     parameters: Sequence[Tensor]

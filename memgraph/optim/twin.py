@@ -24,7 +24,7 @@ PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 NOTES = ("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")  # of torch's own steps
 
 
-def twin(optimizer: optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> optim.Optimizer:
+def clone_optimizer(optimizer: optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> optim.Optimizer:
     """One that steps as the optimizer does, with these groups and states, the optimizer's own if None, and without
     hooks."""
     state = optimizer.state if state is None else state
@@ -41,12 +41,12 @@ def attributes(optimizer: optim.Optimizer) -> dict[str, Any]:
     return {name: _copied(value) for name, value in own.items() if _is_plain(value)}
 
 
-def twin_nbytes(optimizer: optim.Optimizer) -> int:
+def clone_nbytes(optimizer: optim.Optimizer) -> int:
     """Bytes that a twin takes for itself: its copies of numbers that are tensors."""
     return resident_bytes(leaf for leaf in tree_leaves(attributes(optimizer)) if isinstance(leaf, Tensor))
 
 
-def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The names of the attributes that a step has changed or made."""
     kept = [name for name, value in after.items() if name in before and _is_same(before[name], value)]
     return sorted({*before, *after} - {*kept, *NOTES})

@@ -23,17 +23,17 @@ from torch import Tensor
 
 from passes import Op, Storage, Trace
 from passes.ir.liveness import RELEASED
-from passes.order.early_updates import early
+from passes.order.early_updates import update_early
 
-from .optimizer_profiler import Trial, kinds_of, may_be_stepped, rows_of, update_nbytes
+from .optimizer_profiler import OptimizerProfiler, kinds_of, may_be_stepped, rows_of, update_nbytes
 from .state_parts import StatePart
-from .trained import Trained
+from .trained import TrainedParameters
 
 STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
 
 
-def with_update(
-    trace: Trace, optimizer: torch.optim.Optimizer, trained: Trained, owned: Mapping[Tensor, Sequence[str]],
+def add_update(
+    trace: Trace, optimizer: torch.optim.Optimizer, trained: TrainedParameters, owned: Mapping[Tensor, Sequence[str]],
     window: int = 1 << 62,
 ) -> Trace:  # fmt: skip
     """The trace with the optimizer's states among its inputs and its update as its last op.
@@ -48,10 +48,10 @@ def with_update(
     nbytes, workspace = update_nbytes(optimizer, trained.parameters)
     whose = [[value for p in part.parameters for value in owned.get(p, ())] for part in trained.parts]
     sizes = [part.nbytes for part in trained.parts]
-    return with_step(trace, type(optimizer).__name__, nbytes, workspace, sizes, whose)
+    return add_update_op(trace, type(optimizer).__name__, nbytes, workspace, sizes, whose)
 
 
-def with_step(
+def add_update_op(
     trace: Trace, name: str, nbytes: int, workspace: int, sizes: Sequence[int] = (), whose: Sequence[Sequence[str]] = ()
 ) -> Trace:
     """The trace with states of so many bytes in all, `sizes` of them in parts of their own, and with an update that
@@ -67,9 +67,9 @@ def with_step(
     return replace(trace, ops=(*states, *trace.ops, update))
 
 
-def with_price(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> Trace:
+def price_update(trace: Trace, optimizer: torch.optim.Optimizer, trained: Collection[Tensor], window: int) -> Trace:
     """The trace with the time of the update that is its last op, as it is in windows of so many bytes."""
-    trial, sure = Trial(optimizer), set(map(id, trained))
+    trial, sure = OptimizerProfiler(optimizer), set(map(id, trained))
     rows = [[p for p in group["params"] if id(p) in sure] for group in optimizer.param_groups]
     us = round(sum(trial.us(kind, window) for kind in kinds_of(rows)), 1)
     return replace(trace, ops=(*trace.ops[:-1], replace(trace.ops[-1], us=us)))
@@ -81,7 +81,7 @@ def _with_updates(
 ) -> Trace:  # fmt: skip
     """The trace in which each update in backward reads the states of its own parameter, and only those that are not
     `inside`, and may have a gradient from elsewhere, wait for the end."""
-    trial, name = Trial(optimizer), type(optimizer).__name__
+    trial, name = OptimizerProfiler(optimizer), type(optimizer).__name__
     rows = rows_of(optimizer)
     kinds = dict(zip(chain.from_iterable(rows), kinds_of(rows), strict=True))
     works = {p: trial.run(kind) for p, kind in kinds.items()}
@@ -103,7 +103,7 @@ def _with_updates(
         reads = (rest.name, *(value for kind, value in trace.outputs if kind not in ("output", RELEASED)))
         workspace = trial.workspace(late, frozenset())
         ops = (*ops, Op("optimizer_step", f"{name}.step", reads, phase="update", workspace=workspace))
-    return early(replace(trace, ops=ops))
+    return update_early(replace(trace, ops=ops))
 
 
 def _state(name: str, nbytes: int, where: str, type: str = "") -> Op:

@@ -16,13 +16,20 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import UpdateError
-from ..storage.mapped_storage import Form, Home, Place, Where, form_of, place_of
-from ..storage.transfer import bring_home
+from ..storage.mapped_storage import (
+    BufferLocation,
+    BufferSlice,
+    MappedBuffer,
+    TensorSpec,
+    buffer_slice_of,
+    tensor_spec_of,
+)
+from ..storage.transfer import begin_reload
 from ..tensors.aliasing import span_of
 from ..tensors.layout import is_dense
 from .elementwise import is_exact
-from .optimizer_clone import Stepper
-from .window_plan import Row
+from .optimizer_clone import ClonedOptimizer
+from .window_plan import WindowRow
 
 Whose = Callable[[Tensor], bool]  # of a parameter
 
@@ -30,11 +37,11 @@ PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of state
 
 
 @dataclass
-class Strand:
+class UpdateOperand:
     """One tensor that an update reads, as pieces are cut from it."""
 
     tensor: Tensor
-    place: Place | None  # where its pieces have to be moved from and to; None: they are used where they are
+    place: BufferSlice | None  # where its pieces have to be moved from and to; None: they are used where they are
     order: tuple[int, ...]  # of its dimensions, as the parameter's lie in memory
     written: bool
     owner: Tensor | None = None  # what everybody else knows these bytes by, if that is another tensor
@@ -48,7 +55,7 @@ class Strand:
         """The tensor that everybody else has."""
         return self.tensor if self.owner is None else self.owner
 
-    def source(self, whole: bool) -> Place | None:
+    def source(self, whole: bool) -> BufferSlice | None:
         """Where its pieces are moved from and to as runs of bytes."""
         return self.place if whole or self.flat is not None else None
 
@@ -58,15 +65,15 @@ class Strand:
 
 
 @dataclass
-class Subject:
+class ParameterUpdate:
     """A parameter in an update."""
 
     parameter: Tensor
     group: int
     state: dict[str, Any]
     entries: Mapping[str, torch.dtype | None]
-    strands: dict[str, Strand] = field(default_factory=dict)
-    fresh: dict[str, Strand] = field(default_factory=dict)  # states that are being made
+    strands: dict[str, UpdateOperand] = field(default_factory=dict)
+    fresh: dict[str, UpdateOperand] = field(default_factory=dict)  # states that are being made
     scalars: dict[str, Any] = field(default_factory=dict)  # states that are one for all elements, as they will be
     numbers: Mapping[str, torch.device] = field(default_factory=dict)  # where such belong, if they are made elsewhere
     keys: tuple[str, ...] = ()  # of the state, once it was updated
@@ -88,20 +95,26 @@ class Subject:
         """From now on this is its gradient; None: one is yet to come, which may lie in another way than it does."""
         if gradient is None:
             gradient = torch.empty((), dtype=self.parameter.dtype, device="meta").expand(self.parameter.shape)
-        self.strands[GRADIENT] = Strand(gradient, place_of(gradient), order_of(self.parameter), written=False)
+        self.strands[GRADIENT] = UpdateOperand(
+            gradient, buffer_slice_of(gradient), order_of(self.parameter), written=False
+        )
 
     @property
-    def row(self) -> Row:
+    def row(self) -> WindowRow:
         strands = self.strands.values()
         moved = tuple(strand.tensor.dtype.itemsize for strand in strands if strand.roomy(whole=False))
         resident = tuple(strand.tensor.dtype.itemsize for strand in strands if not strand.roomy(whole=False))
         fresh = tuple(dtype.itemsize for dtype in self.missing.values())
-        return Row(self.parameter.numel(), moved, resident, fresh, is_exact(self.parameter, self.hosted))
+        return WindowRow(self.parameter.numel(), moved, resident, fresh, is_exact(self.parameter, self.hosted))
 
 
-def subjects_of(
-    optimizer: optim.Optimizer, stepper: Stepper, far_states: Whose, where: Where, awaited: bool = False
-) -> list[Subject]:
+def parameter_updates(
+    optimizer: optim.Optimizer,
+    stepper: ClonedOptimizer,
+    far_states: Whose,
+    where: BufferLocation,
+    awaited: bool = False,
+) -> list[ParameterUpdate]:
     """The parameters that have a gradient, or all, if gradients are `awaited`. States that belong on disk are there
     then.
 
@@ -117,7 +130,7 @@ def subjects_of(
                 kind = i, parameter.dtype
                 if kind not in entries:
                     entries[kind] = stepper.entries(*kind)
-                found.append(Subject(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
+                found.append(ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
     _bring_states_home([subject for subject in found if far_states(subject.parameter)], where)
     for subject in found:
         subject.strands = _strands(subject)
@@ -126,7 +139,7 @@ def subjects_of(
     return found
 
 
-def make_places(subjects: Sequence[Subject], far_states: Whose, where: Where) -> None:
+def make_places(subjects: Sequence[ParameterUpdate], far_states: Whose, where: BufferLocation) -> None:
     """Make room for states that do not exist yet.
 
     Raises:
@@ -141,16 +154,16 @@ def make_places(subjects: Sequence[Subject], far_states: Whose, where: Where) ->
             elif subject.left > 1:  # else the update makes it whole
                 device = subject.parameter.device
                 made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
-                subject.fresh[key] = fresh_strand(made)
+                subject.fresh[key] = new_operand(made)
     if far:
-        home = Home([form for *_, form in far], where)
+        home = MappedBuffer([form for *_, form in far], where)
         for i, (subject, key, _) in enumerate(far):
-            subject.fresh[key] = fresh_strand(home.tensor(i), home.place(i))
+            subject.fresh[key] = new_operand(home.tensor(i), home.place(i))
 
 
-def fresh_strand(tensor: Tensor, place: Place | None = None) -> Strand:
+def new_operand(tensor: Tensor, place: BufferSlice | None = None) -> UpdateOperand:
     """A state that the update makes."""
-    return Strand(tensor, place, order_of(tensor), written=True)
+    return UpdateOperand(tensor, place, order_of(tensor), written=True)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
@@ -159,33 +172,35 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(order, key=lambda i: -strides[i]) if is_dense(tensor) else order)
 
 
-def _form_beside(parameter: Tensor, dtype: torch.dtype) -> Form:
+def _form_beside(parameter: Tensor, dtype: torch.dtype) -> TensorSpec:
     """What lies in memory as a parameter does, without its gaps."""
     alike = torch.empty_like(parameter, device="meta", dtype=dtype, memory_format=torch.preserve_format)
-    return form_of(alike)
+    return tensor_spec_of(alike)
 
 
-def _bring_states_home(subjects: Sequence[Subject], where: Where) -> None:
+def _bring_states_home(subjects: Sequence[ParameterUpdate], where: BufferLocation) -> None:
     """Move states that are in memory to disk, as they are after `load_state_dict`."""
     near = []
     for subject in subjects:
         for key in subject.there:
             tensor = subject.state[key]
-            if tensor.numel() and is_dense(tensor) and place_of(tensor) is None:
+            if tensor.numel() and is_dense(tensor) and buffer_slice_of(tensor) is None:
                 near.append((subject.state, key))
-    for (state, key), tensor in zip(near, bring_home([state[key] for state, key in near], where), strict=True):
+    for (state, key), tensor in zip(near, begin_reload([state[key] for state, key in near], where), strict=True):
         state[key] = tensor
 
 
-def _strands(subject: Subject) -> dict[str, Strand]:
+def _strands(subject: ParameterUpdate) -> dict[str, UpdateOperand]:
     """The parameter and its states."""
     parameter = subject.parameter
     tensors = {PARAMETER: parameter, **{key: subject.state[key] for key in subject.there}}
     order = order_of(parameter)
-    return {name: Strand(tensor, place_of(tensor), order, written=True) for name, tensor in tensors.items()}
+    return {
+        name: UpdateOperand(tensor, buffer_slice_of(tensor), order, written=True) for name, tensor in tensors.items()
+    }
 
 
-def _refuse_shared(subjects: Sequence[Subject]) -> None:
+def _refuse_shared(subjects: Sequence[ParameterUpdate]) -> None:
     """A window reads before the one before it has been written, so nothing may lie on the place of something else."""
     ends = []
     for subject in subjects:
@@ -205,6 +220,6 @@ def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def nobody(_: Tensor) -> bool:
+def no_operands(_: Tensor) -> bool:
     """Whose: none of the parameters."""
     return False

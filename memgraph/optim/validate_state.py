@@ -54,11 +54,11 @@ def group_troubles(
 ) -> Iterator[str]:
     """What stands against these groups, of an optimizer of this class; `complete` adds what older versions lack."""
     if len(own) != len(given):
-        yield f"it has {counted(len(given), 'group')}, and the optimizer has {len(own)}"
+        yield f"it has {counted_words(len(given), 'group')}, and the optimizer has {len(own)}"
         return
     for place, (mine, theirs) in enumerate(zip(own, given, strict=True)):
         if len(theirs.get("params", ())) != len(mine["params"]):
-            count = counted(len(theirs.get("params", ())), "parameter")
+            count = counted_words(len(theirs.get("params", ())), "parameter")
             yield f"it has {count} in group {place}, and the optimizer has {len(mine['params'])}"
             return
     numbers = [number for group in given for number in group["params"]]
@@ -75,7 +75,9 @@ def group_troubles(
                 yield f"{name!r} of its group {place} is {_kind_of_option(theirs[name])}, and has to be {wanted}"
 
 
-def completed(kind: type[optim.Optimizer], defaults: Mapping[str, Any], given: Sequence[Group]) -> list[dict[str, Any]]:
+def with_defaults(
+    kind: type[optim.Optimizer], defaults: Mapping[str, Any], given: Sequence[Group]
+) -> list[dict[str, Any]]:
     """The groups with what the optimizer adds to those that an older version has written."""
     groups = [{**group, "params": []} for group in given]
     if kind.__setstate__ is not optim.Optimizer.__setstate__:  # torch's own adds nothing
@@ -117,7 +119,7 @@ def _torchs_options() -> frozenset[str]:
     return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters) - {"params", "defaults"}
 
 
-def counted(count: int, what: str) -> str:
+def counted_words(count: int, what: str) -> str:
     """A number of things in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
@@ -129,7 +131,7 @@ def _troubles(optimizer: optim.Optimizer, given: Any) -> Iterator[str]:
         return
 
     def complete(groups: Sequence[Group]) -> list[dict[str, Any]]:
-        return completed(kind, optimizer.defaults, groups)
+        return with_defaults(kind, optimizer.defaults, groups)
 
     yield from group_troubles(optimizer.param_groups, given["param_groups"], kind, optimizer.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import place_of
+from ..storage.mapped_storage import buffer_slice_of
 from .elementwise import is_exact
-from .optimizer_clone import Stepper, Temporaries
+from .optimizer_clone import ClonedOptimizer, Temporaries
 from .update_operands import Whose
-from .window_plan import Piece, Row, Window, cut
+from .window_plan import Window, WindowPiece, WindowRow, plan_windows
 
 SCALAR = 8  # bytes of a number that is one for all elements of a parameter, or less
 
 
 @dataclass(frozen=True)
-class Far:
+class OffloadedParts:
     """Which parameters have their own bytes, their gradients and their states on disk, or will have."""
 
     parameters: Whose
@@ -52,24 +52,28 @@ class WindowBytes:
 
 
 @dataclass(frozen=True)
-class Draft:
+class WindowDraft:
     """A parameter as it will be in an update."""
 
     group: int
-    row: Row
+    row: WindowRow
     temporaries: Temporaries
     numbers: int  # states that are one for all its elements
     far_states: bool
 
-    def nbytes_of_numbers(self, piece: Piece) -> int:
+    def nbytes_of_numbers(self, piece: WindowPiece) -> int:
         return 0 if piece.whole else SCALAR * self.numbers
 
-    def fresh(self, piece: Piece) -> int:
+    def fresh(self, piece: WindowPiece) -> int:
         return sum(piece.count * itemsize for itemsize in self.row.fresh)
 
 
 def window_bytes(
-    optimizer: optim.Optimizer, nbytes: int, far: Far, trained: Collection[Tensor] | None = None, apart: bool = False
+    optimizer: optim.Optimizer,
+    nbytes: int,
+    far: OffloadedParts,
+    trained: Collection[Tensor] | None = None,
+    apart: bool = False,
 ) -> tuple[WindowBytes, WindowBytes]:
     """Bytes of the next update and of any later one, in windows of `nbytes`; with `apart` each is of one parameter.
 
@@ -79,7 +83,7 @@ def window_bytes(
         ValueError: the windows are too small for a piece of some parameter.
     """
     sure = None if trained is None else set(map(id, trained))
-    stepper = Stepper(optimizer)
+    stepper = ClonedOptimizer(optimizer)
     known: dict[tuple[int, torch.dtype], Temporaries] = {}
     now, later = [], []
     for i, group in enumerate(optimizer.param_groups):
@@ -91,17 +95,17 @@ def window_bytes(
                 entries, state = stepper.entries(*kind), optimizer.state.get(parameter, {})
                 numbers = sum(dtype is None for dtype in entries.values())
                 rest = known[kind], numbers, far.states(parameter)
-                now.append(Draft(i, _row(parameter, entries, state, far), *rest))
-                later.append(Draft(i, _row(parameter, entries, None, far), *rest))
+                now.append(WindowDraft(i, _row(parameter, entries, state, far), *rest))
+                later.append(WindowDraft(i, _row(parameter, entries, None, far), *rest))
     return _bytes(now, nbytes, apart), _bytes(later, nbytes, apart)
 
 
 def _row(
-    parameter: Tensor, entries: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None, far: Far
-) -> Row:
+    parameter: Tensor, entries: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None, far: OffloadedParts
+) -> WindowRow:
     """The parameter with the states that it has; None: with all of them."""
     tensors = [
-        (parameter.dtype, far.parameters(parameter) or place_of(parameter) is not None),
+        (parameter.dtype, far.parameters(parameter) or buffer_slice_of(parameter) is not None),
         (parameter.dtype, far.gradients(parameter)),
     ]
     fresh = []
@@ -110,15 +114,15 @@ def _row(
         if dtype is not None and state is not None and there is None:
             fresh.append(dtype.itemsize)
         elif dtype is not None:
-            tensors.append((dtype, far.states(parameter) or (there is not None and place_of(there) is not None)))
+            tensors.append((dtype, far.states(parameter) or (there is not None and buffer_slice_of(there) is not None)))
     moved, resident = (tuple(dtype.itemsize for dtype, away in tensors if away is side) for side in (True, False))
-    return Row(parameter.numel(), moved, resident, tuple(fresh), is_exact(parameter))
+    return WindowRow(parameter.numel(), moved, resident, tuple(fresh), is_exact(parameter))
 
 
-def _bytes(drafts: Sequence[Draft], nbytes: int, apart: bool) -> WindowBytes:
-    windows = cut([draft.row for draft in drafts], nbytes, apart=apart)
+def _bytes(drafts: Sequence[WindowDraft], nbytes: int, apart: bool) -> WindowBytes:
+    windows = plan_windows([draft.row for draft in drafts], nbytes, apart=apart)
 
-    def each(of: Callable[[Draft, Piece], int]) -> list[int]:
+    def each(of: Callable[[WindowDraft, WindowPiece], int]) -> list[int]:
         return [sum(of(drafts[piece.row], piece) for piece in window) for window in windows]
 
     slab = max(each(lambda draft, piece: draft.row.room(piece.count)), default=0) * len(windows[:2])
@@ -134,7 +138,7 @@ def _bytes(drafts: Sequence[Draft], nbytes: int, apart: bool) -> WindowBytes:
     return WindowBytes(slab, max(passing, tried - slab), max(leaving, default=0), handed)
 
 
-def _temporaries(drafts: Sequence[Draft], window: Window) -> int:
+def _temporaries(drafts: Sequence[WindowDraft], window: Window) -> int:
     """What the optimizer's step on a window takes; it does group after group."""
     found = [0]
     for _, pieces in itertools.groupby(window, key=lambda piece: drafts[piece.row].group):

@@ -28,7 +28,7 @@ LINE = 64  # bytes to which each tensor in a window is aligned
 
 
 @dataclass(frozen=True)
-class Row:
+class WindowRow:
     """A parameter in an update: how many elements, and the bytes of each in its tensors.
 
     Those in `moved` get room in the window; those in `resident` are used where they are, and those in `fresh` are made
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WindowPiece:
     """The elements from `begin` to `end` of the parameter in a row."""
 
     row: int
@@ -69,17 +69,17 @@ class Piece:
         return self.end - self.begin
 
 
-Window = tuple[Piece, ...]
+Window = tuple[WindowPiece, ...]
 
 
-def cut(rows: Sequence[Row], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
+def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
     """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
     With `apart` none holds pieces of two rows.
 
     Raises:
         ValueError: the shortest piece of some parameter is larger than that.
     """
-    windows: list[list[Piece]] = [[]]
+    windows: list[list[WindowPiece]] = [[]]
     room = nbytes
     for i, row in enumerate(rows, first):
         _refuse_coarse(row, nbytes)
@@ -90,14 +90,14 @@ def cut(rows: Sequence[Row], nbytes: int, first: int = 0, apart: bool = False) -
                 windows.append([])
                 room = nbytes
                 continue
-            windows[-1].append(Piece(i, begin, begin + count, count == row.count))
+            windows[-1].append(WindowPiece(i, begin, begin + count, count == row.count))
             room -= row.nbytes(count)
             begin += count
             done = begin == row.count
     return [tuple(window) for window in windows if window]
 
 
-def _refuse_coarse(row: Row, nbytes: int) -> None:
+def _refuse_coarse(row: WindowRow, nbytes: int) -> None:
     """
     Raises:
         ValueError: an empty window does not hold a piece of it.
@@ -107,7 +107,7 @@ def _refuse_coarse(row: Row, nbytes: int) -> None:
         raise ValueError(f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least")
 
 
-def _fits(row: Row, begin: int, room: int, nbytes: int) -> int | None:
+def _fits(row: WindowRow, begin: int, room: int, nbytes: int) -> int | None:
     """How many elements from `begin` on go into the room that a window of `nbytes` still has."""
     rest = row.count - begin
     limit = rest if row.exact else SERIAL
@@ -119,7 +119,7 @@ def _fits(row: Row, begin: int, room: int, nbytes: int) -> int | None:
     return pieces * row.quantum or None
 
 
-def boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
+def aligned_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
     """Views that together are the elements from `begin` to `end` of a tensor of any strides, row by row."""
     if begin == end:
         return []
@@ -128,11 +128,11 @@ def boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
     inner = tensor[0].numel()
     first, last = -(-begin // inner), end // inner
     if first > last:  # within one row
-        return boxes(tensor[last], begin - last * inner, end - last * inner)
-    found = boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
+        return aligned_boxes(tensor[last], begin - last * inner, end - last * inner)
+    found = aligned_boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
     if first < last:
         found.append(tensor[first:last])
-    return found + (boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
+    return found + (aligned_boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
 
 
 def aligned(nbytes: int) -> int:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import Place
-from ..storage.transfer import part_of
-from .update_operands import Strand, Subject, fresh_strand
-from .window_plan import Piece, boxes
+from ..storage.mapped_storage import BufferSlice
+from ..storage.transfer import slice_of
+from .update_operands import ParameterUpdate, UpdateOperand, new_operand
+from .window_plan import WindowPiece, aligned_boxes
 
-Write = tuple[Place, Tensor]
+WriteBack = tuple[BufferSlice, Tensor]
 
 
 @dataclass(frozen=True)
-class Cut:
+class WindowView:
     """The tensors of a piece by the names of the strands, and its state."""
 
-    subject: Subject
-    piece: Piece
+    subject: ParameterUpdate
+    piece: WindowPiece
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
@@ -36,7 +36,7 @@ class Cut:
             for box, run in _boxes(strand, self.piece, tensor):
                 run.copy_(box)
 
-    def changed(self, gradient: bool) -> list[Write]:
+    def changed(self, gradient: bool) -> list[WriteBack]:
         """What of an update has to be written to disk, the gradient as well if that was changed; what is moved row by
         row is put back into memory."""
         for strand, tensor in self._scattered():
@@ -51,9 +51,9 @@ class Cut:
             if (place := strand.source(whole))
         ]
 
-    def made(self, state: Mapping[str, Any]) -> list[Write]:
+    def made(self, state: Mapping[str, Any]) -> list[WriteBack]:
         """Keep the states that an update has made; what has to be written to disk is returned."""
-        subject, piece, writes = self.subject, self.piece, list[Write]()
+        subject, piece, writes = self.subject, self.piece, list[WriteBack]()
         subject.keys = tuple(state)
         for key, value in state.items():
             if key in self.tensors:
@@ -61,27 +61,27 @@ class Cut:
             if key not in subject.missing or not isinstance(value, Tensor):
                 subject.scalars[key] = value
                 continue
-            fresh = subject.fresh.setdefault(key, fresh_strand(value))
+            fresh = subject.fresh.setdefault(key, new_operand(value))
             if fresh.place is not None and (not piece.whole or fresh.tensor.stride() == value.stride()):
                 writes.append((range_of(fresh.place, piece, value.dtype), value))
             elif fresh.tensor is not value:
                 view(fresh, piece).copy_(value)
         return writes
 
-    def _scattered(self) -> list[tuple[Strand, Tensor]]:
+    def _scattered(self) -> list[tuple[UpdateOperand, Tensor]]:
         """What is moved row by row, because its order is not the parameter's."""
         whole, strands = self.piece.whole, self.subject.strands.items()
         return [(one, self.tensors[name]) for name, one in strands if one.roomy(whole) and not one.source(whole)]
 
 
-def in_room(room: Tensor, strand: Strand, piece: Piece) -> Tensor:
+def in_buffer(room: Tensor, strand: UpdateOperand, piece: WindowPiece) -> Tensor:
     """Room in a window as the piece's tensor, which counts its own versions and not all that the window sees."""
     tensor = strand.tensor
     run = room[: piece.count * tensor.dtype.itemsize].view(tensor.dtype)
     return (run.as_strided(tensor.shape, tensor.stride()) if piece.whole else run).data
 
 
-def view(strand: Strand, piece: Piece) -> Tensor:
+def view(strand: UpdateOperand, piece: WindowPiece) -> Tensor:
     """The piece's elements where they are."""
     if piece.whole:
         return strand.tensor.detach()
@@ -89,12 +89,12 @@ def view(strand: Strand, piece: Piece) -> Tensor:
     return strand.flat[piece.begin : piece.end]
 
 
-def range_of(place: Place, piece: Piece, dtype: torch.dtype) -> Place:
+def range_of(place: BufferSlice, piece: WindowPiece, dtype: torch.dtype) -> BufferSlice:
     """Where a piece's elements lie in a place."""
-    return part_of(place, piece.begin * dtype.itemsize, piece.count * dtype.itemsize)
+    return slice_of(place, piece.begin * dtype.itemsize, piece.count * dtype.itemsize)
 
 
-def state_of(subject: Subject, piece: Piece, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def state_of(subject: ParameterUpdate, piece: WindowPiece, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state of a piece. What is one for all elements is handed to each piece as it was before the update."""
     if piece.whole:
         return {key: tensors.get(key, value) for key, value in subject.state.items()}
@@ -103,7 +103,7 @@ def state_of(subject: Subject, piece: Piece, tensors: Mapping[str, Tensor]) -> d
     return known | scalars | {key: tensors[key] for key in known if key in tensors}
 
 
-def commit(optimizer: optim.Optimizer, subject: Subject) -> None:
+def commit(optimizer: optim.Optimizer, subject: ParameterUpdate) -> None:
     """All pieces of the parameter are updated: let the optimizer have its state."""
     for strand in subject.strands.values():
         apart = strand.place is not None or strand.owner is not None
@@ -123,9 +123,9 @@ def commit(optimizer: optim.Optimizer, subject: Subject) -> None:
             before.copy_(subject.scalars[key])
 
 
-def _boxes(strand: Strand, piece: Piece, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _boxes(strand: UpdateOperand, piece: WindowPiece, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Parts of a strand in the parameter's order, each with its part of the piece's memory."""
     begin = 0
-    for box in boxes(strand.ordered, piece.begin, piece.end):
+    for box in aligned_boxes(strand.ordered, piece.begin, piece.end):
         yield box, memory[begin : begin + box.numel()].view(box.shape)
         begin += box.numel()

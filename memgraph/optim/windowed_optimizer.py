@@ -16,27 +16,32 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ..storage.async_copy import Moved
-from ..storage.mapped_storage import Where, place_of
+from ..storage.async_copy import CopiedBytes
+from ..storage.mapped_storage import BufferLocation, buffer_slice_of
 from ..storage.spill_file import SpillError
-from .elementwise import by_elements, in_place_of_step, refuse, unhooked
-from .update_operands import Whose, nobody
-from .windowed_update import Update
+from .elementwise import declared_elementwise, refuse_not_elementwise, replace_step, without_hooks
+from .update_operands import Whose, no_operands
+from .windowed_update import WindowedUpdate
 
 
-class Windowed:
+class WindowedOptimizer:
     """The step of one optimizer; `far_states` tells of which parameters the states belong on disk, and `hosted` which
     are stepped on the host."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, hosted: Whose = nobody
+        self,
+        optimizer: optim.Optimizer,
+        nbytes: int,
+        far_states: Whose,
+        where: BufferLocation,
+        hosted: Whose = no_operands,
     ) -> None:
         self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
         self.optimizer = optimizer
-        self.pending: Update | None = None
-        self.moved: Moved = {}  # the copies of the latest update
+        self.pending: WindowedUpdate | None = None
+        self.moved: CopiedBytes = {}  # the copies of the latest update
         self.plain = optimizer.step
-        optimizer.step = in_place_of_step(optimizer, self.step)  # type: ignore[method-assign]
+        optimizer.step = replace_step(optimizer, self.step)  # type: ignore[method-assign]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """What `optimizer.step` does now.
@@ -46,13 +51,13 @@ class Windowed:
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
-        if not by_elements(type(optimizer)) and not self._far():
+        if not declared_elementwise(type(optimizer)) and not self._far():
             return self.plain(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if self.pending is not None and self._goes_on(self.pending):
             return self._resume(self.pending, args, kwargs)
         if self._far():
-            refuse(optimizer)
+            refuse_not_elementwise(optimizer)
         return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
 
     def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
@@ -61,16 +66,16 @@ class Windowed:
             with torch.enable_grad():
                 loss = closure()
         if self._far():
-            refuse(optimizer)  # again, for the gradients that the closure made
+            refuse_not_elementwise(optimizer)  # again, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = Update(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
+                self.pending = WindowedUpdate(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
                 self.moved = self.pending.moved
                 self._run(self.pending)
         else:
-            unhooked(type(optimizer))(optimizer)
+            without_hooks(type(optimizer))(optimizer)
         return loss
 
-    def _resume(self, update: Update, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _resume(self, update: WindowedUpdate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on with an update whose first hooks and closure have run."""
         with torch.inference_mode(False), torch.no_grad():
             self._run(update)
@@ -78,7 +83,7 @@ class Windowed:
             hook(self.optimizer, args, kwargs)
         return update.loss
 
-    def _run(self, update: Update) -> None:
+    def _run(self, update: WindowedUpdate) -> None:
         try:
             update.run()
         except SpillError as error:
@@ -93,7 +98,7 @@ class Windowed:
             if update.done:
                 self.pending = None
 
-    def _goes_on(self, update: Update) -> bool:
+    def _goes_on(self, update: WindowedUpdate) -> bool:
         """Whether this update is still to be finished; no, if the state was loaded anew."""
         changed = update.changed()
         if changed == "gradient" and update.begun:
@@ -107,14 +112,16 @@ class Windowed:
     def _far(self) -> bool:
         """Whether anything that the step needs is on disk, or belongs there."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return any(self.far_states(parameter) or any(map(place_of, self._tensors(parameter))) for parameter in trained)
+        return any(
+            self.far_states(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
+        )
 
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
         held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
         return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
-def _left(update: Update) -> str:
+def _left(update: WindowedUpdate) -> str:
     """What an update that has ended early still has to do, and how."""
     if update.done:
         return "this update is done"

@@ -26,45 +26,45 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.async_copy import Copy, Move, Moved, settle
+from ..storage.async_copy import CopiedBytes, Copy, CopyRequest, finish_copies
 from ..storage.io_threads import read, write
-from ..storage.mapped_storage import Where
-from ..storage.pinned_storage import Host
-from ..storage.transfer import Copying, fetch, settled, store
+from ..storage.mapped_storage import BufferLocation
+from ..storage.pinned_storage import PinnedBufferAllocator
+from ..storage.transfer import Copying, offload_slices, reload_slices, wait_all
 from ..system.signals import Interrupts
 from ..tensors.versions import version_of
-from .host_step import HostStep, at_home, parted
-from .optimizer_clone import Stepper
-from .update_operands import GRADIENT, PARAMETER, Whose, make_places, nobody, subjects_of
-from .window_plan import Window, aligned, cut
-from .window_views import Cut, Write, commit, in_room, range_of, state_of, view
+from .host_step import HostStep, split_parts, states_on_host
+from .optimizer_clone import ClonedOptimizer
+from .update_operands import GRADIENT, PARAMETER, Whose, make_places, no_operands, parameter_updates
+from .window_plan import Window, aligned, plan_windows
+from .window_views import WindowView, WriteBack, commit, in_buffer, range_of, state_of, view
 
-__all__ = ["Update", "view"]
+__all__ = ["WindowedUpdate", "view"]
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledWindow:
     """A window that has been begun to be filled."""
 
-    cuts: list[Cut]
+    cuts: list[WindowView]
     copies: list[Copying]
 
 
 @dataclass(frozen=True)
-class Drained:
+class DrainedWindow:
     """A window that was computed and has been begun to be drained."""
 
-    cuts: list[Cut]
-    writes: list[Write]
+    cuts: list[WindowView]
+    writes: list[WriteBack]
     copies: list[Copying]
 
 
-class Update:
+class WindowedUpdate:
     """One update of an optimizer. `run` may be called again when it has failed."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: Where, loss: Any = None,
-        hosted: Whose = nobody, awaited: Sequence[Tensor] = (),
+        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: BufferLocation, loss: Any = None,
+        hosted: Whose = no_operands, awaited: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """`hosted`: the parameters that are stepped on the host, if that has their states; `awaited`: all parameters of
         the optimizer, in this order, if their gradients come one by one.
@@ -75,30 +75,32 @@ class Update:
             ValueError: the windows are too small for a piece of some parameter.
         """
         self.optimizer, self.loss = optimizer, loss
-        self.stepper = Stepper(optimizer)
+        self.stepper = ClonedOptimizer(optimizer)
         order = {parameter: i for i, parameter in enumerate(awaited)}
-        found = subjects_of(optimizer, self.stepper, far_states, where, bool(awaited))
+        found = parameter_updates(optimizer, self.stepper, far_states, where, bool(awaited))
         found.sort(key=lambda subject: order.get(subject.parameter, 0))
-        here, there = parted(found, self.stepper, hosted, where)
+        here, there = split_parts(found, self.stepper, hosted, where)
         self.subjects = [*here, *there]
-        own = cut([subject.row for subject in here], nbytes, apart=bool(awaited))
+        own = plan_windows([subject.row for subject in here], nbytes, apart=bool(awaited))
         self.turn = len(own)  # of the windows from this one on, which are the host's
-        self.windows = own + cut([subject.row for subject in there], nbytes, len(here))
+        self.windows = own + plan_windows([subject.row for subject in there], nbytes, len(here))
         for window in self.windows:
             for piece in window:
                 self.subjects[piece.row].left += 1
         make_places(self.subjects, far_states, where)
         for subject in there:
-            at_home(subject)
+            states_on_host(subject)
         device = here[0].parameter.device if here else None
         self.slabs = [torch.empty(self._most(own), dtype=torch.uint8, device=device) for _ in own[:2]]
         most = self._most(self.windows[self.turn :])
-        self.host_step = HostStep(optimizer, where, most) if there and isinstance(where, Host) else None
+        self.host_step = (
+            HostStep(optimizer, where, most) if there and isinstance(where, PinnedBufferAllocator) else None
+        )
         self.computed = self.finished = 0  # windows
         self.waited = 0.0  # seconds for the far tier
-        self.moved: Moved = {write: [], read: []}
-        self.filled: dict[int, Filled] = {}
-        self.drained: dict[int, Drained] = {}
+        self.moved: CopiedBytes = {write: [], read: []}
+        self.filled: dict[int, FilledWindow] = {}
+        self.drained: dict[int, DrainedWindow] = {}
         self.seen = self._marks()
 
     def _most(self, windows: Sequence[Window]) -> int:
@@ -161,27 +163,27 @@ class Update:
             if at not in self.filled:
                 self.filled[at] = self._fill(at)
 
-    def _fill(self, at: int) -> Filled:
+    def _fill(self, at: int) -> FilledWindow:
         host = self._on_host(at)
         if host:
             host.wait()
         before = self.drained.get(at - 2)
         after = [part for copy in before.copies for part in copy.parts] if before else []
         slab, begin = (host or self).slabs[at % 2], 0
-        filled = Filled([], [])
+        filled = FilledWindow([], [])
         for piece in self.windows[at]:
             subject, tensors = self.subjects[piece.row], {}
             for name, strand in subject.strands.items():
                 if strand.roomy(piece.whole):
                     room = aligned(piece.count * strand.tensor.dtype.itemsize)
-                    tensors[name] = in_room(slab[begin : begin + room], strand, piece)
+                    tensors[name] = in_buffer(slab[begin : begin + room], strand, piece)
                     begin += room
                 else:
                     tensors[name] = view(strand, piece)
                 if place := strand.source(piece.whole):
-                    copy = fetch(range_of(place, piece, strand.tensor.dtype), tensors[name], after)
+                    copy = reload_slices(range_of(place, piece, strand.tensor.dtype), tensors[name], after)
                     filled.copies.append(self._noted(read, copy))
-            filled.cuts.append(Cut(subject, piece, tensors, state_of(subject, piece, tensors)))
+            filled.cuts.append(WindowView(subject, piece, tensors, state_of(subject, piece, tensors)))
         return filled
 
     def _compute(self, at: int) -> None:
@@ -197,15 +199,17 @@ class Update:
         states = (self._on_host(at) or self.stepper).step(given)
         del self.filled[at]
         self.computed += 1
-        writes: list[Write] = []
+        writes: list[WriteBack] = []
         for one, state, version in zip(filled.cuts, states, versions, strict=True):
             # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
             written = version_of(one.tensors[GRADIENT]) > version or bool(self.stepper.scaling)
             writes += one.changed(written) + one.made(state or {})
             one.state.clear()  # its numbers are the subject's now
-        self.drained[at] = Drained(filled.cuts, writes, [self._noted(write, store(*each)) for each in writes])
+        self.drained[at] = DrainedWindow(
+            filled.cuts, writes, [self._noted(write, offload_slices(*each)) for each in writes]
+        )
 
-    def _noted(self, move: Move, copy: Copying) -> Copying:
+    def _noted(self, move: CopyRequest, copy: Copying) -> Copying:
         if isinstance(copy, Copy):  # what a stream copies keeps no times
             self.moved[move] += copy.parts
         return copy
@@ -223,7 +227,7 @@ class Update:
 
     def _wait(self, copies: Sequence[Copying]) -> None:
         begin = time.perf_counter()
-        settled(copies)
+        wait_all(copies)
         self.waited += time.perf_counter() - begin
 
     def _begin_anew(self) -> None:
@@ -233,13 +237,13 @@ class Update:
         for drained in self.drained.values():
             for i, copy in enumerate(drained.copies):
                 if any(part.error for part in copy.parts):
-                    drained.copies[i] = store(*drained.writes[i])
+                    drained.copies[i] = offload_slices(*drained.writes[i])
 
     def _settle(self) -> None:
         """Wait until no copy is under way."""
-        windows: list[Filled | Drained] = [*self.filled.values(), *self.drained.values()]
+        windows: list[FilledWindow | DrainedWindow] = [*self.filled.values(), *self.drained.values()]
         for window in windows:
-            settle(*window.copies)
+            finish_copies(*window.copies)
 
     def _marks(self) -> tuple[list[object], list[object]]:
         """What tells whether a parameter or a state, or a gradient, is another or was written."""

@@ -45,7 +45,7 @@ def one_of(*choices: object, advice: str = "") -> Rule:
 
 
 FLAG = Rule((bool,), "give True or False")
-ARGUMENTS: Mapping[str, Rule] = {
+COMPILE_RULES: Mapping[str, Rule] = {
     "model": Rule((nn.Module,), "memgraph compiles a torch.nn.Module"),
     "budget": Rule((str, int, float, NoneType), BUDGET.forms),
     "budgets": Rule((list, tuple, range, NoneType), "give a list of budgets, or None for a spread of them", bool),
@@ -84,7 +84,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "pinned": Rule((str, int, float, NoneType), PINNED.forms),
     "cuda_graphs": one_of(True, False, "auto", advice='give True, False or "auto"'),
 }
-SHARDED: Mapping[str, Rule] = {
+SHARDED_RULES: Mapping[str, Rule] = {
     "params": Rule(
         (Iterable,),
         "give an iterable of parameters or of dicts, as model.parameters()",
@@ -100,20 +100,20 @@ SHARDED: Mapping[str, Rule] = {
     "bucket_bytes": Rule((int,), "give a number of bytes, as 25 << 20", lambda nbytes: nbytes > 0),
     "gather": one_of("step", "forward"),
 }
-MODEL = Rule((nn.Module,), "give the torch.nn.Module, plain or compiled, that is trained")
-SAVED: Mapping[str, Rule] = {
+MODEL_RULES = Rule((nn.Module,), "give the torch.nn.Module, plain or compiled, that is trained")
+SAVE_RULES: Mapping[str, Rule] = {
     "path": Rule((str, PathLike), "give the name of a file", lambda path: _is_name(path)),
-    "model": MODEL,
+    "model": MODEL_RULES,
     "optimizer": Rule((optim.Optimizer, NoneType), "give the torch.optim.Optimizer of the model, or None"),
 }
 
-SAVED_SHARDED: Mapping[str, Rule] = {
+SAVE_SHARDED_RULES: Mapping[str, Rule] = {
     "folder": Rule((str, PathLike), "give the path of a folder", lambda path: _is_name(path)),
-    "model": MODEL,
+    "model": MODEL_RULES,
 }
 
 
-def read(name: str, given: object, rules: Mapping[str, Rule] = ARGUMENTS) -> Any:
+def check_arguments(name: str, given: object, rules: Mapping[str, Rule] = COMPILE_RULES) -> Any:
     """What an argument means, as a value of the first kind that it can be.
 
     Raises:

@@ -1,6 +1,7 @@
 """What the caller of `compile`, `plan` or `sweep` asked for, checked and in the words of the planner.
 
-    budget="8GB", time_limit=None, wire_dtype=torch.bfloat16   ->   Wishes("8GB", seconds=inf, wire="bf16")
+    budget="8GB", time_limit=None, wire_dtype=torch.bfloat16
+    ->   CompileOptions("8GB", time_limit=inf, wire_dtype="bf16")
 
 What depends on the model is checked with it.
 """
@@ -19,14 +20,14 @@ from ..report.saved_plan import SavedPlan, saved_plan
 from ..storage.pinned_pool import pinned_nbytes
 from ..storage.spill_file import spill_folder
 from ..storage.wire_cast import wire_name
-from ..tensors.loss_outputs import Wanted, everything, losses
-from .argument_rules import read
+from ..tensors.loss_outputs import OutputSelector, select_all, select_losses
+from .argument_rules import check_arguments
 
 Budget = str | int | float | None
 
 
 @dataclass(frozen=True)
-class Wishes:
+class CompileOptions:
     """What the caller asked for; see `memgraph.compile`."""
 
     budget: Budget
@@ -35,52 +36,52 @@ class Wishes:
     offload: str | None = "auto"
     spill_dir: str | PathLike[str] | None = None
     plans: tuple[SavedPlan, ...] = ()
-    seconds: float = math.inf  # after which planning takes what it has
-    fuse: bool = False  # updates run in backward
-    wire: str = ""  # the type that values may be cast to for their way to the far tier
+    time_limit: float = math.inf  # after which planning takes what it has
+    fuse_update: bool = False  # updates run in backward
+    wire_dtype: str = ""  # the type that values may be cast to for their way to the far tier
     lower: str | None = None  # what compiles parts of the step
     strict: bool = False  # the allocator refuses more than the budget
-    hosts: bool = False  # the host may update states that live there
+    host_update: bool = False  # the host may update states that live there
     pinned: int | None = None  # bytes of the host's memory that may be pinned in all
     accumulate: bool | None = None  # whether gradients may be there to be added to; None if that is yet to be seen
     forwards: int = 1  # that are open at once
-    graphs: bool | str = False  # whether steps are recorded as CUDA graphs
+    cuda_graphs: bool | str = False  # whether steps are recorded as CUDA graphs
 
     @property
-    def options(self) -> tuple[object, ...]:
+    def search_key(self) -> tuple[object, ...]:
         """What a search depends on beside the step and the machine."""
-        planned = self.seconds, self.forwards, self.offload, self.fuse, self.wire, self.lower
-        return *planned, self.hosts, self.pinned, self.graphs
+        planned = self.time_limit, self.forwards, self.offload, self.fuse_update, self.wire_dtype, self.lower
+        return *planned, self.host_update, self.pinned, self.cuda_graphs
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> OutputSelector:
         """From which outputs the first plan lets backward start; from all, where forwards are open together, since
         their loss is made of what several of them return, beside the scalars."""
-        return losses if self.forwards == 1 else everything
+        return select_losses if self.forwards == 1 else select_all
 
 
-def wishes(budget: Budget, **given: Any) -> Wishes:
+def parse_options(budget: Budget, **given: Any) -> CompileOptions:
     """What the arguments of `compile`, by their names, mean; errors as there."""
-    own = {name: read(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
+    own = {name: check_arguments(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
     _refuse_mixed(own, given.get("plan") is not None)
     if own["spill_dir"] is not None:
         spill_folder(own["spill_dir"])
-    return Wishes(
+    return CompileOptions(
         own["budget"],
         optimizer=own["optimizer"],
         offload=own["offload"],
         spill_dir=own["spill_dir"],
         plans=_plans(given.get("plan")),
-        seconds=math.inf if own["time_limit"] is None else own["time_limit"],
-        fuse=own["fuse_update"],
-        wire=wire_name(own["wire_dtype"]),
+        time_limit=math.inf if own["time_limit"] is None else own["time_limit"],
+        fuse_update=own["fuse_update"],
+        wire_dtype=wire_name(own["wire_dtype"]),
         lower=own["lower"],
         strict=own.get("strict", False),
-        hosts=own["host_update"],
+        host_update=own["host_update"],
         forwards=own["forwards"],
         accumulate=own["accumulate"],
         pinned=pinned_nbytes(own["pinned"]),
-        graphs=own["cuda_graphs"],
+        cuda_graphs=own["cuda_graphs"],
     )
 
 
@@ -110,4 +111,4 @@ def _refuse_mixed(own: Mapping[str, Any], plans: bool) -> None:
 def _plans(given: object) -> tuple[SavedPlan, ...]:
     """The saved plans that were given: one, several or none."""
     several = () if given is None else given if isinstance(given, list | tuple) else (given,)
-    return tuple(saved_plan(read("plan", one)) for one in several)
+    return tuple(saved_plan(check_arguments("plan", one)) for one in several)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .comm.shared_memory import Near
+from .comm.shared_memory import SharedMemoryComm
 from .grad_presence import SPARSE
-from .held_gradients import Held, Same
-from .shards.shard_views import Laid
-from .sparse import mean, refuse
+from .held_gradients import HeldGradients, VersionKey
+from .shards.shard_views import BucketViews
+from .sparse import average_sparse, refuse_sparse
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Gradients = Callable[[], list[Tensor]]  # waits; one for each of the own pieces of a bucket
 
 
-class Averages:
+class GradAverager:
     """The averages of one optimizer, step after step."""
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
-        self.near: Near | None = None  # the ranks, if they can read each other's memory now
+        self.near: SharedMemoryComm | None = None  # the ranks, if they can read each other's memory now
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
 
     def begin(self) -> None:
@@ -47,7 +47,7 @@ class Averages:
         """Let go of the flat gradients."""
         self.flats.clear()
 
-    def of(self, laid: Laid) -> Gradients:
+    def of(self, laid: BucketViews) -> Gradients:
         """Begin to average the gradients of a bucket."""
         optimizer = self.optimizer
         if optimizer.held is not None:
@@ -64,18 +64,18 @@ class Averages:
         wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
         return lambda: laid.gradients(wait())
 
-    def hold(self, kinds: Sequence[int]) -> Held:
+    def hold(self, kinds: Sequence[int]) -> HeldGradients:
         """The averages of all gradients."""
         optimizer = self.optimizer
-        kind = Same if optimizer.are_same else Held
+        kind = VersionKey if optimizer.are_same else HeldGradients
         return kind(optimizer.pieces.parameters, kinds, self._all(kinds))
 
     def give(self, kinds: Sequence[int]) -> None:
         """Let all own pieces have their gradients."""
         for laid, gradients in self._all(kinds):
-            give(laid, gradients, kinds)
+            assign_grads(laid, gradients, kinds)
 
-    def _all(self, kinds: Sequence[int]) -> list[tuple[Laid, list[Tensor]]]:
+    def _all(self, kinds: Sequence[int]) -> list[tuple[BucketViews, list[Tensor]]]:
         """The averages of all buckets, for their own pieces."""
         self.begin()
         coming = [(laid, self.of(laid)) for laid in self.used(kinds)]
@@ -87,7 +87,7 @@ class Averages:
             return found
         return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
 
-    def _with_sparse(self, laid: Laid, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
+    def _with_sparse(self, laid: BucketViews, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The gradients of whole parameters, sparse where they are so."""
         exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
         found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
@@ -95,19 +95,19 @@ class Averages:
             if kinds[piece.item] != SPARSE:
                 continue
             parameter = parameters[piece.item]
-            gradient = parameter.grad if self.optimizer.are_same else mean(exchange, parameter, piece.rank)
+            gradient = parameter.grad if self.optimizer.are_same else average_sparse(exchange, parameter, piece.rank)
             if piece.rank == exchange.rank and gradient is not None:
                 found[piece.item] = gradient
         return list(found.values())
 
-    def used(self, kinds: Sequence[int]) -> list[Laid]:
+    def used(self, kinds: Sequence[int]) -> list[BucketViews]:
         """The buckets in which some rank has a gradient."""
         if self.optimizer.is_cut and SPARSE in kinds:
-            refuse(self.optimizer.optim)
+            refuse_sparse(self.optimizer.optim)
         return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
 
 
-def give(laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
+def assign_grads(laid: BucketViews, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
     """Let the own pieces of a bucket have their gradients; returns those that have one."""
     given = []
     for (piece, view), gradient in zip(laid.own, gradients, strict=True):

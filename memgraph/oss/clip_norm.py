@@ -20,17 +20,17 @@ from torch import Tensor
 from .checkpoint.full_state import places
 from .comm.model_parallel import ModelParallel
 from .grad_presence import PARTS
-from .held_gradients import Same
+from .held_gradients import VersionKey
 
 if TYPE_CHECKING:
-    from .held_gradients import Held
+    from .held_gradients import HeldGradients
     from .optimizer import OSS
 
 SMALL = 1e-6  # torch adds it to the norm
 
 
 @dataclass(frozen=True)
-class Limit:
+class NormLimit:
     """What a norm is to be at most."""
 
     max_norm: float
@@ -38,7 +38,7 @@ class Limit:
     error_if_nonfinite: bool
 
     @classmethod
-    def of(cls, max_norm: object, norm_type: object, error_if_nonfinite: object) -> Limit:
+    def of(cls, max_norm: object, norm_type: object, error_if_nonfinite: object) -> NormLimit:
         """
         Raises:
             TypeError: one of them is no number.
@@ -65,7 +65,9 @@ def _number(name: str, value: Any) -> float:
         raise kind(f"{name} is a {type(value).__name__}, {str(value)[:50]!r}; give a number") from error
 
 
-def clip(optimizer: OSS, held: Held, limit: Limit, parallel: ModelParallel | None = None) -> Tensor:
+def clip_grad_norm(
+    optimizer: OSS, held: HeldGradients, limit: NormLimit, parallel: ModelParallel | None = None
+) -> Tensor:
     """Scale the held gradients down to the limit, if their norm is larger; returns that.
 
     Args:
@@ -85,7 +87,7 @@ def clip(optimizer: OSS, held: Held, limit: Limit, parallel: ModelParallel | Non
     return total
 
 
-def _total(optimizer: OSS, held: Held, norm_type: float, parallel: ModelParallel | None) -> Tensor:
+def _total(optimizer: OSS, held: HeldGradients, norm_type: float, parallel: ModelParallel | None) -> Tensor:
     parameters = optimizer.pieces.parameters
     used = [item for item, kind in enumerate(held.kinds) if kind and parameters[item].numel()]
     norms = _norms(optimizer, held, norm_type, used)
@@ -101,11 +103,11 @@ def _total(optimizer: OSS, held: Held, norm_type: float, parallel: ModelParallel
     return torch.as_tensor(total, dtype=dtype, device=optimizer.pieces.device)
 
 
-def _norms(optimizer: OSS, held: Held, norm_type: float, used: Sequence[int]) -> list[Tensor]:
+def _norms(optimizer: OSS, held: HeldGradients, norm_type: float, used: Sequence[int]) -> list[Tensor]:
     """The norm of each of these parameters' gradients, in float64."""
     exchange, parameters, pieces = optimizer.exchange, optimizer.pieces.parameters, places(optimizer)
     found: dict[int, list[Tensor]] = {item: [] for item in used}
-    are_whole = isinstance(held, Same) and PARTS not in held.kinds
+    are_whole = isinstance(held, VersionKey) and PARTS not in held.kinds
     if are_whole:  # and the owner of the first piece tells the norm
         owned = [item for item in used if pieces[item][0].rank == exchange.rank]
         found |= {item: [_norm(grad, norm_type)] for item in owned if (grad := parameters[item].grad) is not None}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveError, ShardError
-from ..optim.elementwise import unhooked
+from ..optim.elementwise import without_hooks
 from .comm.failures import failures, in_words
-from .grad_presence import shared
+from .grad_presence import exchange_presence
 from .step import FAILURE
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 STEPPED, EVALUATE, FAILED = 1, 2, 3  # what rank 0 says; the others say 0
 
 
-class AllFailed(Exception):
+class AllRanksFailed(Exception):
     """All ranks have failed in the same evaluation, this one with `error`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
-def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+def step_with_closure(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
     """Step on rank 0, and evaluate on all; returns what the first evaluation returned here.
 
     Raises:
@@ -63,7 +63,7 @@ def drive(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, A
         while (word := said(0)) == EVALUATE:
             try:
                 _evaluate(optimizer, loss, losses)
-            except AllFailed as failed:
+            except AllRanksFailed as failed:
                 raise failed.error from None
         if word == FAILED:
             told = failures(optimizer.watch, None, FAILURE)
@@ -77,8 +77,8 @@ def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], 
     inner = optimizer.inner
     inner.param_groups[0].update({k: v for k, v in optimizer.param_groups[0].items() if k in inner.defaults})
     try:
-        unhooked(type(inner))(inner, closure=evaluate, **kwargs)
-    except AllFailed as failed:
+        without_hooks(type(inner))(inner, closure=evaluate, **kwargs)
+    except AllRanksFailed as failed:
         raise failed.error from None
     except CollectiveError:  # nobody can be told anything
         raise
@@ -101,9 +101,9 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
         loss, trouble = optimizer.prepare(closure)
         losses.append(loss)
         try:
-            kinds, _ = shared(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
+            kinds, _ = exchange_presence(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
         except BaseException as error:
-            raise AllFailed(error) from error
+            raise AllRanksFailed(error) from error
         optimizer.inside.kinds = kinds
         optimizer.averages.give(kinds)
         optimizer.held = None

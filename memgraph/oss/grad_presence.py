@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from .comm.agreement import agree, written
-from .comm.exchange import Exchange
+from .comm.agreement import check_agreement, written
+from .comm.exchange import BucketComm
 from .comm.failures import failures, in_words
 from .shards.param_groups import Group, options
-from .shards.placeholder_grads import is_ghost
-from .shards.shard_views import Pieces
+from .shards.placeholder_grads import is_placeholder
+from .shards.shard_views import ShardViews
 
 NONE, PARTS, DENSE, SPARSE = range(4)  # PARTS: backward has averaged it already, and each rank has its part
 ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
 ADVICE = "Set the same on all ranks, and give a scheduler that looks at a loss their mean; nothing has been updated."
 
 
-def shared(
-    exchange: Exchange,
-    pieces: Pieces,
+def exchange_presence(
+    exchange: BucketComm,
+    pieces: ShardViews,
     groups: Sequence[Group],
     trouble: BaseException | None,
     flags: dict[str, bool],
@@ -61,7 +61,7 @@ def shared(
         if is_there and is_missing and name != ANY_INFINITE:
             raise ShardError(f"some ranks have {name}, others have not; call the same on all ranks")
     if most_chosen != -least_chosen:
-        agree(exchange.watch, list(_lines(groups, parameters, asked)), ADVICE)
+        check_agreement(exchange.watch, list(_lines(groups, parameters, asked)), ADVICE)
     return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
 
 
@@ -89,6 +89,6 @@ def _kind(parameter: Tensor) -> int:
     gradient = parameter.grad
     if gradient is None:
         return NONE
-    if is_ghost(gradient):
+    if is_placeholder(gradient):
         return PARTS
     return DENSE if gradient.layout == torch.strided else SPARSE

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from .shards.placeholder_grads import is_ghost
+from .shards.placeholder_grads import is_placeholder
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -42,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def _refuse_ghosts(optimizer: Any) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter.grad is not None and is_ghost(parameter.grad):
+        if parameter.grad is not None and is_placeholder(parameter.grad):
             raise ShardError(
                 "the compiled module's backward has averaged the gradients and keeps its rank's part, of which a "
                 "GradScaler sees nothing: train without one, as with bfloat16, or compile without optimizer="

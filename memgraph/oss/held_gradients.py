@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ..errors import ShardError
 from ..tensors.versions import version_of
-from .shards.shard_views import Laid
+from .shards.shard_views import BucketViews
 
 
-class Held:
+class HeldGradients:
     """The averaged gradients of this rank's pieces."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], kinds: Sequence[int], gradients: Sequence[tuple[Laid, list[Tensor]]]
+        self, parameters: Sequence[Tensor], kinds: Sequence[int], gradients: Sequence[tuple[BucketViews, list[Tensor]]]
     ) -> None:
         self.kinds, self.gradients = list(kinds), list(gradients)
         self.parameters = list(parameters)
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in parameters]
 
-    def gradients_of(self, laid: Laid) -> list[Tensor]:
+    def gradients_of(self, laid: BucketViews) -> list[Tensor]:
         """The averages for the own pieces of a bucket."""
         return next(gradients for one, gradients in self.gradients if one.bucket is laid.bucket)
 
@@ -44,7 +44,7 @@ class Held:
         for _, gradient in self.own():
             gradient.mul_(factor.to(gradient.device))
 
-    def seen_now(self) -> Held:
+    def seen_now(self) -> HeldGradients:
         """The same averages, taken for those of the gradients as they are now."""
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in self.parameters]
         return self
@@ -67,7 +67,7 @@ class Held:
         return True
 
 
-class Same(Held):
+class VersionKey(HeldGradients):
     """Gradients that are the same on all ranks: the parameters' own, so that what scales them is seen there."""
 
     def scale(self, factor: Tensor) -> None:

@@ -27,7 +27,7 @@ ON, ANEW, TORN = range(3)  # the step can go on; an earlier state is there; neit
 
 
 @dataclass(eq=False)
-class Begun:
+class StepInProgress:
     """A step that is under way on this rank."""
 
     kinds: Sequence[int]  # of gradients
@@ -36,14 +36,14 @@ class Begun:
     done: set[int] = field(default_factory=set)  # buckets, by their numbers
 
 
-class Interrupted:
+class InterruptedStep:
     """What is left of such a step on this rank."""
 
-    def __init__(self, begun: Begun, oss: OSS) -> None:
+    def __init__(self, begun: StepInProgress, oss: OSS) -> None:
         self.begun, self.oss = begun, oss
         self.is_loaded = False  # the optimizer has an earlier state again
-        self.parameters = list(map(Mark, oss.pieces.parameters))
-        self.gradients = list(map(Mark, self._gradients()))
+        self.parameters = list(map(TensorMark, oss.pieces.parameters))
+        self.gradients = list(map(TensorMark, self._gradients()))
 
     def way(self) -> int:
         """What can come now."""
@@ -59,7 +59,7 @@ class Interrupted:
         return [*(parameter.grad for parameter in self.oss.pieces.parameters), *self.oss.inside.parts.values()]
 
 
-class Mark:
+class TensorMark:
     """What a tensor was; does not keep it."""
 
     def __init__(self, tensor: Tensor | None) -> None:
@@ -71,7 +71,7 @@ class Mark:
         return (self.known() if self.known is not None else None) is tensor and self.state == _state(tensor)
 
 
-def _same(marks: Sequence[Mark], tensors: Sequence[Tensor | None]) -> bool:
+def _same(marks: Sequence[TensorMark], tensors: Sequence[Tensor | None]) -> bool:
     return len(marks) == len(tensors) and all(mark.is_of(tensor) for mark, tensor in zip(marks, tensors, strict=True))
 
 

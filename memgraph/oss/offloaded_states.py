@@ -15,33 +15,33 @@ import torch
 
 from passes.ir.machine import SMALLEST_HOME
 
-from ..optim.elementwise import is_pointwise, is_unsteady
-from ..optim.offloaded_update import FarUpdate
-from ..optim.optimizer_clone import Stepper
+from ..optim.elementwise import is_elementwise, is_nondeterministic
+from ..optim.offloaded_update import OffloadedUpdate
+from ..optim.optimizer_clone import ClonedOptimizer
 from ..optim.state_parts import PARTS, Owner, StatePart, in_parts, is_large
-from ..optim.twin import twin
-from ..optim.windowed_update import Update
+from ..optim.twin import clone_optimizer
+from ..optim.windowed_update import WindowedUpdate
 from .shards.param_groups import Group, options
 
 if TYPE_CHECKING:
     from .optimizer import OSS
 
 
-class FarShards(FarUpdate):
+class OffloadedShards(OffloadedUpdate):
     """The update of one optimizer's shards; the owners of states that are far are buckets, by their numbers."""
 
     def __init__(self, oss: OSS) -> None:
         super().__init__(oss)
         self.oss = oss
-        self.half: tuple[int, Update] | None = None  # a bucket, and its update that the disk has interrupted
+        self.half: tuple[int, WindowedUpdate] | None = None  # a bucket, and its update that the disk has interrupted
 
     @property
     def can_stream(self) -> bool:
         parameters, inner = self.oss.pieces.parameters, self.oss.inner
         kinds = {(group, p.dtype) for group, p in zip(self.oss.group_of, parameters, strict=True)}
         on_cpu = all(p.device.type == "cpu" for p in parameters)
-        steady = not any(is_unsteady(inner, *kind) for kind in kinds)
-        return on_cpu and self.oss.is_cut and is_pointwise(inner) and steady
+        steady = not any(is_nondeterministic(inner, *kind) for kind in kinds)
+        return on_cpu and self.oss.is_cut and is_elementwise(inner) and steady
 
     def begin(self) -> None:
         """Nothing has to be put on the optimizer, which looks here."""
@@ -64,7 +64,10 @@ class FarShards(FarUpdate):
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.half is None or self.half[0] != number:
-                self.half = number, Update(twin(self.oss.inner, [group]), self.current, is_large, self.where)
+                self.half = (
+                    number,
+                    WindowedUpdate(clone_optimizer(self.oss.inner, [group]), self.current, is_large, self.where),
+                )
             self.half[1].run()
             self.half = None
 
@@ -95,6 +98,6 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
 def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     """Bytes of states for an element of a parameter of each group and type."""
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    stepper = Stepper(twin(oss.inner, given))
+    stepper = ClonedOptimizer(clone_optimizer(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
     return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

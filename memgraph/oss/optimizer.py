@@ -25,28 +25,28 @@ from torch import Tensor, optim
 from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
-from ..optim.elementwise import EXACT, is_pointwise
-from ..optim.optimizer_clone import obstacle
+from ..optim.elementwise import EXACT, is_elementwise
+from ..optim.optimizer_clone import clone_obstacle
 from ..tensors.layout import is_dense
-from .average_grads import Averages
-from .checkpoint.state_dict import Saving
-from .clip_norm import Limit, clip
-from .closure_optimizers import drive
-from .comm.agreement import OPTIMIZER, agree, parameter_lines, telling
-from .comm.exchange import Exchange
+from .average_grads import GradAverager
+from .checkpoint.state_dict import StateDictMixin
+from .clip_norm import NormLimit, clip_grad_norm
+from .closure_optimizers import step_with_closure
+from .comm.agreement import OPTIMIZER, check_agreement, parameter_lines, report_errors
+from .comm.exchange import BucketComm
 from .comm.model_parallel import ModelParallel, tensors_of
-from .comm.shared_memory import Near, near
-from .comm.watchdog import Watch
-from .grad_presence import ANY_INFINITE, shared
+from .comm.shared_memory import SharedMemoryComm, shared_memory_comm
+from .comm.watchdog import CollectiveWatchdog
+from .grad_presence import ANY_INFINITE, exchange_presence
 from .grad_scaler import unscale
-from .held_gradients import Held
-from .offloaded_states import FarShards
-from .pending_gathers import Awaited
-from .sharded_grads import Inside
+from .held_gradients import HeldGradients
+from .offloaded_states import OffloadedShards
+from .pending_gathers import PendingGathers
+from .sharded_grads import ShardedGradients
 from .shards.arguments import arguments, ready
 from .shards.param_groups import Group, copied, groups_of, options, template
-from .shards.shard_views import Pieces
-from .step import MEND, Updates
+from .shards.shard_views import ShardViews
+from .step import MEND, ShardedStep
 
 BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
 ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
@@ -59,7 +59,7 @@ ADVICE = (
 _living: weakref.WeakSet[OSS] = weakref.WeakSet()
 
 
-class OSS(Saving):
+class OSS(StateDictMixin):
     """`optim(params, **defaults)`, spread over the ranks of `group`.
 
     With `torch.amp.GradScaler`, a step that is not finite on one rank is left out on all; `memgraph.GradScaler` keeps
@@ -95,28 +95,28 @@ class OSS(Saving):
         gather: str = "step",
         **defaults: Any,
     ) -> None:
-        self.watch = Watch(ready(group))
-        with telling(self.watch, OPTIMIZER, ADVICE):
+        self.watch = CollectiveWatchdog(ready(group))
+        with report_errors(self.watch, OPTIMIZER, ADVICE):
             own = arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
             groups = groups_of(params)
-            self.exchange = Exchange(self.watch, wire_dtype)
+            self.exchange = BucketComm(self.watch, wire_dtype)
             self.optim, self.given, self.gathers = optim, defaults, gather
             self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
             plain = template(optim, groups, defaults)
             # A step that changes more than its parameters' states is run once for all of them.
-            self.is_cut = is_pointwise(plain) and not obstacle(plain)
+            self.is_cut = is_elementwise(plain) and not clone_obstacle(plain)
             self.is_driven = issubclass(optim, torch.optim.LBFGS)
-            self.pieces = Pieces(self.exchange.rank, self.exchange.ranks)
+            self.pieces = ShardViews(self.exchange.rank, self.exchange.ranks)
             self.items: list[Item] = []
             self.group_of: list[int] = []  # of each parameter
-            self.held: Held | None = None
+            self.held: HeldGradients | None = None
             self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-            self.inside, self.awaited, self.far = Inside(self), Awaited(self), FarShards(self)
+            self.inside, self.awaited, self.far = ShardedGradients(self), PendingGathers(self), OffloadedShards(self)
             super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
-        self.near = near(self.exchange) if wire_dtype is None and not self.is_driven else None
-        self.averages, self.updates = Averages(self), Updates(self)
+        self.near = shared_memory_comm(self.exchange) if wire_dtype is None and not self.is_driven else None
+        self.averages, self.updates = GradAverager(self), ShardedStep(self)
         _living.add(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -126,7 +126,7 @@ class OSS(Saving):
         """One more group, complete at once, in buckets of its own."""
         before = list(self.param_groups)
         try:
-            with nullcontext() if self.inner is None else telling(self.watch, OPTIMIZER, ADVICE):
+            with nullcontext() if self.inner is None else report_errors(self.watch, OPTIMIZER, ADVICE):
                 self._take(param_group)
             if self.inner is not None:
                 self._compare(self.param_groups[-1:])
@@ -177,7 +177,7 @@ class OSS(Saving):
                 self.held = None
                 return loss
             if self.is_driven:
-                return drive(self, closure, kwargs)
+                return step_with_closure(self, closure, kwargs)
             loss, trouble = self.prepare(closure)
             kinds, infinite = self._agree(trouble)
             if not infinite:
@@ -192,7 +192,7 @@ class OSS(Saving):
         sent = f"gradients={self.gradients!r}, wire_dtype={self.exchange.wire}, bucket_bytes={self.bucket_bytes}"
         sent += f", gather={self.gathers!r}"
         first, *others = parameter_lines(self.optim.__qualname__, groups)
-        agree(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
+        check_agreement(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
 
     def gather(self) -> None:
         """Bring here what other ranks have updated, if that was left to the next forward; every rank of the group has
@@ -238,8 +238,8 @@ class OSS(Saving):
         """
         self._refuse_torn()
 
-        def asked() -> tuple[Limit, ModelParallel | None]:
-            limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
+        def asked() -> tuple[NormLimit, ModelParallel | None]:
+            limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
             whole = tensors_of(replicated)
             return limit, None if group is None else ModelParallel.of(group, whole, self.pieces.parameters)
 
@@ -251,7 +251,7 @@ class OSS(Saving):
             kinds, _ = self._agree(trouble, limit)
             assert limit is not None  # or there was trouble
             held = self.held or self.averages.hold(kinds)
-            total = clip(self, held, limit, parallel)
+            total = clip_grad_norm(self, held, limit, parallel)
             self.held = None if self.are_same else held.seen_now()
             return total
 
@@ -276,7 +276,7 @@ class OSS(Saving):
             return loss, error
         return loss, None
 
-    def _agree(self, trouble: BaseException | None, limit: Limit | None = None) -> tuple[list[int], bool]:
+    def _agree(self, trouble: BaseException | None, limit: NormLimit | None = None) -> tuple[list[int], bool]:
         """Which gradients there are, and whether a GradScaler has found that a rank's are not finite."""
         scale, infinite = vars(self).get("grad_scale"), vars(self).get("found_inf")
         flags = {
@@ -287,14 +287,14 @@ class OSS(Saving):
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
         asked = "a step" if limit is None else str(limit)
-        kinds, found = shared(self.exchange, self.pieces, self.param_groups, trouble, flags, asked)
+        kinds, found = exchange_presence(self.exchange, self.pieces, self.param_groups, trouble, flags, asked)
         self.inside.kinds = kinds
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
         return kinds, found[ANY_INFINITE]
 
     @property
-    def neighbours(self) -> Near | None:
+    def neighbours(self) -> SharedMemoryComm | None:
         """The ranks, if they can read each other's parameters."""
         parameters = self.pieces.parameters
         return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
@@ -341,7 +341,7 @@ class OSS(Saving):
         self.inside.refuse_parts()
         self.awaited.begin_anew()
         self.far.far_states.clear()  # they are of buckets that go
-        self.pieces, self.items, self.group_of = Pieces(self.exchange.rank, self.exchange.ranks), [], []
+        self.pieces, self.items, self.group_of = ShardViews(self.exchange.rank, self.exchange.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])
         self.inner = self.optim([self._inner_group(i) for i in range(len(self.param_groups))], **self.given)
@@ -382,10 +382,10 @@ def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
     return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
 
-def only_watch() -> Watch | None:
+def only_watch() -> CollectiveWatchdog | None:
     """The watch of the group that all sharded optimizers of this process are spread over; None if there is no such
     group, or more than one."""
-    found: dict[dist.ProcessGroup, Watch] = {}
+    found: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
     for optimizer in list(_living):
         group = optimizer.watch.group
         with suppress(KeyError, ValueError, RuntimeError):  # of a group that was destroyed

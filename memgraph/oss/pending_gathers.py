@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..errors import ShardError
 from ..tensors.layout import has_storage
-from .comm.consensus import GATHER, meet
-from .comm.exchange import named
-from .shards.shard_views import Laid
+from .comm.consensus import GATHER, check_same_step
+from .comm.exchange import op_name
+from .shards.shard_views import BucketViews
 
 if TYPE_CHECKING:
     from ..graph.captured import Captured
@@ -30,7 +30,7 @@ AHEAD = 2  # buckets that are on their way at once, when nothing else goes on
 ADVICE = "call optimizer.gather() before, on all ranks"
 
 
-class Awaited:
+class PendingGathers:
     """The buckets of one optimizer that lack something here."""
 
     def __init__(self, optimizer: OSS) -> None:
@@ -49,14 +49,14 @@ class Awaited:
         pieces = self.optimizer.pieces
         return any(pieces.parameters[item].requires_grad for item in pieces.laid[bucket].bucket.items)
 
-    def deferred(self, used: Iterable[Laid]) -> list[Laid]:
+    def deferred(self, used: Iterable[BucketViews]) -> list[BucketViews]:
         """The buckets of a step that begins now which the next forward will gather."""
         able, self.able = self.able, set()
         laid = self.optimizer.pieces.laid
         wanted = {id(laid[i]) for i in able}
         return [one for one in used if id(one) in wanted]
 
-    def stepped(self, used: Collection[Laid], deferred: Collection[Laid]) -> None:
+    def stepped(self, used: Collection[BucketViews], deferred: Collection[BucketViews]) -> None:
         """A step has updated the own ranges of these, and gathered all but those that are deferred."""
         number = {id(laid): i for i, laid in enumerate(self.optimizer.pieces.laid)}
         self.buckets -= {number[id(laid)] for laid in used}
@@ -73,8 +73,8 @@ class Awaited:
         if self.buckets:
             with torch.no_grad():
                 self.optimizer.follow()
-                meet(self.optimizer.exchange, self.optimizer.pieces.device, GATHER)()
-                coming = Coming(self, self.buckets)
+                check_same_step(self.optimizer.exchange, self.optimizer.pieces.device, GATHER)()
+                coming = ForwardGather(self, self.buckets)
                 coming.open()
                 coming.all()
 
@@ -90,7 +90,7 @@ class Awaited:
             self.optimizer.gather()
         self.refuse(read, "this call")
 
-    def coming(self, captured: Captured, tensors: Sequence[Tensor]) -> Coming | None:
+    def coming(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
         """What gathers in a forward of these tensors; None if nothing is awaited.
 
         Raises:
@@ -103,7 +103,7 @@ class Awaited:
         if not (left := self.buckets & captured.gathers):
             return None
         self.optimizer.follow()
-        return Coming(self, left, early=self._is_read_as_another(captured, tensors))
+        return ForwardGather(self, left, early=self._is_read_as_another(captured, tensors))
 
     def _is_read_as_another(self, captured: Captured, tensors: Sequence[Tensor]) -> bool:
         """Whether a forward reads the memory of a parameter as that of something else, of which its graph does not know
@@ -126,7 +126,7 @@ class Awaited:
         lacking = (oss.pieces.laid[i].bucket for i in (self.buckets if buckets is None else buckets))
         if items := [i for one in lacking for i in one.items if id(oss.pieces.parameters[i]) in there]:
             raise ShardError(
-                f"{what} reads {named(items)}, of which other ranks have ranges that the last step has updated, and "
+                f"{what} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
                 f"that are NaN here: {ADVICE}"
             )
 
@@ -141,10 +141,10 @@ class Awaited:
         self.ever, self.able = set(), set()
 
 
-class Coming:
+class ForwardGather:
     """The gathers of one forward; see `memgraph.graph.ops.Gather`."""
 
-    def __init__(self, awaited: Awaited, buckets: Iterable[int], early: bool = False) -> None:
+    def __init__(self, awaited: PendingGathers, buckets: Iterable[int], early: bool = False) -> None:
         self.awaited, self.left, self.early = awaited, set(buckets), early
         self.near = awaited.optimizer.neighbours
         self.begun: dict[int, Callable[[], None]] = {}

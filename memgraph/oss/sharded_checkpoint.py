@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..optim.validate_state import class_name
-from ..options.argument_rules import SAVED_SHARDED, read
+from ..options.argument_rules import SAVE_SHARDED_RULES, check_arguments
 from ..storage.spill_file import advice_for
-from .checkpoint.room import compare, metadata, room
+from .checkpoint.room import allocate_room, compare_metadata, metadata
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
-from .comm.agreement import agree, telling
+from .comm.agreement import check_agreement, report_errors
 from .comm.failures import failures
 from .optimizer import OSS, only_watch
 
@@ -94,8 +94,8 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
     _together(optimizer, name, optimizer.follow)
     there = _together(optimizer, name, model.state_dict)
-    _together(optimizer, name, lambda: compare(found, there))
-    state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: room(optimizer, found))}
+    _together(optimizer, name, lambda: compare_metadata(found, there))
+    state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: allocate_room(optimizer, found))}
     if CLASS in found.state_dict_metadata:
         state[CLASS] = ""
     if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
@@ -123,15 +123,15 @@ def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
         AgreementError: one of another rank is, or the folder is another there.
     """
     watch = optimizer.watch if isinstance(optimizer, OSS) else only_watch()
-    with nullcontext() if watch is None else telling(watch, ARGUMENTS, ADVICE):
+    with nullcontext() if watch is None else report_errors(watch, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):
             found = "None" if optimizer is None else f"a {type(optimizer).__name__}"
             advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
             raise ShardError(f"the optimizer is {found}; {advice}")
         for name, value in {"folder": folder, "model": model}.items():
-            read(name, value, SAVED_SHARDED)
+            check_arguments(name, value, SAVE_SHARDED_RULES)
         whole = Path(folder).absolute()
-    agree(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
+    check_agreement(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
     return whole
 
 

@@ -22,8 +22,8 @@ from ..errors import ShardError
 from ..guards.signature import has_hooks
 from .comm import shared_memory
 from .grad_presence import DENSE, PARTS
-from .shards.placeholder_grads import ghost, is_ghost, is_written
-from .shards.shard_views import Laid
+from .shards.placeholder_grads import is_placeholder, is_written, placeholder_grad
+from .shards.shard_views import BucketViews
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -42,7 +42,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class GradBucket:
     """What ranks exchange together: `size` elements, of which this rank is to have `part`; `room` bytes are taken
     meanwhile for what comes."""
 
@@ -53,7 +53,7 @@ class Parcel:
     room: int = 0
 
 
-class Inside:
+class ShardedGradients:
     """This rank's parts of the means of one optimizer's gradients, which wait for its step."""
 
     def __init__(self, optimizer: OSS) -> None:
@@ -63,7 +63,7 @@ class Inside:
         self.kinds: Sequence[int] = ()  # of the gradients of each parameter, on whatever rank has most of it
         self.takers: list[Tensor] = []  # the parameters of the backward that runs, or ran last
 
-    def parcels(self, named: Mapping[str, Tensor]) -> list[Parcel]:
+    def parcels(self, named: Mapping[str, Tensor]) -> list[GradBucket]:
         """What backward may exchange for the parameters of these names: nothing, where somebody is told of gradients,
         or where they are the same on all ranks."""
         oss = self.optimizer
@@ -82,10 +82,10 @@ class Inside:
                     for one in _stretches_of(bucket, ranks)
                 )
                 room = _room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
-                found.append(Parcel(i, stretches, bucket.part * ranks, bucket.part, room))
+                found.append(GradBucket(i, stretches, bucket.part * ranks, bucket.part, room))
         return found
 
-    def begin(self, takers: Mapping[str, Tensor | None]) -> Sums:
+    def begin(self, takers: Mapping[str, Tensor | None]) -> GradReduction:
         """What sums gradients in the backward that begins now; `takers` are the parameters whose they are.
 
         Raises:
@@ -101,13 +101,13 @@ class Inside:
                     "hook, or was frozen since forward, and backward averages it over the ranks: do without, or "
                     "compile without optimizer="
                 )
-            if taker.grad is not None and not is_ghost(taker.grad):
+            if taker.grad is not None and not is_placeholder(taker.grad):
                 raise ShardError(
                     f"{name} has a gradient from outside of the compiled module, to which backward can't add what it "
                     "averages over the ranks: call optimizer.zero_grad() before"
                 )
         self.takers = [taker for taker in takers.values() if taker is not None]
-        return Sums(self.optimizer)
+        return GradReduction(self.optimizer)
 
     def give(self, parts: Mapping[int, Tensor]) -> None:
         """Backward has ended, and these are this rank's parts."""
@@ -117,9 +117,9 @@ class Inside:
                 there.add_(part)
         for parameter in self.takers:
             if parameter not in self.ghosts:
-                parameter.grad = self.ghosts[parameter] = ghost(parameter)
+                parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
 
-    def averaged(self, laid: Laid) -> Callable[[], list[Tensor]] | None:
+    def averaged(self, laid: BucketViews) -> Callable[[], list[Tensor]] | None:
         """What waits for the mean gradients of the own pieces of a bucket, if backward has averaged some of them."""
         kinds = [self.kinds[item] for item in laid.bucket.items]
         if PARTS not in kinds:
@@ -150,7 +150,7 @@ class Inside:
                     f"the gradient of a parameter of shape {list(parameter.shape)} was changed, but lies in parts on "
                     "all ranks: clip with the optimizer's own clip_grad_norm_, or compile without optimizer="
                 )
-            parameter.grad = self.ghosts[parameter] = ghost(parameter)
+            parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
         for parameter in gone:
             del self.ghosts[parameter]
         if gone or written:
@@ -181,7 +181,7 @@ class Inside:
                     part[first : first + one.count].zero_()
 
 
-class Sums:
+class GradReduction:
     """The means of one backward; see `memgraph.graph.ops.Exchange`."""
 
     def __init__(self, optimizer: OSS) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import ShardError
-from .comm.exchange import Exchange
+from .comm.exchange import BucketComm
 
 DENSIFIED = (optim.SGD, optim.Adagrad)  # a row of zeros changes nothing in these, as a row that is missing
 
 
-def refuse(kind: type[optim.Optimizer]) -> None:
+def refuse_sparse(kind: type[optim.Optimizer]) -> None:
     """Raise if pieces of a sparse gradient are not what an optimizer that is cut would have taken.
 
     Raises:
@@ -26,7 +26,7 @@ def refuse(kind: type[optim.Optimizer]) -> None:
         raise ShardError(f"{kind.__name__} does not support sparse gradients, please consider SparseAdam instead")
 
 
-def mean(exchange: Exchange, parameter: Tensor, owner: int) -> Tensor | None:
+def average_sparse(exchange: BucketComm, parameter: Tensor, owner: int) -> Tensor | None:
     """The mean of a sparse gradient over ranks, for the owner."""
     local = _coalesced(parameter)
     device = parameter.device

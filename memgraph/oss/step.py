@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from ..optim.elementwise import unhooked
+from ..optim.elementwise import without_hooks
 from ..storage.spill_file import SpillError
-from .average_grads import Gradients, give
+from .average_grads import Gradients, assign_grads
 from .comm.failures import failures, in_words
-from .interrupted import ANEW, ON, TORN, Begun, Interrupted
+from .interrupted import ANEW, ON, TORN, InterruptedStep, StepInProgress
 from .shards.param_groups import Group, options
-from .shards.shard_views import Laid
+from .shards.shard_views import BucketViews
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -34,14 +34,14 @@ FAILURE = "exchange of what has failed in the update"
 MEND = "load an earlier state into model and optimizer, on all ranks"
 
 
-class Updates:
+class ShardedStep:
     """How one optimizer runs its steps."""
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
-        self.deferred: list[Laid] = []  # what the step that runs leaves to the next forward to gather
+        self.deferred: list[BucketViews] = []  # what the step that runs leaves to the next forward to gather
         self.is_torn = False  # a step has failed when some parameters were updated
-        self.interrupted: Interrupted | None = None  # a step that a disk has ended half way
+        self.interrupted: InterruptedStep | None = None  # a step that a disk has ended half way
         self.is_left = False  # parameters of some rank are beyond what their way allows
         self.failed: Exception | None = None  # what the caller's optimizer has raised here
         self.has_failed = False  # whether it has, on this rank or another
@@ -99,9 +99,9 @@ class Updates:
             SpillError: the disk of some rank failed; on all ranks.
         """
         self.reached.update(place for place, kind in enumerate(kinds) if kind)
-        self._run(Begun(list(kinds), kwargs, loss))
+        self._run(StepInProgress(list(kinds), kwargs, loss))
 
-    def _run(self, begun: Begun) -> None:
+    def _run(self, begun: StepInProgress) -> None:
         used = self.optimizer.averages.used(begun.kinds)
         self.deferred = self.optimizer.awaited.deferred(used)
         self.is_torn, self.failed, self.has_failed = True, None, False
@@ -121,14 +121,14 @@ class Updates:
             )
             raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
-    def _refuse_failed(self, begun: Begun) -> None:
+    def _refuse_failed(self, begun: StepInProgress) -> None:
         """Raise if the caller's optimizer has failed, or a disk; all ranks have come to the end, and can tell each
         other."""
         error, exchange = self.failed, self.optimizer.exchange
         told = failures(exchange.watch, error, FAILURE) if self.has_failed and exchange.tells else {}
         if told and all(each.startswith(f"{SpillError.__name__}:") for each in told.values()):
             self.optimizer.awaited.gather()  # so that nobody but the step that goes on writes to parameters
-            self.is_torn, self.interrupted = False, Interrupted(begun, self.optimizer)
+            self.is_torn, self.interrupted = False, InterruptedStep(begun, self.optimizer)
             text = f"a disk has failed in the update: {in_words(told)}; a part of the parameters is updated"
             raise SpillError(f"{text}: call step() again on all ranks, which does the rest, or {MEND}") from error
         if error is not None:
@@ -138,7 +138,7 @@ class Updates:
             text = f"the update has failed on another rank: {in_words(told)}; some parameters were updated, and ranks"
             raise ShardError(f"{text} may differ: {MEND}")
 
-    def _by_bucket(self, used: Sequence[Laid], begun: Begun) -> None:
+    def _by_bucket(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
         averages = self.optimizer.averages
         averages.begin()
         late = averages.near is not None or self.optimizer.exchange.wire is torch.float16
@@ -159,7 +159,7 @@ class Updates:
         for wait in going:
             wait()
 
-    def _advance(self, laid: Laid, gradients: Sequence[Tensor], begun: Begun) -> None:
+    def _advance(self, laid: BucketViews, gradients: Sequence[Tensor], begun: StepInProgress) -> None:
         """Update a bucket that is not yet updated, unless something has failed before: then the others go on, and are
         told in the end."""
         number = self.optimizer.pieces.number(laid)
@@ -171,18 +171,18 @@ class Updates:
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
         return self.optimizer.exchange.numbers(numbers, torch.int32, self.optimizer.pieces.device)
 
-    def _at_once(self, used: Sequence[Laid], begun: Begun) -> None:
+    def _at_once(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
         kwargs, loss = begun.kwargs, begun.loss
         self.optimizer.averages.give(begun.kinds)
         given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
         if loss is not None:
-            kwargs = {**kwargs, "closure": once(loss)}
+            kwargs = {**kwargs, "closure": evaluated_closure(loss)}
         self._step(given, kwargs)
         for (group, _), now in zip(self._groups(), given, strict=True):
             group.update(options(now))
         self._gather_all(used)
 
-    def _gather_all(self, used: Sequence[Laid]) -> None:
+    def _gather_all(self, used: Sequence[BucketViews]) -> None:
         """Gather all buckets that are not deferred; exactly, where a rank has numbers that would not survive the
         way."""
         exchange, used = self.optimizer.exchange, [laid for laid in used if not self._is_deferred(laid)]
@@ -208,17 +208,17 @@ class Updates:
 
         return done
 
-    def _is_deferred(self, laid: Laid) -> bool:
+    def _is_deferred(self, laid: BucketViews) -> bool:
         return any(laid is one for one in self.deferred)
 
     def _groups(self) -> list[tuple[Group, Group]]:
         """Each group, with that of the optimizer that runs on pieces."""
         return list(zip(self.optimizer.param_groups, self.optimizer.inner.param_groups, strict=True))
 
-    def _update(self, laid: Laid, gradients: Sequence[Tensor], kinds: Sequence[int], kwargs: Group) -> None:
+    def _update(self, laid: BucketViews, gradients: Sequence[Tensor], kinds: Sequence[int], kwargs: Group) -> None:
         """Update the own pieces of a bucket, which are all of one group."""
         optimizer = self.optimizer
-        views = give(laid, gradients, kinds)
+        views = assign_grads(laid, gradients, kinds)
         group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
         given = options(group) | {"params": views}
         number = optimizer.pieces.number(laid)
@@ -239,7 +239,7 @@ class Updates:
         before, inner.param_groups = inner.param_groups, groups
         try:
             if self.failed is None:
-                unhooked(type(inner))(inner, **kwargs)
+                without_hooks(type(inner))(inner, **kwargs)
         except Exception as error:
             self.failed = error
         finally:
@@ -247,7 +247,7 @@ class Updates:
             for group in groups:
                 _take(group["params"])
 
-    def _gathered(self, laid: Laid) -> Callable[[], None]:
+    def _gathered(self, laid: BucketViews) -> Callable[[], None]:
         return self.optimizer.exchange.gather(laid.bucket, laid.views)
 
 
@@ -257,7 +257,7 @@ def _take(views: Sequence[Tensor]) -> None:
         view.grad = None
 
 
-def once(loss: Any) -> Callable[[], Any]:
+def evaluated_closure(loss: Any) -> Callable[[], Any]:
     """A closure that has been evaluated, for an optimizer that does so once."""
     asked = []
 

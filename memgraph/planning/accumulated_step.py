@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 import passes
-from passes import BrokenTrace, Choice, Machine, Op, Plan, Storage, Trace, apply, check, make_plan, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.lp.problem import Program
+from passes import BrokenTrace, Machine, Op, Plan, PlanResult, Storage, Trace, apply, check, make_plan, predict
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import LinearProgram
 from passes.pipeline import QUICK
 
 from ..profile.memory_meter import resident_bytes
-from ..runtime.released_outputs import fitting, most_released
-from ..system.user_warning import notice
+from ..runtime.released_outputs import most_released, search_with_released
+from ..system.user_warning import warn_user
 
 LEFT = "left_gradients"
-Search = Callable[[Trace, Machine], Choice]
+Search = Callable[[Trace, Machine], PlanResult]
 
 
 @dataclass(frozen=True)
-class Adding:
+class AccumulatedStep:
     """What a call needs that adds to gradients.
 
     Attributes:
@@ -41,23 +41,23 @@ class Adding:
     plan: Plan | None
 
 
-def adding(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search) -> Adding:
+def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search) -> AccumulatedStep:
     """Look for a plan of the step that adds to gradients: `tries` that cost nothing, as that of the step that adds to
     none, the quick passes, and only then, if one is possible, a `search`; that alone, if there are no tries."""
     for known in tries:
         peak = peak_with(known, trace, machine)
         if peak is not None and peak <= machine.budget:
-            return Adding(peak, known)
+            return AccumulatedStep(peak, known)
     for find in (_quick, search) if tries else (search,):
         try:
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            if Program(Gaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
+            if LinearProgram(ReuseGaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
                 break
         else:
-            return Adding(choice.forecast.peak, choice.plan)
-    return Adding(smallest, None)
+            return AccumulatedStep(choice.forecast.peak, choice.plan)
+    return AccumulatedStep(smallest, None)
 
 
 def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
@@ -69,7 +69,7 @@ def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
     return None
 
 
-def with_left(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
+def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
     """The step with the gradients that lie there and are none of its own, as those of a training while its model is
     evaluated."""
     own = set(map(id, trained))
@@ -80,30 +80,30 @@ def with_left(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Tra
     return replace(trace, ops=(op, *trace.ops))
 
 
-def warn(found: Adding, budget: int) -> None:
+def warn_accumulation(found: AccumulatedStep, budget: int) -> None:
     """Say before the first step what a later one needs, if that is more than the budget."""
     if found.plan is None:
-        notice(
+        warn_user(
             f"this step fits its budget of {budget} bytes; for one that adds to gradients, as with accumulation or "
             f"zero_grad(set_to_none=False), the smallest budget for which a plan was found is {found.needed}: give "
             f"budget={found.needed} for both, or accumulate=False if gradients are always set to None between steps"
         )
 
 
-def else_known(search: Search, plan: Plan | None) -> Search:
+def or_known(search: Search, plan: Plan | None) -> Search:
     """The same search, which finds this plan where it finds none that fits: that the step fits has been said."""
 
-    def find(trace: Trace, machine: Machine) -> Choice:
+    def find(trace: Trace, machine: Machine) -> PlanResult:
         try:
             return search(trace, machine)
         except passes.BudgetError:
             peak = None if plan is None else peak_with(plan, trace, machine)
             if plan is None or peak is None or peak > machine.budget:
                 raise
-            return Choice(plan, predict(trace, machine), predict(apply(trace, plan), machine))
+            return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
 
     return find
 
 
-def _quick(trace: Trace, machine: Machine) -> Choice:
-    return fitting(lambda trace, machine: make_plan(trace, machine, QUICK), trace, machine)
+def _quick(trace: Trace, machine: Machine) -> PlanResult:
+    return search_with_released(lambda trace, machine: make_plan(trace, machine, QUICK), trace, machine)

@@ -19,10 +19,12 @@ from ..errors import BudgetError
 FEW = 500  # nodes: to capture so few some times more takes a second or two, limit or not
 CAPTURES = 6  # that finding out about micro-batches takes
 
-Error = passes.BudgetError
+BudgetErrorMaker = passes.BudgetError
 
 
-def over_budget(error: Error, advised: Callable[[Error], Error], later: Callable[[], int | None]) -> BudgetError:
+def budget_error(
+    error: BudgetErrorMaker, advised: Callable[[BudgetErrorMaker], BudgetErrorMaker], later: Callable[[], int | None]
+) -> BudgetError:
     """The error to raise in place of `error`.
 
     Args:
@@ -40,7 +42,7 @@ def over_budget(error: Error, advised: Callable[[Error], Error], later: Callable
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
 
 
-def _with_smallest(error: Error, smallest: int) -> str:
+def _with_smallest(error: BudgetErrorMaker, smallest: int) -> str:
     """The error's text, which names another budget wherever it names one."""
     text = str(error)
     for before in ("a plan was found is ", "budget="):
@@ -48,12 +50,12 @@ def _with_smallest(error: Error, smallest: int) -> str:
     return text
 
 
-def leaves_time(nodes: int, captured_s: float, until: float) -> bool:
+def has_time_left(nodes: int, captured_s: float, until: float) -> bool:
     """Return whether a graph of so many nodes, captured in so many seconds, can be tried in parts before `until`."""
     return nodes <= FEW or time.monotonic() + CAPTURES * captured_s < until
 
 
-def smallest_of(plan: Callable[[], Any]) -> int:
+def smallest_budget(plan: Callable[[], Any]) -> int:
     """Return the least bytes for which `plan` found a plan, whose forecast it returns."""
     try:
         return int(plan().peak)

@@ -21,16 +21,16 @@ PAD = "pad it to a few lengths, to multiples of 64 say"
 TENSOR = "give a tensor instead of the number"
 REST = "time_limit= shortens planning, and plan= spares it"
 
-Place = str  # "x, dimension 1", or the name of a value
+ArgumentPath = str  # "x, dimension 1", or the name of a value
 
 
-class Kinds:
+class CallKinds:
     """Counts the kinds of calls by sort: those whose arguments differ in sizes and Python values alone."""
 
     def __init__(self, module: nn.Module) -> None:
         self.names = _names(module)
         self.number = 0
-        self._sorts: OrderedDict[Hashable, list[dict[Place, Any]]] = OrderedDict()
+        self._sorts: OrderedDict[Hashable, list[dict[ArgumentPath, Any]]] = OrderedDict()
         self._said = False
 
     def warning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -47,9 +47,9 @@ class Kinds:
         self._said = self._said or bool(text)
         return text
 
-    def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[Place, Any]]:
+    def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[ArgumentPath, Any]]:
         sort: list[Hashable] = []
-        sizes: dict[Place, Any] = {}
+        sizes: dict[ArgumentPath, Any] = {}
         for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             name = self._name(path)
             if isinstance(leaf, Tensor):
@@ -78,7 +78,7 @@ def _names(module: nn.Module) -> list[str]:
     return [one.name for one in given if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
-def _text(seen: Sequence[dict[Place, Any]]) -> str:
+def _text(seen: Sequence[dict[ArgumentPath, Any]]) -> str:
     latest = seen[-1]
     differ = {place: list(dict.fromkeys(sizes.get(place) for sizes in seen)) for place in latest}
     differ = {place: values for place, values in differ.items() if len(values) >= SAID}

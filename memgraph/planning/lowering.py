@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import Choice, Machine, Op, Trace
+from passes import Machine, Op, PlanResult, Trace
 from passes.segments import Price, Segment, affordable, fused, segments, shared
-from passes.simulate.choice import dearer
+from passes.simulate.choice import with_higher_costs
 
 from ..graph import inductor
 from ..graph.nodes import all_storages, storages, tensors
 from ..graph.result_layout import empty_like, layout
 from ..graph.rewrite import Rewriter
-from ..profile.op_profiler import Prober
-from ..profile.step_timer import Times
+from ..profile.op_profiler import OpProfiler
+from ..profile.step_timer import StepTimes
 
 # Not tagged pointwise, and fused by Inductor all the same.
 FUSED = frozenset({
@@ -40,12 +40,12 @@ class Lowering:
     """The segments of one step's text, compiled and priced; those that can't be compiled are an error if all `must` be,
     and are left out otherwise."""
 
-    def __init__(self, graph: fx.Graph, trace: Trace, prober: Prober, must: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, trace: Trace, prober: OpProfiler, must: bool = True) -> None:
         self.graph = graph
         self.nodes = {node.name: node for node in graph.nodes}
         found = segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
         self.trace = self._alone(trace, found, prober)
-        self.run = inductor.all_compiled({each.name: self._part(each) for each in found}, must)
+        self.run = inductor.compile_segments({each.name: self._part(each) for each in found}, must)
         self.refused = len(found) - len(self.run)
         priced = {each.name: self._price(each, prober) for each in found if each.name in self.run}
         self.prices = {name: price for name, price in priced.items() if price is not None}
@@ -62,13 +62,13 @@ class Lowering:
         text = fused(self.trace, self.chosen, self.prices)
         return _WithSegments(self.graph, self.run, self.chosen).rewrite(text), text
 
-    def stated(self, choice: Choice, machine: Machine) -> Choice:
+    def stated(self, choice: PlanResult, machine: Machine) -> PlanResult:
         """The choice at prices that fit the step as it is lowered: what is in no segment takes what it does by itself,
         however cheap it was thought to be in one."""
         inside = {name for segment in self.chosen for name in segment.ops}
-        return dearer(choice, machine, {op.name: op.us for op in self.trace.ops if op.name not in inside})
+        return with_higher_costs(choice, machine, {op.name: op.us for op in self.trace.ops if op.name not in inside})
 
-    def apart(self, times: Times) -> Times:
+    def apart(self, times: StepTimes) -> StepTimes:
         """What each op took in a step in which segments ran: its part of what its segment took."""
         found = dict(times.ops)
         for segment in self.chosen:
@@ -77,7 +77,7 @@ class Lowering:
             found |= {name: self.trace.op[name].us / alone * took for name in segment.ops}
         return replace(times, ops=found)
 
-    def _alone(self, trace: Trace, found: Iterable[Segment], prober: Prober) -> Trace:
+    def _alone(self, trace: Trace, found: Iterable[Segment], prober: OpProfiler) -> Trace:
         """The text with what the ops of segments take by themselves.
 
         A plan was made at the prices that they have in segments, beside which no segment is faster than its ops.  So
@@ -109,7 +109,7 @@ class Lowering:
         part.eliminate_dead_code()
         return part
 
-    def _price(self, segment: Segment, prober: Prober) -> Price | None:
+    def _price(self, segment: Segment, prober: OpProfiler) -> Price | None:
         """What it takes; None if it can't be run here, or makes what the graph does not foretell."""
         graph, given = self._begun(segment)
         node = graph.create_node("call_function", self.run[segment.name], tuple(given.values()), name=segment.name)

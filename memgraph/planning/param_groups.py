@@ -9,25 +9,25 @@ from torch import Tensor, nn, optim
 
 from ..graph.captured import Captured
 from ..optim.state_parts import state_parts
-from ..optim.trained import Trained
+from ..optim.trained import TrainedParameters
 from ..oss import OSS
 from ..oss.offloaded_states import shard_parts
 
 
 def trained_by(
     captured: Captured, module: nn.Module, optimizer: optim.Optimizer | None, fuses: bool = False
-) -> Trained:
+) -> TrainedParameters:
     """What a captured step of a module trains for an optimizer, which `fuses` its updates into backward or does not."""
     names = {role.name for role in captured.outputs if role.kind == "gradient"}
     parameters = [parameter for name, parameter in module.named_parameters() if name in names]
     if isinstance(optimizer, OSS):
         optimizer.follow()
-        return Trained(parameters, shard_parts(optimizer), captured=captured)
+        return TrainedParameters(parameters, shard_parts(optimizer), captured=captured)
     parts = state_parts(optimizer, fuses) if optimizer is not None else []
-    return Trained(parameters, parts, captured=captured)
+    return TrainedParameters(parameters, parts, captured=captured)
 
 
-def groups_of(optimizer: optim.Optimizer | None) -> tuple[tuple[int, ...], ...]:
+def group_key(optimizer: optim.Optimizer | None) -> tuple[tuple[int, ...], ...]:
     """Who is in each of an optimizer's groups: with another one it takes more, and other states live far. And what
     forward gathers of what is frozen, and which of that has states."""
     if optimizer is None:

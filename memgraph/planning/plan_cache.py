@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 import passes
-from passes import Choice, Machine, Plan, Trace, apply, check, parse_plan, predict
-from passes.order.microbatch_order import resliced, sliced
+from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
+from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.pipeline import FAIR
 
 from ..errors import PlanError
-from ..report.reuse_plan import reused
-from ..report.saved_plan import SavedPlan, priced, unpriced
-from ..system.measurement_cache import forget_some, keep, kept
+from ..report.reuse_plan import reuse_plan
+from ..report.saved_plan import SavedPlan, with_saved_prices, without_prices
+from ..system.measurement_cache import evict_oldest, read_cached, write_cached
 
 MEMORY_NBYTES = 16 << 20  # of the plans' texts that a process keeps
 DISK_NBYTES = 64 << 20  # of those that later processes find
@@ -38,11 +38,11 @@ TRIED = 2  # of them
 SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain", "stepping", "capacity")
 FILE = "plans.sqlite"
 
-Search = Callable[[Trace, Machine], Choice]
+Search = Callable[[Trace, Machine], PlanResult]
 
 
 @dataclass(frozen=True)
-class Near:
+class NeighbourPlan:
     """A plan that was found for another shape: what that step needs as it is, and what was proven to be added to it, as
     a share of its time."""
 
@@ -52,10 +52,10 @@ class Near:
 
 
 _texts: OrderedDict[str, str] = OrderedDict()
-_near: OrderedDict[str, OrderedDict[int, Near]] = OrderedDict()
+_near: OrderedDict[str, OrderedDict[int, NeighbourPlan]] = OrderedDict()
 
 
-def planned(trace: Trace, machine: Machine, options: Hashable, search: Search) -> Choice:
+def find_plan(trace: Trace, machine: Machine, options: Hashable, search: Search) -> PlanResult:
     """The plan that was found for this step before, or one of a neighbour's, or else what `search` finds.
 
     Raises:
@@ -72,53 +72,53 @@ def planned(trace: Trace, machine: Machine, options: Hashable, search: Search) -
     return choice
 
 
-def remember(trace: Trace, machine: Machine, options: Hashable, choice: Choice, settled: bool = False) -> None:
+def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResult, settled: bool = False) -> None:
     """Keep the plan for this step.  `settled`: it was chosen with the times of the step itself, so that what is proven
     of it is of those."""
     captured = choice.captured
     if not choice.plan:
         return
-    ordered = resliced(trace, captured.trace)
+    ordered = reslice_microbatches(trace, captured.trace)
     facts = {
         "decisions": list(map(str, choice.plan)),
         "sliced": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
         "bound_us": 0.0 if settled else choice.bound_us,
         "any_us": 0.0 if settled else choice.any_us,
-        "prices": priced(ordered, machine),
-        "settled": settled or is_settled(trace, machine, options),
+        "prices": with_saved_prices(ordered, machine),
+        "settled": settled or is_final(trace, machine, options),
     }
     _put(_key(trace, machine, options), json.dumps(facts))
     bound = choice.lower_bound / captured.us - 1 if captured.us else 0.0
     shapes = _near.setdefault(_kind(trace, machine, options), OrderedDict())
-    shapes[captured.peak] = Near(captured.peak, bound, choice.plan)
+    shapes[captured.peak] = NeighbourPlan(captured.peak, bound, choice.plan)
     _shorten(shapes, NEIGHBOURS)
     _shorten(_near, NEIGHBOURS)
 
 
-def is_settled(trace: Trace, machine: Machine, options: Hashable) -> bool:
+def is_final(trace: Trace, machine: Machine, options: Hashable) -> bool:
     """Whether the plan that is kept for this step was looked for with the times of the step itself."""
     facts = _get(_key(trace, machine, options))
     return bool(facts and facts.get("settled"))
 
 
-def _returned(key: str, trace: Trace, machine: Machine) -> Choice | None:
+def _returned(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
     """The plan that is kept, if ops and links still take what they did."""
     facts = _get(key)
     if facts is None:
         return None
     try:
-        order = sliced(trace, machine) if facts["sliced"] else trace
-        if facts["prices"] != priced(order, machine):
+        order = slice_microbatches(trace, machine) if facts["sliced"] else trace
+        if facts["prices"] != with_saved_prices(order, machine):
             return None
         plan = parse_plan("\n".join(facts["decisions"]))
         proven = facts["prices"], 0, 0.0, facts["bound_us"], facts["any_us"]
-        known = SavedPlan(plan, unpriced(order), machine, str(torch.__version__), *proven)
-        return reused([known], order, machine)
+        known = SavedPlan(plan, without_prices(order), machine, str(torch.__version__), *proven)
+        return reuse_plan([known], order, machine)
     except (PlanError, KeyError, TypeError, ValueError):  # what is kept is not to be trusted more than a file
         return None
 
 
-def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Forecast) -> Choice | None:
+def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Forecast) -> PlanResult | None:
     """A neighbour's plan that fits, and is near what has to be added.
 
     The more a step needs beyond the budget, the more a plan has to add: so what is proven of the largest neighbour that
@@ -133,14 +133,14 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
             check(applied)
         except (ValueError, KeyError, passes.BrokenTrace):
             continue
-        choice = Choice(near.plan, captured, predict(applied, machine))
+        choice = PlanResult(near.plan, captured, predict(applied, machine))
         if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR:
             return choice
     return None
 
 
 def _key(trace: Trace, machine: Machine, options: Hashable) -> str:
-    return _digest(f"{unpriced(trace)}\n{_settings(machine, options)}")
+    return _digest(f"{without_prices(trace)}\n{_settings(machine, options)}")
 
 
 def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
@@ -165,7 +165,7 @@ def _get(key: str) -> Any:
     if key in _texts:
         _texts.move_to_end(key)
         return json.loads(_texts[key])
-    facts = kept(key, FILE)
+    facts = read_cached(key, FILE)
     return facts if isinstance(facts, dict) else None
 
 
@@ -176,8 +176,8 @@ def _put(key: str, text: str) -> None:
     _texts[key] = text
     while sum(map(len, _texts.values())) > MEMORY_NBYTES:
         _texts.popitem(last=False)
-    keep(key, json.loads(text), FILE)
-    forget_some(FILE, DISK_NBYTES)
+    write_cached(key, json.loads(text), FILE)
+    evict_oldest(FILE, DISK_NBYTES)
 
 
 def _shorten(known: OrderedDict[Any, Any], most: int) -> None:

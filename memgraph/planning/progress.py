@@ -82,11 +82,11 @@ class Progress:
         wait = FIRST_S
         while not self._ended.wait(wait):
             with suppress(Exception):  # a handler of the caller's, a terminal that is gone
-                say(self.line())
+                log_progress(self.line())
             wait = NEXT_S
 
 
-def say(line: str) -> None:
+def log_progress(line: str) -> None:
     """Print the line on a terminal, log it elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"memgraph: {line}", style="dim", markup=False)

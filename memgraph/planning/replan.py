@@ -10,19 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from passes import BudgetError, Choice, Machine, Op, Trace, apply, predict
+from passes import BudgetError, Machine, Op, PlanResult, Trace, apply, predict
 from passes.simulate.forecast import OFFLOAD
 
-from ..profile.step_timer import Times
+from ..profile.step_timer import StepTimes
 
-Search = Callable[[Trace, Machine], Choice]
+Search = Callable[[Trace, Machine], PlanResult]
 
 INTERRUPTED = 5.0  # times the median: new pages take an op of much memory up to that
 STARTS = (OFFLOAD, "memgraph.reload.default")  # ops that begin a copy, and wait for none
 WORTH = 0.02  # of the step's time: what a new plan has to save
 
 
-def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) -> Choice | None:
+def replanned(choice: PlanResult, trace: Trace, machine: Machine, search: Search) -> PlanResult | None:
     """A plan of `search` that saves so much of the step; None if there is none.
 
     `trace` and `machine` have the prices of the step itself, with which both plans are forecast.
@@ -37,7 +37,7 @@ def replanned(choice: Choice, trace: Trace, machine: Machine, search: Search) ->
     return found if predict(found.forecast.trace, machine).us < enough else None
 
 
-def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, Machine]:
+def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) -> tuple[Trace, Machine]:
     """The step as it was captured, with the price of each op in it, and the machine with the links as they were.
 
     Links are timed with whatever else the machine does meanwhile.  So the ops are given their share of that.
@@ -47,11 +47,11 @@ def as_measured(choice: Choice, machine: Machine, times: Times) -> tuple[Trace, 
     narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
     # Its ops took what they did beside the copies.
     machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)
-    usual = repriced(choice.captured.trace, ran, times)
+    usual = reprice(choice.captured.trace, ran, times)
     return _slower(usual, _load(ran, usual, machine, times)), machine
 
 
-def _load(ran: Trace, usual: Trace, machine: Machine, times: Times) -> float:
+def _load(ran: Trace, usual: Trace, machine: Machine, times: StepTimes) -> float:
     """Factor by which all ops together took longer than usual, as other processes interrupted some of them.
 
     Which ones is chance, but for those that begin a copy: they wake a thread, and are interrupted then.  So the
@@ -74,7 +74,7 @@ def _slower(trace: Trace, load: float) -> Trace:
     return replace(trace, ops=tuple(ops))
 
 
-def _cast_rate(ran: Trace, times: Times, verb: str) -> float:
+def _cast_rate(ran: Trace, times: StepTimes, verb: str) -> float:
     """Bytes per microsecond of the casts of one direction, by what they are before and after both; 0.0 without any."""
     casts = [op for op in ran.ops if op.fn == f"memgraph.{verb}.default" and op.name in times.ops]
     wide = sum(ran.nbytes[(op.holds if verb == "widen" else ran.op[op.reads[0]].holds)[0]] for op in casts)
@@ -82,7 +82,7 @@ def _cast_rate(ran: Trace, times: Times, verb: str) -> float:
     return wide / us if us else 0.0
 
 
-def repriced(captured: Trace, ran: Trace, times: Times) -> Trace:
+def reprice(captured: Trace, ran: Trace, times: StepTimes) -> Trace:
     """`captured` with the time that each op took while `ran` ran.
 
     Ops that are alike take what they took on average, those that ran again included: one flight is too little to tell

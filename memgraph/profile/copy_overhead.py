@@ -27,10 +27,10 @@ from ..storage.disk_tier import DiskLease, DiskTier
 from ..storage.io_threads import STAGING
 from ..storage.spill_file import available_nbytes, mount, spill_folder
 from ..system.device import CPU
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import shortest, so_often, timed
-from .link_bandwidth import Links, noise
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import repeats, shortest_us, timed_us
+from .link_bandwidth import Links, random_bytes
 
 NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
 TRIES = 5
@@ -41,17 +41,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Toll:
+class CopyOverhead:
     """Microseconds of compute: of each copy, and of each byte."""
 
     call: float = 0.0
     drag: float = 0.0
 
 
-_known: dict[str, Toll] = {}
+_known: dict[str, CopyOverhead] = {}
 
 
-def disk_toll(folder: str | os.PathLike[str] | None, links: Links, room: int | None = None) -> Toll:
+def measure_copy_overhead(folder: str | os.PathLike[str] | None, links: Links, room: int | None = None) -> CopyOverhead:
     """The toll of copies to the file system of `folder` and back, whose speed is known.
 
     Args:
@@ -59,27 +59,29 @@ def disk_toll(folder: str | os.PathLike[str] | None, links: Links, room: int | N
     """
     there = spill_folder(folder)
     if available_nbytes(there) < 2 * NBYTES * COPIES:
-        return Toll()  # unknown, as long as the disk is nearly full
+        return CopyOverhead()  # unknown, as long as the disk is nearly full
     copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
-    key = f"toll {copies} x {NBYTES} {mount(there)} {kernel_modes()} {setting(CPU)}"
-    return once(_known, key, lambda: _measure(there, links, copies), lambda found: Toll(*found), astuple)
+    key = f"toll {copies} x {NBYTES} {mount(there)} {kernel_modes()} {environment_key(CPU)}"
+    return measure_once(
+        _known, key, lambda: _measure(there, links, copies), lambda found: CopyOverhead(*found), astuple
+    )
 
 
-def _measure(folder: Path, links: Links, copies: int) -> Toll:
+def _measure(folder: Path, links: Links, copies: int) -> CopyOverhead:
     tier = DiskTier([NBYTES] * copies, folder)
     lease = tier.lease()
-    sent = noise(NBYTES)
+    sent = random_bytes(NBYTES)
     with torch.no_grad(), torch._C._DisableAutocast(), running(lease, {}):
         call = min(_trip_us(sent, slot) / 2 for slot in range(copies))
         drag = _drag(lease, sent, links, copies)
     lease.release()
     tier.close()
-    return Toll(round(call, 1), drag)
+    return CopyOverhead(round(call, 1), drag)
 
 
 def _trip_us(sent: Tensor, slot: int) -> float:
     """What a copy out and one back take of the thread that computes, as the ops of a step."""
-    ops, processor = torch.ops.memgraph, _Processor()
+    ops, processor = torch.ops.memgraph, _ComputeLoop()
     ticket = processor.run(partial(ops.offload.default, sent, slot))
     processor.run(partial(ops.free.default, ticket, sent, slot))
     back = processor.run(partial(ops.reload.default, ticket, slot, sent.shape, sent.stride(), sent.dtype, CPU))
@@ -87,7 +89,7 @@ def _trip_us(sent: Tensor, slot: int) -> float:
     return processor.us
 
 
-class _Processor:
+class _ComputeLoop:
     """Sums the time that this thread's processor takes for work: not what it waits, and each time after something else,
     because a step computes between."""
 
@@ -113,7 +115,7 @@ def _drag(lease: DiskLease, sent: Tensor, links: Links, copies: int) -> float:
         return 0.0
     there = [torch.empty_like(sent) for _ in range(copies)]
     work = _matmul()
-    unit = shortest(work, CPU)
+    unit = shortest_us(work, CPU)
     lost, own = [], []
     for _ in range(TRIES):
         for us, start, end in ((out_us, lease.offload, lease.free), (back_us, lease.reload, lease.wait)):
@@ -132,7 +134,7 @@ def _drag(lease: DiskLease, sent: Tensor, links: Links, copies: int) -> float:
 def _spent(work: Callable[[], object], times: int) -> tuple[float, float]:
     """The microseconds of doing `work` so often: of the clock, and of all processors of this process."""
     begin = time.process_time()
-    us = timed(partial(so_often, work, times), CPU)[1]
+    us = timed_us(partial(repeats, work, times), CPU)[1]
     return us, (time.process_time() - begin) * 1e6
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..graph.nodes import derived, tensors
-from ..graph.result_layout import REAL, Made, _like, made_of
+from ..graph.nodes import derived_nodes, tensors
+from ..graph.result_layout import REAL, ResultLayout, _like, layouts_of
 from .op_profiler import is_view
 
 
-def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[Made, ...] | None]) -> None:
+def apply_profiled_layouts(
+    graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
+) -> None:
     """Give every op that makes something else than its fake value the value that it makes, and its views after it."""
     changed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -25,10 +27,10 @@ def correct(graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tup
             continue
         if is_view(node):
             if not changed.isdisjoint(node.all_input_nodes):
-                node.meta["val"] = derived(node, mode)
+                node.meta["val"] = derived_nodes(node, mode)
                 changed.add(node)
             continue
-        real, expected = made(node), tuple(map(made_of, tensors(node)))
+        real, expected = made(node), tuple(map(layouts_of, tensors(node)))
         # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": _like(node, real, mode), REAL: True}

@@ -21,7 +21,7 @@ from torch import Tensor
 from passes import Op, Storage, Trace
 from passes.cuda_graph_memory import LIBRARIES
 
-from .memory_meter import measured
+from .memory_meter import measure_peak
 
 SIDE = 16  # of the matrices that are multiplied
 
@@ -29,7 +29,7 @@ _known: dict[torch.device, int] = {}
 _here = threading.local()  # where this thread has its workspaces: devices, and streams of theirs
 
 
-def with_libraries(trace: Trace, device: torch.device) -> Trace:
+def add_library_workspaces(trace: Trace, device: torch.device) -> Trace:
     """The step with what libraries keep on the device among what is there throughout."""
     if not (nbytes := libraries_nbytes(device)):
         return trace
@@ -46,7 +46,7 @@ def libraries_nbytes(device: torch.device) -> int:
     if device not in _known:
         # They may be there already, and nobody tells how large they are.
         torch._C._cuda_clearCublasWorkspaces()
-        _, allocated = measured(partial(_multiply, device), device)
+        _, allocated = measure_peak(partial(_multiply, device), device)
         _known[device] = allocated.net if allocated is not None else 0
     elif place not in there:
         _multiply(device)

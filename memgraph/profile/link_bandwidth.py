@@ -25,9 +25,9 @@ from ..storage.io_threads import CHUNK, STAGING, WORKERS
 from ..storage.pinned_tier import pinned_speed
 from ..storage.spill_file import PAGE, available_nbytes, mount, spill_folder
 from ..storage.wire_cast import narrow, widen
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import shortest
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import shortest_us
 
 SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and how many copies of that size stand in line
 TRIES = 2  # because a block's first write is not like the others
@@ -64,7 +64,7 @@ def sizes_of(trace: Trace) -> list[int]:
     return [nbytes for nbytes in trace.saved.values() if nbytes]
 
 
-def disk_links(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:
+def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:
     """The links to the file system of `folder`.  All of its folders are taken to be alike.
 
     Args:
@@ -74,7 +74,9 @@ def disk_links(folder: str | os.PathLike[str] | None = None, room: int | None = 
     there = spill_folder(folder)
     sizes = _fitting(room, available_nbytes(there))
     method = f"{sizes} {WORKERS} x {CHUNK}"
-    return _found(f"link {mount(there)} {method} {setting(torch.device('cpu'))}", lambda: _measure_disk(there, sizes))
+    return _found(
+        f"link {mount(there)} {method} {environment_key(torch.device('cpu'))}", lambda: _measure_disk(there, sizes)
+    )
 
 
 def _fitting(room: int | None, free: int) -> dict[int, int]:
@@ -87,12 +89,12 @@ def _fitting(room: int | None, free: int) -> dict[int, int]:
     return {nbytes: count for nbytes, count in fits.items() if count > 0} or {least: 1}
 
 
-def host_links(device: torch.device) -> Links:
+def measure_host(device: torch.device) -> Links:
     """The links between a GPU and pinned memory."""
-    return _found(f"link {device} {setting(device)}", lambda: _measure_host(device))
+    return _found(f"link {device} {environment_key(device)}", lambda: _measure_host(device))
 
 
-def casts(device: torch.device) -> Links:
+def measure_casts(device: torch.device) -> Links:
     """How fast values are cast for their way, and back; by their bytes before and after both.
 
     On a GPU it is also found which way is the fastest, which is what steps take from now on.
@@ -101,11 +103,11 @@ def casts(device: torch.device) -> Links:
         from ..kernels.cast import compared  # here, for the reason in `wire.py`
 
         compared(device)
-    return _found(f"cast {SIZES} {device} {setting(device)}", lambda: _measure_casts(device))
+    return _found(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))
 
 
 def _found(key: str, measure: Callable[[], Links]) -> Links:
-    return once(_known, key, measure, _read, lambda links: [link.points for link in links])
+    return measure_once(_known, key, measure, _read, lambda links: [link.points for link in links])
 
 
 def _read(kept: Any) -> Links:
@@ -125,8 +127,8 @@ def _measure_casts(device: torch.device) -> Links:
     for nbytes in SIZES:
         wide = torch.zeros(nbytes // 4, device=device)
         thin = narrow(wide)
-        out[nbytes] = shortest(partial(narrow, wide), device)
-        back[nbytes] = shortest(partial(widen, thin), device)
+        out[nbytes] = shortest_us(partial(narrow, wide), device)
+        back[nbytes] = shortest_us(partial(widen, thin), device)
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
@@ -147,7 +149,7 @@ def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
 def _copied(tier: DiskTier) -> tuple[float, float]:
     """Microseconds to fill every slot, and to fetch them all; the last of some tries."""
     lease = tier.lease()
-    sent = noise(tier.slots[0])
+    sent = random_bytes(tier.slots[0])
     out = back = 0.0
     for _ in range(TRIES):
         out = _all(tier, lambda slot: lease.offload(slot, sent), lease.free)
@@ -158,7 +160,7 @@ def _copied(tier: DiskTier) -> tuple[float, float]:
     return out, back
 
 
-def noise(nbytes: int) -> Tensor:
+def random_bytes(nbytes: int) -> Tensor:
     """So many random bytes, because some disks store zeros faster; nobody else's random numbers change."""
     return torch.empty(nbytes, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
 

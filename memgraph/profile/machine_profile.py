@@ -16,14 +16,14 @@ from passes import Machine
 from ..storage.io_threads import STAGING
 from ..storage.pinned_pool import cap_nbytes
 from ..storage.spill_file import Folder, spill_folder
-from .copy_overhead import disk_toll
-from .link_bandwidth import casts, disk_links, host_links
+from .copy_overhead import measure_copy_overhead
+from .link_bandwidth import measure_casts, measure_disk, measure_host
 
-USUAL = 4 << 20  # bytes of a value, where nothing is known of those that may be sent
+USUAL_SIZES = 4 << 20  # bytes of a value, where nothing is known of those that may be sent
 
 
-def linked(
-    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL,),
+def measure_links(
+    machine: Machine, tier: str | None, device: torch.device, folder: Folder, sizes: Sequence[int] = (USUAL_SIZES,),
     wire: str = "", pinned: int | None = None, room: int | None = None,
 ) -> Machine:  # fmt: skip
     """The machine with its links to the tier, measured at first use.
@@ -35,16 +35,16 @@ def linked(
     """
     if tier is None:
         return machine
-    sizes = sizes or (USUAL,)
+    sizes = sizes or (USUAL_SIZES,)
     room = room // 2 if room is not None else None  # what Python has made of the step lies there as well
-    links = host_links(device) if tier == "host" else disk_links(folder, room)
+    links = measure_host(device) if tier == "host" else measure_disk(folder, room)
     out, back = links
     machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
     if wire:
-        out, back = casts(device)
+        out, back = measure_casts(device)
         machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
     if tier == "host":  # less what the slots lose by where they begin
         cap = cap_nbytes() if pinned is None else pinned
         return replace(machine, capacity=cap - cap // 128)
-    toll, capacity = disk_toll(folder, links, room), shutil.disk_usage(spill_folder(folder)).free
+    toll, capacity = measure_copy_overhead(folder, links, room), shutil.disk_usage(spill_folder(folder)).free
     return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity, turns=True)

@@ -27,9 +27,9 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.autograd.profiler import profile, record_function
 
-from ..storage.mapped_storage import is_far
-from ..system.locks import ALONE
-from ..system.profiler_thread import block_sizes, is_apart, is_profiled
+from ..storage.mapped_storage import is_offloaded
+from ..system.locks import PLANNING_LOCK
+from ..system.profiler_thread import block_sizes, is_profiled, is_unprofiled
 
 T = TypeVar("T")
 Block = tuple[int, int]
@@ -52,13 +52,13 @@ class Allocation:
     held: int = 0
 
 
-def measured(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
+def measure_peak(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
     """What the work returns, and what it allocated; None where a profiler of the caller's is in the way.
 
     Two profilers can't run at once: a second one silently ends the first.  In a thread that `apart` has started it is
     in nobody's way; there the work must not free what was there before it.
     """
-    if is_apart() and torch.device(device).type == "cpu":
+    if is_unprofiled() and torch.device(device).type == "cpu":
         result, sizes = block_sizes(work)
         sums = [0, *accumulate(sizes)]
         return result, Allocation(max(sums), sums[-1])
@@ -72,7 +72,8 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that the tensors hold in memory; a storage that several share counts once, one that lives on disk not."""
     # The storages are kept, or the address of one that dies could be that of the next.
     storages = {
-        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors if not is_far(tensor))
+        storage._cdata: storage
+        for storage in (tensor.untyped_storage() for tensor in tensors if not is_offloaded(tensor))
     }
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -118,7 +119,7 @@ class CpuMeter:
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
-        with ALONE:
+        with PLANNING_LOCK:
             yield from self._window(given)
 
     def _window(self, given: int) -> Iterator[None]:

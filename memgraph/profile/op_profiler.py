@@ -29,40 +29,40 @@ from passes import Trace
 
 from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
-from ..graph.nodes import makes_nothing, tensors, written_by
-from ..graph.result_layout import Made, made_of
+from ..graph.nodes import allocates_nothing, tensors, written_inputs
+from ..graph.result_layout import ResultLayout, layouts_of
 from ..graph.summarize import Cost, summarize
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
 from ..system.device import keeping_freed_memory, release_cached, returns_freed_memory
-from ..system.measurement_cache import keep, kept
-from ..system.profiler_thread import apart
-from ..system.setting import setting
-from ..system.timer import cool, shortest, timed
-from ..system.user_warning import notice
-from .memory_meter import measured, resident_bytes
+from ..system.measurement_cache import read_cached, write_cached
+from ..system.profiler_thread import run_unprofiled
+from ..system.setting import environment_key
+from ..system.timer import flush_caches, shortest_us, timed_us
+from ..system.user_warning import warn_user
+from .memory_meter import measure_peak, resident_bytes
 from .roofline import roofline
 
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Probed:
+class OpCost:
     """What an op took, and how its results lie in memory; None if it could not be run."""
 
     cost: Cost
-    made: tuple[Made, ...] | None
+    made: tuple[ResultLayout, ...] | None
     is_timed: bool = True  # by more than one run
 
 
 KNOWN = 8192  # ops that a process remembers, about 1 kB each; that which was asked for longest ago goes first
-_known: dict[str, Probed] = {}
+_known: dict[str, OpCost] = {}
 
 # Arguments that say how much there is of something: a kernel that finds nothing to do takes no workspace.
 COUNTS = ("bag_size",)
 
 
-class Prober:
+class OpProfiler:
     """Runs ops whose own tensors do not exceed `limit` bytes; others are priced by their flops and bytes.
 
     `room` are the bytes that the budget leaves for them, if there is one: the first op that takes more is logged.  From
@@ -83,7 +83,7 @@ class Prober:
         """The price of an op."""
         return Cost() if is_view(node) else self._probed(node).cost
 
-    def made(self, node: fx.Node) -> tuple[Made, ...] | None:
+    def made(self, node: fx.Node) -> tuple[ResultLayout, ...] | None:
         """How an op's results lie in memory, where that is known."""
         return None if is_view(node) else self._probed(node).made
 
@@ -95,23 +95,23 @@ class Prober:
         ops = (replace(op, us=after[op.name]) if op.us == before.get(op.name) else op for op in trace.ops)
         return replace(trace, ops=tuple(ops))
 
-    def _probed(self, node: fx.Node) -> Probed:
+    def _probed(self, node: fx.Node) -> OpCost:
         self.counted()
         key, times = _key(node), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remembered(key, _known[key])
-        lasting = f"ran {key} {setting(_device(node))}"
+        lasting = f"ran {key} {environment_key(_device(node))}"
         # A segment is tuned in its first run of a process, which shall not be one in a step: so each has one here.
         lasts = not isinstance(node.target, Segment) and " at 0x" not in lasting  # whose address means something here
-        found = _read(kept(lasting)) if lasts else None
+        found = _read(read_cached(lasting)) if lasts else None
         if (found is None or (times and not found.is_timed)) and _touched(node) <= self.limit:
             self._tell(node)
-            ran = apart(partial(_probed_with_room, node, self._cool(_device(node)) if times else None))
+            ran = run_unprofiled(partial(_probed_with_room, node, self._cool(_device(node)) if times else None))
             if ran is not None and lasts:
-                keep(lasting, _written(ran))
+                write_cached(lasting, _written(ran))
             found = ran or found
         if found is None:
-            return Probed(Cost(roofline(node, _touched(node), self.limit), _spare(node)), None)
+            return OpCost(Cost(roofline(node, _touched(node), self.limit), _spare(node)), None)
         return _remembered(key, found)
 
     def _tell(self, node: fx.Node) -> None:
@@ -130,7 +130,7 @@ class Prober:
 
     def _cool(self, device: torch.device) -> Callable[[], object]:
         if device not in self._cold:
-            self._cold[device] = cool(device)
+            self._cold[device] = flush_caches(device)
         return self._cold[device]
 
 
@@ -141,7 +141,7 @@ def room_nbytes(graph: fx.Graph, module: nn.Module, budget: int) -> int:
     return budget - rest - resident_bytes([*module.parameters(), *module.buffers()])
 
 
-def _remembered(key: str, found: Probed) -> Probed:
+def _remembered(key: str, found: OpCost) -> OpCost:
     """What was found, as the latest of what is known."""
     _known.pop(key, None)
     _known[key] = found
@@ -156,7 +156,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "memgraph":
         return True
-    return makes_nothing(node) and not written_by(node)
+    return allocates_nothing(node) and not written_inputs(node)
 
 
 def _key(node: fx.Node) -> str:
@@ -195,31 +195,31 @@ def _device(node: fx.Node) -> torch.device:
     return next((value.device for value in tensors(node)), torch.device("cpu"))
 
 
-def _written(found: Probed) -> dict[str, Any]:
+def _written(found: OpCost) -> dict[str, Any]:
     made = [(str(one.layout[0]).removeprefix("torch."), *one.layout[1:], *one[1:]) for one in found.made or ()]
     once = {} if found.is_timed else {"once": True}
     return {"us": found.cost.us, "workspace": found.cost.workspace, "made": made, **once}
 
 
-def _read(written: Any) -> Probed | None:
+def _read(written: Any) -> OpCost | None:
     """What was kept of an op, in this process's types."""
     if written is None:
         return None
     made = (
-        Made((getattr(torch, dtype), tuple(shape), tuple(strides)), offset, nbytes)
+        ResultLayout((getattr(torch, dtype), tuple(shape), tuple(strides)), offset, nbytes)
         for dtype, shape, strides, offset, nbytes in written["made"]
     )
-    return Probed(Cost(written["us"], written["workspace"]), tuple(made), is_timed="once" not in written)
+    return OpCost(Cost(written["us"], written["workspace"]), tuple(made), is_timed="once" not in written)
 
 
-def _probed_with_room(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
+def _probed_with_room(node: fx.Node, before: Callable[[], object] | None) -> OpCost | None:
     """What running the op shows; once more if memory was short, without what the ops before it have left behind."""
     for _ in range(2):
         try:
             return _probe(node, before)
         except torch.OutOfMemoryError:
             release_cached(_device(node))
-    notice(f"no memory is left to run {node.target} by itself, so that its workspace is guessed")
+    warn_user(f"no memory is left to run {node.target} by itself, so that its workspace is guessed")
     return None
 
 
@@ -232,7 +232,7 @@ def _spare(node: fx.Node) -> int:
     return max(value.untyped_storage().nbytes() for value in near)
 
 
-def _probe(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
+def _probe(node: fx.Node, before: Callable[[], object] | None) -> OpCost | None:
     """What the op of `node` takes on the made-up values that need most; None if it runs on none.
 
     Zeros are indices wherever there is something, but no pivots; of a mask, what is set may be looked up first.
@@ -249,7 +249,7 @@ def _probe(node: fx.Node, before: Callable[[], object] | None) -> Probed | None:
     return max(found, key=lambda one: (one.cost.workspace, one.cost.us), default=None)
 
 
-def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, truth: bool) -> Probed | None:
+def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, truth: bool) -> OpCost | None:
     """Run the op of `node`, as a step would, on integers and truth values of one kind; None if that was to no avail.
     Each run that is timed comes after `before`; without it one is."""
     device = _device(node)
@@ -260,19 +260,19 @@ def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, tru
             run: Callable[[], object] = partial(node.target, *args, **kwargs)  # type: ignore[operator, misc, arg-type]
             if isinstance(node.target, Segment):
                 run()  # with what tuning takes, which later ones do without
-            result, allocated = measured(run, device)
+            result, allocated = measure_peak(run, device)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None  # values matter to this op, and made-up ones do not do
         if allocated is None:  # a profiler has been started meanwhile
-            return apart(partial(_run_on, node, before, number, truth))
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_by(node) else []
-        made, nbytes = tuple(map(made_of, results)), resident_bytes(results)
+            return run_unprofiled(partial(_run_on, node, before, number, truth))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_inputs(node) else []
+        made, nbytes = tuple(map(layouts_of, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
-            us = shortest(run, device, before) if before else round(timed(run, device)[1], 1)
-        return Probed(Cost(us, max(0, allocated.peak - nbytes)), made, is_timed=before is not None)
+            us = shortest_us(run, device, before) if before else round(timed_us(run, device)[1], 1)
+        return OpCost(Cost(us, max(0, allocated.peak - nbytes)), made, is_timed=before is not None)
 
 
 def _made_up(node: fx.Node, device: torch.device, number: int, truth: bool) -> Any:

@@ -21,9 +21,9 @@ from passes import Forecast, Machine, Trace, lifetimes, predict
 
 from ..guards.signature import kernel_modes
 from ..system.device import CPU, KEPT, RETURNED, returns_freed_memory
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import timed
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import timed_us
 
 NBYTES, TRIES = 4 << 20, 9
 MAPPED = 2  # the bit of a block's head by which glibc knows that the block has pages of its own
@@ -31,16 +31,16 @@ MAPPED = 2  # the bit of a block's head by which glibc knows that the block has 
 _known: dict[str, float] = {}
 
 
-def pages_us(forecast: Forecast, machine: Machine) -> float:
+def page_faults_us(forecast: Forecast, machine: Machine) -> float:
     """The microseconds by which new pages would make the step longer now."""
     if machine.device != "cpu" or not returns_freed_memory():
         return 0.0
-    found, us = new_nbytes(forecast.trace), page_us()
+    found, us = fresh_nbytes(forecast.trace), page_fault_us()
     longer = (replace(op, us=op.us + us * found.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
     return predict(replace(forecast.trace, ops=tuple(longer)), machine).us - forecast.us
 
 
-def new_nbytes(trace: Trace) -> dict[str, int]:
+def fresh_nbytes(trace: Trace) -> dict[str, int]:
     """Bytes of new pages that ops take, by the op's name.
 
     Those of the largest blocks are in the op's own price, and those of a copy are written by who copies.
@@ -64,15 +64,15 @@ def new_nbytes(trace: Trace) -> dict[str, int]:
     return found
 
 
-def page_us() -> float:
+def page_fault_us() -> float:
     """The microseconds that a page takes to be given, and taken back, by as many threads as compute now."""
-    key = f"page {NBYTES} {kernel_modes()} {setting(CPU)}"
-    return once(_known, key, _measure, float, float)
+    key = f"page {NBYTES} {kernel_modes()} {environment_key(CPU)}"
+    return measure_once(_known, key, _measure, float, float)
 
 
 def _measure() -> float:
     old = torch.zeros(NBYTES // 4)
-    new_us, old_us = (min(timed(fill, CPU)[1] for _ in range(TRIES)) for fill in (_fill_new, lambda: old.fill_(1.0)))
+    new_us, old_us = (min(timed_us(fill, CPU)[1] for _ in range(TRIES)) for fill in (_fill_new, lambda: old.fill_(1.0)))
     return max(0.0, new_us - old_us) / (NBYTES / mmap.PAGESIZE)
 
 

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 
 from ..graph.nodes import tensors
 from ..guards.signature import kernel_modes
-from ..system.measurement_cache import once
-from ..system.setting import setting
-from ..system.timer import shortest
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import shortest_us
 
 SIDE, SIDE_GPU = 768, 4096  # of the matrices that are multiplied: enough for all of the device
 COPIED, COPIED_GPU = 32 << 20, 256 << 20  # bytes: more than caches hold
@@ -61,8 +61,8 @@ def flops(node: fx.Node) -> float:
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    key = f"rates {dtype} {device} {kernel_modes()} {setting(device)}"
-    return once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
+    key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
+    return measure_once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
 
 
 def _sizes(device: torch.device) -> tuple[int, int]:
@@ -80,14 +80,14 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
 def _multiply_us(side: int, dtype: torch.dtype, device: torch.device) -> float:
     multiply = partial(_multiply, torch.full((side, side), 0.5, dtype=dtype, device=device))
     multiply()
-    return shortest(multiply, device)
+    return shortest_us(multiply, device)
 
 
 def _copy_us(nbytes: int, device: torch.device) -> float:
     of, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     copy = partial(into.copy_, of)
     copy()
-    return shortest(copy, device)
+    return shortest_us(copy, device)
 
 
 def _multiply(matrix: Tensor) -> Tensor:

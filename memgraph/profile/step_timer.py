@@ -22,34 +22,34 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..storage.async_copy import Moved, rates
+from ..storage.async_copy import CopiedBytes, rates
 
 LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """What a flight took, in microseconds: each op by its name, and all of it; and the copies that were begun."""
 
     ops: dict[str, float]
     us: float
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[CopiedBytes, ...] = ()
 
     @cached_property
     def rates(self) -> tuple[float, float]:
         """Bytes per microsecond on the links out and back, 0.0 where nothing was copied."""
         return rates(*self.moved)
 
-    def without(self, waited: Mapping[str, float]) -> Times:
+    def without(self, waited: Mapping[str, float]) -> StepTimes:
         """The same but for what ops have waited for the far tier, in microseconds."""
         return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
 
-    def beside(self, moved: Moved) -> Times:
+    def beside(self, moved: CopiedBytes) -> StepTimes:
         """The same with other copies of the step, as those of its update."""
         return replace(self, moved=(*self.moved, moved))
 
 
-class Wall:
+class WallTimes:
     """Times whole halves of a step: `with wall: ...` for each of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class Clock:
 
     def run(self, half: fx.GraphModule, values: list[Tensor]) -> Any:
         """What the half makes of `values`."""
-        forward = noting(half, self._note)
+        forward = timing_ops(half, self._note)
         self.notes = [("", now(self.device))]
         results = forward(half, values)
         last = now(self.device)
@@ -110,7 +110,7 @@ class Clock:
         self.notes.append((name, now(self.device)))
 
 
-def noting(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
+def timing_ops(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
     """The half's code, which tells `note` the name of every op behind it, when what it read last has gone."""
     code = half.graph.python_code("self")
     known = {**code.globals, "memgraph_note": note}

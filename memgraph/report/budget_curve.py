@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from rich.console import RenderableType
 from rich.table import Table
 
-from passes import Choice, Offload, Recompute
+from passes import Offload, PlanResult, Recompute
 from passes.lp.solver import INSTALL, MISSING
 
 from .tables import mb, ms, printed, table
@@ -30,7 +30,7 @@ class Point:
 
     Attributes:
         budget, peak: the bytes that are allowed, and the forecast.
-        us: the step in microseconds. lower_bound: what no plan of this one's class goes below; see `passes.Choice`.
+        us: the step in microseconds. lower_bound: what no plan of this one's class goes below; see `passes.PlanResult`.
         overhead, gap: how far `us` is above the step as it is, and above the bound: 0.1 is 10 %.
         kept, recomputed, offloaded: what becomes of forward's bytes that backward reads, as shares of them.
         decisions: how many there are.
@@ -107,18 +107,18 @@ class Sweep:
         return lines
 
 
-def fitting(budget: int, choice: Choice) -> Point:
+def point_of_plan(budget: int, choice: PlanResult) -> Point:
     """The point of a plan."""
     times = choice.forecast.us, choice.overhead, choice.lower_bound, choice.gap
     return Point(budget, choice.forecast.peak, *times, *_shares(choice), len(choice.plan))
 
 
-def missing(budget: int, smallest: int, plain_us: float) -> Point:
+def point_of_refusal(budget: int, smallest: int, plain_us: float) -> Point:
     """The point of a budget for which there is no plan."""
     return Point(budget, smallest, math.inf, math.inf, plain_us, math.inf)
 
 
-def _shares(choice: Choice) -> tuple[float, float, float]:
+def _shares(choice: PlanResult) -> tuple[float, float, float]:
     """Kept, recomputed, offloaded; what is both sent away and run again counts as sent away."""
     trace = choice.captured.trace
     gone = {trace.op[said.value].holds[0] for said in choice.plan if isinstance(said, Offload)}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
 
-from passes import Choice, Forecast, Machine, Plan
+from passes import Forecast, Machine, Plan, PlanResult
 
 from .printout import printout
-from .saved_plan import saved
+from .saved_plan import record_plan
 from .tables import printed
 
 
@@ -51,7 +51,7 @@ class Report:
     """
 
     machine: Machine
-    choice: Choice
+    choice: PlanResult
     measured: int | None = None
     measured_us: float | None = None
     repriced_us: float | None = None
@@ -140,7 +140,7 @@ class Report:
 
     def to_json(self) -> str:
         """The plan, to be used again: `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
-        return saved(self.choice, self.machine).to_json()
+        return record_plan(self.choice, self.machine).to_json()
 
     def __str__(self) -> str:
         return printed(self)

@@ -13,36 +13,38 @@ from dataclasses import replace
 
 import torch
 
-from passes import BrokenTrace, Choice, Forecast, Machine, Offload, Op, Stream, Trace, apply, check, predict
+from passes import BrokenTrace, Forecast, Machine, Offload, Op, PlanResult, Stream, Trace, apply, check, predict
 from passes.ir.liveness import released
-from passes.order.microbatch_order import resliced
+from passes.order.microbatch_order import reslice_microbatches
 
 from ..errors import PlanError
-from .saved_plan import ANEW, SavedPlan, priced, unpriced
+from .saved_plan import ANEW, SavedPlan, with_saved_prices, without_prices
 
 
-def reused(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Choice:
+def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> PlanResult:
     """The one of `plans` that was made for this step, forecast anew; no decisions at all, if the step fits as it is.
 
     Raises:
         PlanError: none was, or it can't be carried out here, or is over the budget.
     """
-    both = [(step, unpriced(step)) for step in (trace, released(trace))]
-    matching = ((plan, step) for plan in plans for step, bare in both if plan.step == resliced(bare, plan.step))
+    both = [(step, without_prices(step)) for step in (trace, released(trace))]
+    matching = (
+        (plan, step) for plan in plans for step, bare in both if plan.step == reslice_microbatches(bare, plan.step)
+    )
     plan, trace = next(matching, (plans[0], trace))
-    trace = resliced(trace, plan.step)
+    trace = reslice_microbatches(trace, plan.step)
     _refuse_others(plan, trace, machine)
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:
-        return Choice((), captured, captured)
+        return PlanResult((), captured, captured)
     forecast = _carried_out(plan, trace, machine)
     if forecast.peak > machine.budget:
         raise PlanError(
             f"the saved plan needs {forecast.peak} bytes, over the budget of {machine.budget}: "
             f"give budget={forecast.peak}, or {ANEW}"
         )
-    proves = machine.budget <= plan.machine.budget and plan.prices == priced(trace, machine)
-    return Choice(plan.plan, captured, forecast, plan.bound_us * proves, plan.any_us * proves)
+    proves = machine.budget <= plan.machine.budget and plan.prices == with_saved_prices(trace, machine)
+    return PlanResult(plan.plan, captured, forecast, plan.bound_us * proves, plan.any_us * proves)
 
 
 def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
@@ -73,7 +75,7 @@ def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
 
 def _difference(there: Trace, here: Trace) -> str:
     """Where two steps begin to differ, in words; nothing if they are the same."""
-    for index, (old, new) in enumerate(zip(there.ops, unpriced(here).ops, strict=False)):
+    for index, (old, new) in enumerate(zip(there.ops, without_prices(here).ops, strict=False)):
         if old != new:
             found = replace(new, where=here.ops[index].where)
             return f"{_whose(old, new)}; op {index} is the first that differs\nthere: {old}\nhere:  {found}"

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from passes import Choice, Machine, Plan, Trace, parse, parse_plan
+from passes import Machine, Plan, PlanResult, Trace, parse, parse_plan
 
 from ..errors import PlanError
 
@@ -93,18 +93,18 @@ class SavedPlan:
             raise PlanError(f"the saved plan can't be read: {error}; {ANEW}") from error
 
 
-Saved = SavedPlan | str | PathLike[str]
+PlanRecord = SavedPlan | str | PathLike[str]
 
 
-def saved(choice: Choice, machine: Machine) -> SavedPlan:
+def record_plan(choice: PlanResult, machine: Machine) -> SavedPlan:
     """What there is to keep of a plan."""
     trace, forecast = choice.captured.trace, choice.forecast
-    version, prices = str(torch.__version__), priced(trace, machine)
+    version, prices = str(torch.__version__), with_saved_prices(trace, machine)
     proven, known = (choice.bound_us, choice.any_us), _roomed(trace, machine)
-    return SavedPlan(choice.plan, unpriced(trace), known, version, prices, forecast.peak, forecast.us, *proven)
+    return SavedPlan(choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven)
 
 
-def saved_plan(given: Saved) -> SavedPlan:
+def saved_plan(given: PlanRecord) -> SavedPlan:
     """The plan that is meant: as it is, as its JSON text, or as the path of a file.
 
     Raises:
@@ -123,12 +123,12 @@ def saved_plan(given: Saved) -> SavedPlan:
     return SavedPlan.from_json(text)
 
 
-def unpriced(trace: Trace) -> Trace:
+def without_prices(trace: Trace) -> Trace:
     """What a step is, and not how fast it runs or where it is written: no microseconds, workspace, source lines."""
     return replace(trace, ops=tuple(replace(op, us=0.0, workspace=0, where="") for op in trace.ops))
 
 
-def priced(trace: Trace, machine: Machine) -> str:
+def with_saved_prices(trace: Trace, machine: Machine) -> str:
     """A digest of all that a bound was proven of, but for the budget."""
     return _digest(f"{trace}{replace(_roomed(trace, machine), budget=0)!r}")
 

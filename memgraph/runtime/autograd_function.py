@@ -19,25 +19,27 @@ from ..errors import MemgraphError
 from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
 from ..profile.memory_meter import resident_bytes
-from ..system.user_warning import notice
-from .company import handed_on, join
-from .released_outputs import Lent, lets_go, refuse_kept
-from .step_run import Flight
+from ..system.user_warning import warn_user
+from .company import note_concurrent_run, passed_outputs
+from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
+from .step_run import StepRun
 
 if TYPE_CHECKING:
     from .step import Step
 
 # The gradients of all inputs, if gradients arrive for other outputs than was planned.
-Unforeseen = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+UnplannedGradient = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
-class Run(torch.autograd.Function):
+class StepFunction(torch.autograd.Function):
     """A step, as autograd calls it."""
 
     boxed_grads_call = True  # tangents come in a list, from which they go as they are read
 
     @staticmethod
-    def forward(ctx: Any, step: Step, flight: Flight, unforeseen: Unforeseen, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: Step, flight: StepRun, unforeseen: UnplannedGradient, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
         try:
@@ -45,9 +47,9 @@ class Run(torch.autograd.Function):
         except BaseException:
             step.land(flight)
             raise
-        if lets_go(step.report) or flight.meter is not None:
-            flight.lent = Lent(outputs)
-        join(flight, frozenset(id(tensors[i]) for i in step.roles.owners))
+        if releases_outputs(step.report) or flight.meter is not None:
+            flight.lent = BorrowedOutputs(outputs)
+        note_concurrent_run(flight, frozenset(id(tensors[i]) for i in step.roles.owners))
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
         return tuple(outputs)
 
@@ -67,7 +69,7 @@ class Run(torch.autograd.Function):
                 step.land(ctx.flight)  # which holds what no backward will read any more
             results[:] = ctx.unforeseen(tangents)
         else:
-            backward = _Backward(ctx, tangents)
+            backward = BackwardPass(ctx, tangents)
             try:
                 with backward.flight.watched(backward.tangents):
                     gradients = backward.run()
@@ -78,16 +80,16 @@ class Run(torch.autograd.Function):
         return None, None, None, *results
 
 
-class _Backward:
+class BackwardPass:
     """One backward of a flight: `takers` are the parameters that would take the gradients, where nobody else is told of
     them; `gone` says which gradients eager would not make, since none has come to what they are made of."""
 
     def __init__(self, ctx: Any, tangents: list[Tensor | None]) -> None:
         self.step: Step = ctx.step
         self.roles = self.step.roles
-        self.flight: Flight = ctx.flight
+        self.flight: StepRun = ctx.flight
         self.tensors: Sequence[Tensor] = ctx.parameters
-        if self.flight.lent is not None and lets_go(self.step.report):
+        if self.flight.lent is not None and releases_outputs(self.step.report):
             kept = refuse_kept(self.flight.lent, tangents, self.flight.reads(), self.step.report)
             self.flight.beyond = self.flight.beyond or kept
         self.tangents = [tangents[i] for i in self.roles.tangents]
@@ -131,7 +133,7 @@ class _Backward:
             raise
         given = self._given(gradients)
         if flight.shared:
-            handed_on([gradient for gradient in given if gradient is not None])
+            passed_outputs([gradient for gradient in given if gradient is not None])
         return given
 
     def land(self) -> None:
@@ -156,7 +158,7 @@ class _Backward:
         budget = self.step.report.budget
         if nbytes > budget:
             over = f"this step may take {nbytes} bytes, over its budget of {budget}; it is within it if {unless}"
-            notice(f"{said}: {over}")
+            warn_user(f"{said}: {over}")
 
     def _beside(self) -> int:
         """Bytes on the device of gradients to which this step would add, and which this backward leaves alone."""

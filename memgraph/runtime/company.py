@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..storage.mapped_storage import is_far
-from .step_run import Flight
+from ..storage.mapped_storage import is_offloaded
+from .step_run import StepRun
 
 _LOCK = threading.Lock()
-_open: list[tuple[weakref.ref[Flight], frozenset[int]]] = []  # with the parameters of each, by id
+_open: list[tuple[weakref.ref[StepRun], frozenset[int]]] = []  # with the parameters of each, by id
 _waiting = 0  # bytes of gradients that autograd has of open flights, until the backward that made them ends
 
 
-def beside(parameters: Iterable[Tensor], flight: Flight | None = None) -> list[Flight]:
+def concurrent_runs(parameters: Iterable[Tensor], flight: StepRun | None = None) -> list[StepRun]:
     """The flights, but for this one, over one of these parameters whose backward is outstanding."""
     with _LOCK:
         there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
@@ -30,12 +30,14 @@ def beside(parameters: Iterable[Tensor], flight: Flight | None = None) -> list[F
         return [other for other, theirs in there if other is not flight and not theirs.isdisjoint(mine)]
 
 
-def held_nbytes(flights: Iterable[Flight], own: Iterable[Tensor]) -> int:
+def held_nbytes(flights: Iterable[StepRun], own: Iterable[Tensor]) -> int:
     """The bytes of the device that open flights hold until their backward, but for those of tensors of one's `own`:
     what they have saved, and what of their inputs and outputs is still there."""
     held = [tensor for flight in flights for tensor in (*(flight.saved or ()), *flight.handed())]
     mine = {tensor.untyped_storage().data_ptr() for tensor in own}
-    found = {storage.data_ptr(): storage.nbytes() for storage in (x.untyped_storage() for x in held if not is_far(x))}
+    found = {
+        storage.data_ptr(): storage.nbytes() for storage in (x.untyped_storage() for x in held if not is_offloaded(x))
+    }
     return sum(nbytes for address, nbytes in found.items() if address not in mine)
 
 
@@ -44,9 +46,9 @@ def waiting_nbytes() -> int:
     return _waiting
 
 
-def handed_on(gradients: Sequence[Tensor]) -> None:
+def passed_outputs(gradients: Sequence[Tensor]) -> None:
     """Count gradients that autograd holds until the running backward ends."""
-    nbytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients if not is_far(gradient))
+    nbytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients if not is_offloaded(gradient))
 
     def ended() -> None:
         _wait(-nbytes)
@@ -61,7 +63,7 @@ def _wait(nbytes: int) -> None:
         _waiting += nbytes
 
 
-def join(flight: Flight, parameters: frozenset[int]) -> None:
+def note_concurrent_run(flight: StepRun, parameters: frozenset[int]) -> None:
     """The backward of `flight` is outstanding from now on; whoever else's is, over one of its parameters, shares."""
     with _LOCK:
         there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]

@@ -13,19 +13,19 @@ from dataclasses import replace
 from torch import fx
 
 from passes import Trace
-from passes.cuda_graph_memory import kept_nbytes, obstacle
+from passes.cuda_graph_memory import kept_nbytes, replay_obstacle
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
-from ..graph.nodes import all_storages, is_random, returned, storages, written_by
-from .cuda_graphs import Recorder, Replays
+from ..graph.nodes import all_storages, is_random, returned_values, storages, written_inputs
+from .cuda_graphs import CudaGraphCache, Recorder
 from .step import Step
 
 RECORDED = "recorded from its third run on: forward and backward, a CUDA graph each"
 WITHOUT = 'compile without cuda_graphs=, or with cuda_graphs="auto", which runs such a step op by op'
 
 
-def let_record(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], insists: bool) -> None:
+def refuse_recording(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], insists: bool) -> None:
     """Have the step recorded once it has run op by op, if nothing is in the way.
 
     Who `insists` has planned for what a recording keeps; of others the plan may have left too little.
@@ -41,7 +41,7 @@ def let_record(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], in
         raise RecordingError(f"this step can't be recorded: {why}; {WITHOUT}")
     step.report = replace(step.report, recorded=f"not recorded: {why}" if why else RECORDED)
     if not why:
-        step.replays, step.insists, step.kept = Replays(recorder), insists, kept if insists else 0
+        step.replays, step.insists, step.kept = CudaGraphCache(recorder), insists, kept if insists else 0
 
 
 def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
@@ -54,7 +54,7 @@ def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "a hook, or a process group, is told of a gradient, or one is yet to be conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
-    return _shared(captured, graph) or obstacle(trace)
+    return _shared(captured, graph) or replay_obstacle(trace)
 
 
 def _shared(captured: Captured, graph: fx.Graph) -> str:
@@ -62,8 +62,10 @@ def _shared(captured: Captured, graph: fx.Graph) -> str:
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [node for node, role in zip(placeholders, captured.inputs, strict=False) if role.kind == "input"]
     theirs = all_storages(inputs)
-    if any(not theirs.isdisjoint(storages(node)) for reader in graph.nodes for node in written_by(reader)):
+    if any(not theirs.isdisjoint(storages(node)) for reader in graph.nodes for node in written_inputs(reader)):
         return "forward changes an input in place"
-    handed = [node for role, node in zip(captured.outputs, returned(graph), strict=True) if role.kind == "output"]
+    handed = [
+        node for role, node in zip(captured.outputs, returned_values(graph), strict=True) if role.kind == "output"
+    ]
     held = [storage for node in {*handed, *placeholders} for storage in storages(node)]
     return "an output shares its memory with another, or with an input" if len(held) > len(set(held)) else ""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ..errors import RecordingError
-from ..graph.partition import Halves
+from ..graph.partition import Partition
 from ..storage.pinned_tier import PinnedLease
 from ..storage.tier import Tier
 from ..tensors.layout import is_dense
-from .step_run import Flight
+from .step_run import StepRun
 
 T = TypeVar("T")
 MOST = 8  # recordings in a row of which none has flown twice: then the step runs op by op
@@ -96,11 +96,11 @@ def recorder_of(device: torch.device) -> Callable[[], Recorder]:
     return partial(CudaRecorder, device)
 
 
-class Recording:
+class CudaGraphPair:
     """Both halves of a step, noted down with their memory."""
 
     def __init__(
-        self, halves: Halves, tier: Tier | None, tensors: Sequence[Tensor], varying: Sequence[int], outputs: int,
+        self, halves: Partition, tier: Tier | None, tensors: Sequence[Tensor], varying: Sequence[int], outputs: int,
         recorder: Recorder,
     ) -> None:  # fmt: skip
         """`varying` are the places of what the caller gives, which lies elsewhere each time."""
@@ -114,7 +114,7 @@ class Recording:
         self.fixed = self._addresses(tensors)
         self.busy = self.stale = False
         self.flights = 0
-        flight = self.flight = Flight(halves, tier)
+        flight = self.flight = StepRun(halves, tier)
         self.outputs, self.again = recorder.record(lambda: _joined(flight, lambda: flight.forward(self.given, outputs)))
         if halves.backward is not None:
             self.tangents = [
@@ -178,19 +178,19 @@ class Recording:
         return [x.data_ptr() for i, x in enumerate(tensors) if i not in self.varying]
 
 
-Make = Callable[[Sequence[Tensor], Recorder], Recording]
+MakeGraphs = Callable[[Sequence[Tensor], Recorder], CudaGraphPair]
 
 
-class Replays:
+class CudaGraphCache:
     """The recording of one step: made when it is first wanted, and anew when the state has moved."""
 
     def __init__(self, recorder: Callable[[], Recorder]) -> None:
         self.recorder = recorder
-        self.recording: Recording | None = None
+        self.recording: CudaGraphPair | None = None
         self.wasted = 0
         self.lock = threading.Lock()
 
-    def ready(self, tensors: Sequence[Tensor], make: Make) -> Recording | None:
+    def ready(self, tensors: Sequence[Tensor], make: MakeGraphs) -> CudaGraphPair | None:
         """What the next flight flies with; None if it has to go op by op.
 
         Raises:
@@ -219,7 +219,7 @@ class Replays:
             self.wasted = self.wasted + 1 if recording.flights < 2 else 0
             recording.close()
 
-    def _made(self, tensors: Sequence[Tensor], make: Make) -> Recording:
+    def _made(self, tensors: Sequence[Tensor], make: MakeGraphs) -> CudaGraphPair:
         try:
             return make(tensors, self.recorder())
         except RuntimeError as error:
@@ -231,7 +231,7 @@ def _is_held(gradient: Tensor) -> bool:
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > ours
 
 
-def _joined(flight: Flight, run: Callable[[], T]) -> T:
+def _joined(flight: StepRun, run: Callable[[], T]) -> T:
     """Run a half, at whose end the stream of the recording has waited for the others."""
     try:
         return run()

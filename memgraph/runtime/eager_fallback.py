@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.capture import Ref
-from ..capture.reentrant_forward import overwritten
+from ..capture.reentrant_forward import overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
 from ..graph.captured import Captured
-from ..system.locks import ALONE
+from ..system.locks import PLANNING_LOCK
 from ..tensors.pytree import flatten, tensors_of
-from ..tensors.versions import refuse_changed, version_of
+from ..tensors.versions import refuse_modified, version_of
 
 Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
@@ -29,15 +29,15 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
     inputs."""
     generator = torch.default_generator.clone_state()  # which takes none of the tensors' memory
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    written = {role.name for role in overwritten(captured).values()}
+    written = {role.name for role in overwritten_buffers(captured).values()}
     held = dict(module.named_buffers())
     given = tensors_of(flatten((args, kwargs))[0])
     seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        refuse_changed(seen)
-        with ALONE, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
+        refuse_modified(seen)
+        with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
             torch.set_rng_state(generator.get_state())
             if on_gpu:
                 torch.cuda.set_rng_state_all(on_gpu)

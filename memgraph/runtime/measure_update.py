@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ..optim.elementwise import in_place_of_step
+from ..optim.elementwise import replace_step
 from ..optim.optimizer_profiler import state_tensors
-from ..profile.memory_meter import measured, resident_bytes
+from ..profile.memory_meter import measure_peak, resident_bytes
 from .step import Step
 
 
-class FirstUpdate:
+class UpdateMeasurement:
     """Waits for the optimizer's next step, once a module's step has been measured."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class FirstUpdate:
         states = resident_bytes(state_tensors(getattr(self.optimizer, "inner", self.optimizer)))
         gradients = [resident_bytes(step.gradients_there()) for step in steps]
         missing = [any(parameter.grad is None for parameter in step.trained) for step in steps]
-        result, allocated = measured(update, self.device)
+        result, allocated = measure_peak(update, self.device)
         if allocated is not None:
             for step, nbytes, less in zip(steps, gradients, missing, strict=True):
                 beyond = "the update found fewer gradients than were planned for" if less else ""
@@ -65,5 +65,5 @@ def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]]
         return update() if closure else around(update)
 
     called: list[bool] = []
-    ours = in_place_of_step(optimizer, step)
+    ours = replace_step(optimizer, step)
     optimizer.step = ours  # type: ignore[method-assign]

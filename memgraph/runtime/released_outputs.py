@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import passes
-from passes import Choice, Machine, Trace, predict
+from passes import Machine, PlanResult, Trace, predict
 from passes.ir.liveness import RELEASED, released
 
 from ..errors import BudgetError
@@ -31,7 +31,7 @@ ALONE = 2  # who refers to a tensor in a list that nobody else has: the list, an
 ASKING = 1  # the object by which a storage is asked refers to it too
 
 
-def fitting(search: Callable[[Trace, Machine], Choice], trace: Trace, machine: Machine) -> Choice:
+def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: Trace, machine: Machine) -> PlanResult:
     """What `search` finds for a step, or else for the same step of a caller who lets go of its outputs.
 
     Raises:
@@ -55,12 +55,12 @@ def most_released(trace: Trace) -> Trace:
     return released(trace) if HANDS_OVER else trace
 
 
-def lets_go(report: Report) -> bool:
+def releases_outputs(report: Report) -> bool:
     """Whether a plan counts on its caller to let go of outputs."""
     return any(kind == RELEASED for kind, _ in report.forecast.trace.outputs)
 
 
-class Lent:
+class BorrowedOutputs:
     """Tensors of more than one number, looked at without being held."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -79,7 +79,9 @@ class Lent:
         return sum(nbytes for ref, nbytes in self._storages if _holders(ref) > ours[ref.cdata])
 
 
-def refuse_kept(outputs: Lent, tangents: Sequence[Tensor | None], saved: Iterable[Tensor], report: Report) -> str:
+def refuse_kept(
+    outputs: BorrowedOutputs, tangents: Sequence[Tensor | None], saved: Iterable[Tensor], report: Report
+) -> str:
     """Look whether outputs, and what has come to backward, are gone, or will be once they were read; what is still
     there, in words.  `saved` are the tensors by which the step holds what backward reads.
 
@@ -110,11 +112,11 @@ def _holders(ref: StorageWeakRef) -> int:
     return 0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) - ASKING
 
 
-class Leaving:
+class ReleaseWatcher:
     """Tells a meter, which does not see it, when tensors go that came before its window: asked behind each op."""
 
     def __init__(self, tensors: Iterable[Tensor], gone: Callable[[int], None]) -> None:
-        self._lent, self._gone, self._told = Lent(tensors), gone, 0
+        self._lent, self._gone, self._told = BorrowedOutputs(tensors), gone, 0
 
     def __call__(self, op: str) -> None:
         nbytes = self._lent.gone_nbytes()

@@ -22,7 +22,7 @@ WAYS = (
 
 
 @contextmanager
-def explained(report: Report, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(report: Report, device: torch.device) -> Iterator[None]:
     """
     Raises:
         OutOfMemoryError: torch's own, with what the step was planned to take, and what is in the way.

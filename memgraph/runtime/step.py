@@ -21,25 +21,25 @@ from passes.concurrent_forwards import waiting_nbytes
 from ..errors import MemgraphError, RecordingError
 from ..graph.captured import Captured, Output
 from ..graph.fuse_updates import update_nodes
-from ..graph.partition import Halves
-from ..graph.unused import without
+from ..graph.partition import Partition
+from ..graph.unused import drop_unused
 from ..optim.fused_update import FusedUpdate
-from ..optim.tier_slots import HomeSlots
-from ..oss.sharded_grads import Inside
+from ..optim.tier_slots import OffloadedSlots
+from ..oss.sharded_grads import ShardedGradients
 from ..planning.lowering import Lowering
 from ..profile.memory_meter import Meter, meter_of, resident_bytes
-from ..profile.step_timer import Times, Wall
+from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
 from ..storage.tier import Tier
-from ..system.user_warning import notice
+from ..system.user_warning import warn_user
 from . import company
-from .autograd_function import Run, Unforeseen
-from .company import beside, held_nbytes
-from .cuda_graphs import Recorder, Recording, Replays
-from .shortage import explained
-from .step_history import Recent, flight_us
-from .step_run import Flight
-from .tensor_roles import Roles
+from .autograd_function import StepFunction, UnplannedGradient
+from .company import concurrent_runs, held_nbytes
+from .cuda_graphs import CudaGraphCache, CudaGraphPair, Recorder
+from .shortage import explain_out_of_memory
+from .step_history import StepHistory, run_us
+from .step_run import StepRun
+from .tensor_roles import TensorRoles
 
 MANY = 8  # open forwards, from which on one warning does for more of them
 
@@ -53,21 +53,26 @@ class Step:
     """
 
     def __init__(
-        self, captured: Captured, halves: Halves, tier: Tier | None, report: Report, home_slots: HomeSlots | None = None
+        self,
+        captured: Captured,
+        halves: Partition,
+        tier: Tier | None,
+        report: Report,
+        home_slots: OffloadedSlots | None = None,
     ) -> None:
         self.home_slots = home_slots
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
-        self.again: Callable[[Step, Times], Step] | None = None  # plans once more with what the ops took
-        self.replan: Callable[[Step, Times], Step] | None = None  # the same, for later looks
-        self.recent = Recent()
-        self.times: Times | None = None
+        self.again: Callable[[Step, StepTimes], Step] | None = None  # plans once more with what the ops took
+        self.replan: Callable[[Step, StepTimes], Step] | None = None  # the same, for later looks
+        self.recent = StepHistory()
+        self.times: StepTimes | None = None
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
-        self.inside: Inside | None = None  # what sums gradients over ranks in backward
+        self.inside: ShardedGradients | None = None  # what sums gradients over ranks in backward
         self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
         self.excuse: Callable[[], None] | None = None  # tells them that this one can't
         self.lowering: Lowering | None = None  # what of it is compiled
-        self.replays: Replays | None = None  # what of it is recorded
+        self.replays: CudaGraphCache | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
         self.metered = 0  # forwards that were open at once, at most, when one of them was measured
         self.warned: set[int] = set()  # numbers of open forwards that have been warned of
@@ -75,18 +80,18 @@ class Step:
         self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
         self.captured = captured
         self.halves = halves
-        self.partial: dict[frozenset[int], Halves] = {frozenset(): halves}  # by the outputs that are not used
+        self.partial: dict[frozenset[int], Partition] = {frozenset(): halves}  # by the outputs that are not used
         self.tier = tier
         self.report = report
         self.device = torch.device(report.machine.device)
         self.update_ops = update_nodes(halves.backward.graph) if halves.backward is not None else {}
         given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
-        self.roles = Roles.of(captured, given, self.update_ops.values())
+        self.roles = TensorRoles.of(captured, given, self.update_ops.values())
 
-    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
+    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], UnplannedGradient]) -> list[Tensor]:
         """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
         measured, if this flight is: also what only prepares it, but for the numbers that ranks compare."""
-        others = beside(map(tensors.__getitem__, self.roles.owners))
+        others = concurrent_runs(map(tensors.__getitem__, self.roles.owners))
         meter = self._meter(len(others))
         with _window(meter):
             flight = self._begun(tensors, meter, others)
@@ -98,13 +103,13 @@ class Step:
                 if flight.coming is not None:
                     flight.coming.open()
                 if self.halves.backward is not None:
-                    return list(Run.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
+                    return list(StepFunction.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
                 return flight.forward(tensors, self.roles.outputs)
         finally:
             if self.halves.backward is None:
                 self.land(flight)
 
-    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[Flight]) -> Flight:
+    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[StepRun]) -> StepRun:
         """A flight whose state is where it belongs, and that is measured or timed if it is to be."""
         flight = self._boarded(tensors)
         flight.given, flight.meter = self.roles.varying, meter
@@ -117,7 +122,7 @@ class Step:
         elif self.times is None:
             flight.time(self.device)
         else:
-            flight.wall = Wall(self.device)
+            flight.wall = WallTimes(self.device)
         return flight
 
     def _meter(self, others: int) -> Meter | None:
@@ -125,7 +130,7 @@ class Step:
         first = self.report.measured is None or (self.times is not None and self.metered <= others)
         return meter_of(self.device) if first else None
 
-    def _accompanied(self, flight: Flight, others: Sequence[Flight], tensors: Sequence[Tensor]) -> None:
+    def _accompanied(self, flight: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:
         """Warn before a forward beside other open ones if all of them may be more than the budget, and note how many
         there are."""
         flight.others = held_nbytes(others, tensors)
@@ -134,7 +139,7 @@ class Step:
         together = self.report.peak - trace.others + flight.others + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
-            notice(
+            warn_user(
                 f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
                 f"{budget}; {_advice(count)}"
             )
@@ -147,14 +152,14 @@ class Step:
         trace = self.report.forecast.trace
         return self.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
 
-    def accompany(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
+    def accompany(self, flight: StepRun, tensors: Sequence[Tensor]) -> None:
         """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
         that wait to be summed, and those in `.grad` of which no forecast knew."""
-        others = beside(map(tensors.__getitem__, self.roles.owners), flight)
+        others = concurrent_runs(map(tensors.__getitem__, self.roles.owners), flight)
         there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
         flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
 
-    def _recording(self, tensors: Sequence[Tensor]) -> Recording | None:
+    def _recording(self, tensors: Sequence[Tensor]) -> CudaGraphPair | None:
         """What the next flight flies with: it is made once the step has run op by op, and was measured."""
         if self.replays is None or self.report.measured is None or self.times is None:
             return None
@@ -166,16 +171,16 @@ class Step:
             self.replays, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
             return None
 
-    def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> Recording:
+    def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:
         """A recording of the step as it now stands."""
-        return Recording(self.halves, self.tier, tensors, self.roles.varying, self.roles.outputs, recorder)
+        return CudaGraphPair(self.halves, self.tier, tensors, self.roles.varying, self.roles.outputs, recorder)
 
     def rest(self) -> None:
         """Another step wants the device: let a recording's memory go."""
         if self.replays is not None:
             self.replays.end()
 
-    def _boarded(self, tensors: Sequence[Tensor]) -> Flight:
+    def _boarded(self, tensors: Sequence[Tensor]) -> StepRun:
         """A flight for which everything is where it belongs, or on its way; if that can't be, the other ranks are
         told."""
         try:
@@ -185,9 +190,9 @@ class Step:
                     self.tier.bind(places)
             if self.inside is not None:
                 self.inside.sweep()  # parts whose gradients are gone take no room
-            flight = Flight(self.halves, self.tier, self._recording(tensors))
+            flight = StepRun(self.halves, self.tier, self._recording(tensors))
             if self.device.type != "cpu":
-                flight.explained = partial(explained, self.report, self.device)
+                flight.explained = partial(explain_out_of_memory, self.report, self.device)
         except MemgraphError:
             if self.excuse is not None:
                 self.excuse()
@@ -196,7 +201,7 @@ class Step:
             flight.coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
         return flight
 
-    def land(self, flight: Flight) -> None:
+    def land(self, flight: StepRun) -> None:
         """Note what the flight took, if it was measured."""
         took = flight.took if flight.halves is self.halves else None
         if took is not None and self.recent.add(took):
@@ -235,7 +240,7 @@ class Step:
     @property
     def forecast_us(self) -> float:
         """Microseconds that forward and backward were foretold to take."""
-        return flight_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
+        return run_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
 
     @property
     def reported(self) -> Report:
@@ -245,14 +250,14 @@ class Step:
             return self.report
         return replace(self.report, recent_us=median_us, flight_us=self.forecast_us)
 
-    def halves_without(self, unused: frozenset[int]) -> Halves:
+    def halves_without(self, unused: frozenset[int]) -> Partition:
         """The halves for a backward to which no gradients of these outputs come."""
         found = self.partial.get(unused)
         if found is None:
             backward = self.halves.backward
             assert backward is not None
             places = [place for place, output in enumerate(self.roles.tangents) if output in unused]
-            found = replace(self.halves, backward=without(backward, self.halves.names, places))
+            found = replace(self.halves, backward=drop_unused(backward, self.halves.names, places))
             self.partial[unused] = found
         return found
 

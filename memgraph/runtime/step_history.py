@@ -13,21 +13,21 @@ from collections import deque
 
 from passes import Forecast
 
-from ..profile.step_timer import Wall
+from ..profile.step_timer import WallTimes
 from ..report.step_times import LENGTH, is_off
 
 LOOKS = 3  # at a plan, at most, besides the first
 
 
-class Recent:
+class StepHistory:
     """The times of the latest steps of one kind, and how often their plan was looked at because of them."""
 
     def __init__(self, looks: int = LOOKS, steps: int = 0) -> None:
-        self.walls: deque[Wall] = deque(maxlen=LENGTH)
+        self.walls: deque[WallTimes] = deque(maxlen=LENGTH)
         self.looks = looks  # that are left
         self.steps = steps  # of this kind, so far
 
-    def add(self, wall: Wall) -> bool:
+    def add(self, wall: WallTimes) -> bool:
         """Take note of a step; whether so many have come that they are to be judged."""
         self.walls.append(wall)
         self.steps += 1
@@ -61,12 +61,12 @@ class Recent:
         changed = is_off(median, forecast_us) and is_off(median, looked_us)
         return changed and self.steps * (median - plain_us) >= search_us
 
-    def after_look(self) -> Recent:
+    def after_look(self) -> StepHistory:
         """What to go on with once the plan is looked at."""
-        return Recent(self.looks - 1, self.steps - self.steps % LENGTH)
+        return StepHistory(self.looks - 1, self.steps - self.steps % LENGTH)
 
 
-def flight_us(forecast: Forecast, updates: bool) -> float:
+def run_us(forecast: Forecast, updates: bool) -> float:
     """Microseconds of forward and backward; with the update where backward `updates`."""
     ops = forecast.trace.ops
     last = len(ops)

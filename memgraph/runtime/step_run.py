@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
-from ..graph.ops import Exchange, Updater, running
-from ..graph.partition import Halves
-from ..oss.pending_gathers import Coming
+from ..graph.ops import Exchange, UpdateRunner, running
+from ..graph.partition import Partition
+from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, resident_bytes
-from ..profile.step_timer import Clock, Times, Wall, noting
-from ..storage.mapped_storage import Place
+from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
+from ..storage.mapped_storage import BufferSlice
 from ..storage.tier import Lease, Tier
-from ..tensors.versions import refuse_changed, version_of
+from ..tensors.versions import refuse_modified, version_of
 from .anomaly_mode import finds_nan, run_checked
-from .released_outputs import Leaving, Lent
+from .released_outputs import BorrowedOutputs, ReleaseWatcher
 
 
-class Recorded(Protocol):
+class RecordedStep(Protocol):
     """Both halves of a step, noted down: see `recording.py`."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
@@ -35,27 +35,27 @@ class Recorded(Protocol):
     def give_back(self) -> None: ...
 
 
-class Flight:
+class StepRun:
     """Runs the two halves of a step once."""
 
     # What `land` reads is there even if the tier has no lease to give.
     lease: Lease | None = None
-    recording: Recorded | None = None  # with which it flies, and not op by op
+    recording: RecordedStep | None = None  # with which it flies, and not op by op
     meter: Meter | None = None
     clock: Clock | None = None
     wall: AbstractContextManager[None] = nullcontext()  # times the halves as wholes
     ended = False
-    update: Updater | None = None  # of a backward that updates parameters by itself
+    update: UpdateRunner | None = None  # of a backward that updates parameters by itself
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
-    coming: Coming | None = None  # what forward gathers of what other ranks have updated
+    coming: ForwardGather | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
-    leaving: Leaving | None = None  # tells the meter when what came to backward goes
-    lent: Lent | None = None  # its outputs, which may be gone when backward begins
+    leaving: ReleaseWatcher | None = None  # tells the meter when what came to backward goes
+    lent: BorrowedOutputs | None = None  # its outputs, which may be gone when backward begins
     given: Sequence[int] = ()  # the places, among the tensors that it reads, of what the caller gives
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
 
-    def __init__(self, halves: Halves, tier: Tier | None, recording: Recorded | None = None) -> None:
+    def __init__(self, halves: Partition, tier: Tier | None, recording: RecordedStep | None = None) -> None:
         self.halves, self.recording = halves, recording
         self.lease = tier.lease() if tier is not None and recording is None else None
         self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
@@ -94,7 +94,7 @@ class Flight:
             self.meeting()
             self.meeting = None
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots of this flight alone be elsewhere."""
         if self.lease is not None and homes:
             self.lease.bind(homes)
@@ -157,7 +157,7 @@ class Flight:
                 "backward(retain_graph=True) goes through what forward saved twice, and a recorded step keeps it for "
                 "one backward only; compile without cuda_graphs= for this"
             )
-        refuse_changed(self.seen)
+        refuse_modified(self.seen)
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
         if keep:
@@ -167,7 +167,7 @@ class Flight:
             self.saved, self.seen = None, []
         given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
         if self.meter is not None:
-            self.leaving = Leaving(self._came(tangents), self.meter.gone)
+            self.leaving = ReleaseWatcher(self._came(tangents), self.meter.gone)
         tangents.clear()
         saved += [*given, *gradients]  # type: ignore[list-item]
         with self.wall:
@@ -180,18 +180,18 @@ class Flight:
         self.ended = True
         return results
 
-    def times(self) -> Times | None:
+    def times(self) -> StepTimes | None:
         """What the flight took, if that was measured to the end."""
         if self.clock is None or not self.ended:
             return None
         moved = (self.lease.moved,) if self.lease is not None else ()
-        return Times(self.clock.ops, self.clock.us, moved)
+        return StepTimes(self.clock.ops, self.clock.us, moved)
 
     @property
-    def took(self) -> Wall | None:
+    def took(self) -> WallTimes | None:
         """What it took as a whole, if it was one like all others: neither measured nor timed op by op, and alone."""
         like_others = self.meter is None and self.clock is None and not self.shared and not self.beyond
-        return self.wall if self.ended and like_others and isinstance(self.wall, Wall) else None
+        return self.wall if self.ended and like_others and isinstance(self.wall, WallTimes) else None
 
     def land(self) -> Allocation | None:
         """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""
@@ -212,7 +212,7 @@ class Flight:
         if self.clock is not None:
             return self.clock.run(half, values)
         if self.leaving is not None:
-            return noting(half, self.leaving)(half, values)
+            return timing_ops(half, self.leaving)(half, values)
         return half.forward(values)
 
     def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:

@@ -15,7 +15,7 @@ Key = tuple[str, str, int]  # kind, name and index of an input
 
 
 @dataclass(frozen=True, eq=False)
-class Roles:
+class TensorRoles:
     """The tensors of one step; places count those that it reads, tangents left out."""
 
     outputs: int  # how many of the tensors that forward returns are the module's
@@ -28,7 +28,7 @@ class Roles:
     given: tuple[int, ...]  # the bytes of the gradients, and then of the parts, that backward adds to; none, or of all
 
     @classmethod
-    def of(cls, captured: Captured, given: Sequence[int], updated: Iterable[str]) -> Roles:
+    def of(cls, captured: Captured, given: Sequence[int], updated: Iterable[str]) -> TensorRoles:
         """What a captured step says; `updated` are the parameters that backward updates."""
         inputs = [role for role in captured.inputs if role.kind != "tangent"]
         place: dict[Key, int] = {(role.kind, role.name, role.index): i for i, role in enumerate(inputs)}

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..tensors.layout import is_dense
-from .io_threads import CHUNK, WORKERS, Latch, read, submit, write
+from .io_threads import CHUNK, WORKERS, OneShotEvent, read, submit, write
 from .spill_file import SpillError, advice_for, pages
 
-Move = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
+CopyRequest = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
-class Part(Latch):
+class CopyPart(OneShotEvent):
     """What one worker does of a copy.  Opens when that has ended, well or not.  Its times are seconds."""
 
     error: Exception | None = None
@@ -40,14 +40,14 @@ class Part(Latch):
             raise self.error
 
 
-Moved = dict[Move, list[Part]]  # what was begun of copies, by whether it is written or read
-Guard = Callable[[Part], object]  # is called before bytes move, and may raise what is against it
+CopiedBytes = dict[CopyRequest, list[CopyPart]]  # what was begun of copies, by whether it is written or read
+CopyGuard = Callable[[CopyPart], object]  # is called before bytes move, and may raise what is against it
 
 
 class Copy:
     """A copy of a file's bytes and a tensor's.  It holds the tensor until it is known to have ended."""
 
-    def __init__(self, move: Move, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
+    def __init__(self, move: CopyRequest, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
         """`where`: file, offset and bytes; `place` is what an error calls the file.
 
         Raises:
@@ -57,9 +57,9 @@ class Copy:
         self.address = address_of(tensor, where[2])
         self.what = f"to {move.__name__} {where[2]} bytes {place}"
         self.tensor: Tensor | None = tensor
-        self.parts: list[Part] = []
+        self.parts: list[CopyPart] = []
 
-    def begin(self, guard: Guard, after: Sequence[Part] = ()) -> None:
+    def begin(self, guard: CopyGuard, after: Sequence[CopyPart] = ()) -> None:
         """Have the workers copy once `after` have ended; if one of those failed, nothing is copied.
 
         Until then, and no longer, the workers hold `guard`, which has to hold the tensor and the file.
@@ -68,12 +68,12 @@ class Copy:
         # Half for each worker, so that one copies memory while the other waits for the disk.
         share = max(CHUNK, pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
-            self.parts.append(part := Part(min(share, nbytes - at)))
+            self.parts.append(part := CopyPart(min(share, nbytes - at)))
             submit(partial(_run, part, [guard], after, self.move, file, offset + at, self.address + at, part.nbytes))
 
     def end(self) -> None:
         """Wait for every part, then let the tensor go."""
-        settle(self)
+        finish_copies(self)
         self.tensor = None
         for part in self.parts:
             if part.error:
@@ -81,19 +81,19 @@ class Copy:
                 raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
 
 
-class Split(Protocol):
+class SplitCopy(Protocol):
     """A copy in parts that can be waited for."""
 
     parts: Any
 
 
-def settle(*copies: Split | None) -> None:
+def finish_copies(*copies: SplitCopy | None) -> None:
     """Wait until `copies` have ended, well or not."""
     for part in [part for copy in copies if copy for part in copy.parts]:
         part.wait()
 
 
-def rates(*moved: Moved) -> tuple[float, float]:
+def rates(*moved: CopiedBytes) -> tuple[float, float]:
     """Bytes per microsecond written and read, while such parts moved; 0.0 if none has ended.
 
     Where both moved, each part has an equal share of that time.
@@ -120,7 +120,7 @@ def address_of(tensor: Tensor, nbytes: int) -> int:
     return tensor.data_ptr()
 
 
-def _run(part: Part, held: list[Guard], after: Sequence[Part], move: Move, *where: int) -> None:
+def _run(part: CopyPart, held: list[CopyGuard], after: Sequence[CopyPart], move: CopyRequest, *where: int) -> None:
     try:
         held[0](part)
         # Parts begin in the order in which they were submitted, so two workers never wait for each other.

@@ -22,10 +22,10 @@ from itertools import accumulate, chain
 
 import torch
 
-from ..system.user_warning import notice
-from .async_copy import Copy, Move, Moved, Part, settle
-from .io_threads import STAGING, Worker, read, start, write
-from .mapped_storage import FileMapping, Place
+from ..system.user_warning import warn_user
+from .async_copy import CopiedBytes, Copy, CopyPart, CopyRequest, finish_copies
+from .io_threads import STAGING, IoThread, read, start, write
+from .mapped_storage import BufferSlice, FileMapping
 from .spill_file import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
 
 
@@ -35,7 +35,7 @@ class DiskTier:
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
         self.process = os.getpid()  # whose files these are
-        self.homes: Mapping[int, Place] = {}  # slots that are places of the state, and no room of a lease's own
+        self.homes: Mapping[int, BufferSlice] = {}  # slots that are places of the state, and no room of a lease's own
         self.rooms: list[int] = []  # files that no lease has
         self.slots = tuple(slots)
         *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
@@ -43,11 +43,11 @@ class DiskTier:
         self.folder = spill_folder(folder)
         if is_ram(self.folder):
             message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
-            notice(f"{message}: name a folder on a disk with spill_dir=")
+            warn_user(f"{message}: name a folder on a disk with spill_dir=")
         start()  # here, because a step should pay neither their time nor their memory
         self.rooms.append(self._make_room())
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
         self.homes = homes
 
@@ -95,17 +95,17 @@ class DiskLease:
         self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.moved: Moved = {write: [], read: []}  # what the workers have taken up
+        self.moved: CopiedBytes = {write: [], read: []}  # what the workers have taken up
         self.dropped = False
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
         self.homes = {**self.homes, **homes}
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
         self._refuse_inherited()
-        settle(self.out.get(slot), self.back.get(slot))
+        finish_copies(self.out.get(slot), self.back.get(slot))
         self._start(self.out, slot, tensor, write)
 
     def free(self, slot: int) -> None:
@@ -117,7 +117,7 @@ class DiskLease:
         """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
         self._refuse_inherited()
         leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
-        settle(self.back.get(slot))
+        finish_copies(self.back.get(slot))
         self._start(self.back, slot, tensor, read, after=leaving)
 
     def wait(self, slot: int) -> None:
@@ -129,7 +129,7 @@ class DiskLease:
         """Drop the copies that have not begun, wait for those that have, and give the room back."""
         self.dropped = True
         # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
-        if not isinstance(threading.current_thread(), Worker):
+        if not isinstance(threading.current_thread(), IoThread):
             # No thread of a parent's is here to end a copy.
             for part in chain(*self.moved.values()) if self.process == os.getpid() else ():
                 part.wait()
@@ -147,7 +147,12 @@ class DiskLease:
             self.tier.take_back(room, self.process)
 
     def _start(
-        self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: Move, after: Sequence[Part] = ()
+        self,
+        copies: dict[int, Copy],
+        slot: int,
+        tensor: torch.Tensor,
+        move: CopyRequest,
+        after: Sequence[CopyPart] = (),
     ) -> None:
         copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
         # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
@@ -161,7 +166,7 @@ class DiskLease:
         assert isinstance(home.mapping, FileMapping)
         return home.mapping.file, home.offset, home.nbytes
 
-    def _take_up(self, begun: list[Part], part: Part) -> None:
+    def _take_up(self, begun: list[CopyPart], part: CopyPart) -> None:
         begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
         self._room()
 

@@ -27,20 +27,20 @@ WORKERS = 2
 CHUNK = 512 << 10  # bytes of each buffer
 STAGING = WORKERS * CHUNK
 
-Job = Callable[[], object]
+IoJob = Callable[[], object]
 
 
-def submit(job: Job) -> None:
+def submit(job: IoJob) -> None:
     """Have `job` called by a worker.  Jobs begin in the order in which they were submitted, and do not raise."""
     start().put(job)
 
 
 @functools.cache
-def start() -> SimpleQueue[Job | None]:
+def start() -> SimpleQueue[IoJob | None]:
     """Start the workers, one set for all tiers of the process, and return the queue that they empty."""
     # No executor: a Future that Ctrl-C interrupts may keep a lock that its worker needs.
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
-    workers = [Worker(jobs) for _ in range(WORKERS)]
+    jobs: SimpleQueue[IoJob | None] = SimpleQueue()
+    workers = [IoThread(jobs) for _ in range(WORKERS)]
     for worker in workers:
         worker.start()
     atexit.register(finish, workers)
@@ -51,10 +51,10 @@ def start() -> SimpleQueue[Job | None]:
 os.register_at_fork(after_in_child=start.cache_clear)
 
 
-class Worker(threading.Thread):
+class IoThread(threading.Thread):
     """Does job after job, until it is given None."""
 
-    def __init__(self, jobs: SimpleQueue[Job | None]) -> None:
+    def __init__(self, jobs: SimpleQueue[IoJob | None]) -> None:
         super().__init__(name="memgraph-disk", daemon=True)
         self.jobs = jobs
 
@@ -64,7 +64,7 @@ class Worker(threading.Thread):
             del job  # it may hold tensors, and the next may be long in coming
 
 
-def finish(workers: list[Worker]) -> None:
+def finish(workers: list[IoThread]) -> None:
     """Let the workers end, so that none is at a tensor when the interpreter takes it down."""
     for worker in workers:
         worker.jobs.put(None)
@@ -72,7 +72,7 @@ def finish(workers: list[Worker]) -> None:
         worker.join()
 
 
-class Latch:
+class OneShotEvent:
     """Lets others wait for one moment.  A bare lock, because an Event that Ctrl-C interrupts may stay locked."""
 
     def __init__(self) -> None:

@@ -36,14 +36,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..tensors.layout import is_dense, shaped
 from .spill_file import PAGE, SpillError, advice_for, nameless_file, pages, spill_folder
 
-Room = tuple[int, int]  # offset, bytes
+SlotSize = tuple[int, int]  # offset, bytes
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorSpec:
     """What a place must know of the tensor it is for."""
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlice:
     """Where the bytes of a tensor lie: `nbytes` of a mapping from `offset` on, which begins a page.
 
     Whole pages may be written there: what is beyond `nbytes` in the last one is nobody's. The mapping is held so that
@@ -77,30 +77,30 @@ class Place:
 class Source:
     """What has bytes of the state, and streams that copy them."""
 
-    def fetched(self, place: Place, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
+    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
         """Begin to fill `tensor`, once `after` have ended."""
         raise NotImplementedError
 
-    def stored(self, place: Place, tensor: Tensor) -> Any:
+    def stored(self, place: BufferSlice, tensor: Tensor) -> Any:
         """Begin to copy `tensor` there."""
         raise NotImplementedError
 
 
-class Ground:
+class BufferAllocator:
     """What has room for homes, other than a folder."""
 
-    def mapped(self, slots: Iterable[Room]) -> Mapping:
+    def mapped(self, slots: Iterable[SlotSize]) -> Mapping:
         """New room for the slots."""
         raise NotImplementedError
 
 
-Where = Ground | str | os.PathLike[str] | None  # a folder, None for the usual one
+BufferLocation = BufferAllocator | str | os.PathLike[str] | None  # a folder, None for the usual one
 
 
-class Home:
+class MappedBuffer:
     """Room in the far tier for some tensors. It lives as long as a tensor over it, a place in it, or this object."""
 
-    def __init__(self, forms: Sequence[Form], where: Where) -> None:
+    def __init__(self, forms: Sequence[TensorSpec], where: BufferLocation) -> None:
         """
         Raises:
             SpillError: the folder has no room for them.
@@ -114,7 +114,9 @@ class Home:
         *self.offsets, nbytes = accumulate((pages(form.nbytes) for form in forms), initial=0)
         self.nbytes = nbytes
         slots = [(at, form.nbytes) for at, form in zip(self.offsets, forms, strict=True)]
-        self.mapping = where.mapped(slots) if isinstance(where, Ground) else FileMapping.of(spill_folder(where), slots)
+        self.mapping = (
+            where.mapped(slots) if isinstance(where, BufferAllocator) else FileMapping.of(spill_folder(where), slots)
+        )
 
     def tensor(self, index: int) -> Tensor:
         """A tensor over the place at `index`; all zeros until something is written there."""
@@ -126,15 +128,15 @@ class Home:
         empty = torch.empty(0, dtype=form.dtype, device=flat.device)
         return empty.set_(flat.untyped_storage(), 0, form.shape, form.strides)
 
-    def place(self, index: int) -> Place:
-        return Place(self.offsets[index], self.forms[index].nbytes, self.mapping)
+    def place(self, index: int) -> BufferSlice:
+        return BufferSlice(self.offsets[index], self.forms[index].nbytes, self.mapping)
 
 
 class Mapping(mmap.mmap):
     """Memory with room for slots, each an offset and bytes."""
 
     device = torch.device("cpu")  # of the tensors that lie there
-    slots: list[Room]  # those that have any bytes
+    slots: list[SlotSize]  # those that have any bytes
 
     def seen(self, offset: int, nbytes: int) -> Tensor:
         """Some of its bytes as the owner of a tensor there sees them."""
@@ -143,7 +145,7 @@ class Mapping(mmap.mmap):
     def part(self, base: int) -> None:
         """In a child of fork: let what is written at this address no longer be written for the parent as well."""
 
-    def known(self, slots: list[Room]) -> None:
+    def known(self, slots: list[SlotSize]) -> None:
         """From now on, tensors there have a place."""
         self.slots = slots
         _mappings[self.seen(0, 1).data_ptr()] = self
@@ -155,9 +157,9 @@ class FileMapping(Mapping):
     file: int
 
     @classmethod
-    def of(cls, folder: Path, slots: Iterable[Room]) -> FileMapping:
+    def of(cls, folder: Path, slots: Iterable[SlotSize]) -> FileMapping:
         """Map a new nameless file with room for the slots."""
-        laid, nbytes = taken(slots)
+        laid, nbytes = taken_nbytes(slots)
         file = nameless_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
@@ -181,7 +183,7 @@ class FileMapping(Mapping):
             os.close(self.file)
 
 
-def taken(slots: Iterable[Room]) -> tuple[list[Room], int]:
+def taken_nbytes(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
     """The slots that have any bytes, and the bytes of whole pages that they take."""
     laid = [slot for slot in slots if slot[1]]
     return laid, max((at + pages(size) for at, size in laid), default=PAGE)
@@ -200,7 +202,7 @@ def _part() -> None:
 os.register_at_fork(after_in_child=_part)
 
 
-def place_of(tensor: Tensor) -> Place | None:
+def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
     """Where a tensor lies in a home, or None.
 
     A part of a place has a place too, if it begins a page and ends one, or ends where the place does. Anything else in
@@ -215,18 +217,18 @@ def place_of(tensor: Tensor) -> Place | None:
     return None
 
 
-def is_far(tensor: Tensor) -> bool:
+def is_offloaded(tensor: Tensor) -> bool:
     """Whether a tensor lies in a home; a fake one does not."""
-    return bool(_mappings) and not isinstance(tensor, FakeTensor) and place_of(tensor) is not None
+    return bool(_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
 
 
-def _within(mapping: Mapping, offset: int, nbytes: int) -> Place | None:
+def _within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:
     end = offset + nbytes
     slot = bisect_right(mapping.slots, offset, key=lambda slot: slot[0]) - 1
     until = sum(mapping.slots[slot])
     whole = offset % PAGE == 0 and (end == until or (end < until and end % PAGE == 0))
-    return Place(offset, nbytes, mapping) if whole else None
+    return BufferSlice(offset, nbytes, mapping) if whole else None
 
 
-def form_of(tensor: Tensor) -> Form:
-    return Form(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+def tensor_spec_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

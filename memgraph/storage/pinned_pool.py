@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ..errors import MemgraphError
-from ..system.byte_sizes import Asked, asked_nbytes
+from ..system.byte_sizes import BudgetRequest, asked_nbytes
 from ..system.device import CPU, memory_nbytes
-from ..system.user_warning import notice
+from ..system.user_warning import warn_user
 from .spill_file import pages
 
 VARIABLE = "MEMGRAPH_PINNED"
-PINNED = Asked("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
-NAMED = Asked(VARIABLE, "the host", "half of that")
+PINNED = BudgetRequest("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
+NAMED = BudgetRequest(VARIABLE, "the host", "half of that")
 SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of the process's own, which are pinned faster than shared ones
 
@@ -40,7 +40,7 @@ class PinnedError(MemgraphError):
     """More pinned memory is wanted than may be taken."""
 
 
-class Pins(Protocol):
+class PinnedAllocator(Protocol):
     """Who pins pages."""
 
     def register(self, flat: Tensor, device: torch.device) -> str:
@@ -53,12 +53,12 @@ class Pins(Protocol):
 
 
 @dataclass(eq=False)
-class Slab:
+class PinnedBlock:
     """`nbytes` bytes of whole pages; `pinned` says whether the host has pinned them."""
 
     nbytes: int
     device: torch.device
-    pins: Pins
+    pins: PinnedAllocator
     bytes: Tensor = field(init=False)
     pinned: bool = False
     after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
@@ -71,7 +71,7 @@ class Slab:
         why = self.pins.register(self.bytes, self.device)
         self.pinned = not why
         if why:
-            notice(
+            warn_user(
                 f"{self.nbytes} bytes of host memory can't be pinned ({why}), so that copies are slow and wait for "
                 f"each other; allow the process more locked memory (ulimit -l), or raise the budget"
             )
@@ -86,14 +86,14 @@ class Slab:
         self.bytes = self.bytes[:0].clone()
 
 
-class Slabs:
+class PinnedPool:
     """The slabs of the process.  Who asks may bring a cap of its own: all of them together are no more than that then,
     and no more than `cap` otherwise."""
 
-    def __init__(self, cap: Callable[[], int], pins: Pins) -> None:
+    def __init__(self, cap: Callable[[], int], pins: PinnedAllocator) -> None:
         self.cap, self.pins = cap, pins
-        self.free: list[Slab] = []
-        self.lent: list[Slab] = []
+        self.free: list[PinnedBlock] = []
+        self.lent: list[PinnedBlock] = []
         self.needs: list[tuple[int, torch.device]] = []
         self.claimed = 0  # bytes that are pinned for homes
         self.lock = threading.RLock()  # the collector may have a lease given back anywhere
@@ -131,7 +131,7 @@ class Slabs:
             self.needs.remove((_whole(nbytes), device))
             self._trim()
 
-    def lend(self, nbytes: int, device: torch.device, cap: int | None = None) -> Slab:
+    def lend(self, nbytes: int, device: torch.device, cap: int | None = None) -> PinnedBlock:
         """A slab of at least `nbytes`, for one flight.
 
         Raises:
@@ -146,11 +146,11 @@ class Slabs:
             else:
                 self._give_up(lambda slab: slab.device == device)  # each is too small
                 self._check(wanted, cap)
-                slab = Slab(wanted, device, self.pins)
+                slab = PinnedBlock(wanted, device, self.pins)
             self.lent.append(slab)
             return slab
 
-    def take_back(self, slab: Slab) -> None:
+    def take_back(self, slab: PinnedBlock) -> None:
         with self.lock:
             self.lent.remove(slab)
             self.free.append(slab)
@@ -159,7 +159,7 @@ class Slabs:
     def _trim(self) -> None:
         self._give_up(lambda slab: slab.nbytes > max((n for n, d in self.needs if d == slab.device), default=0))
 
-    def _give_up(self, unwanted: Callable[[Slab], bool]) -> None:
+    def _give_up(self, unwanted: Callable[[PinnedBlock], bool]) -> None:
         for slab in [slab for slab in self.free if unwanted(slab)]:
             self.free.remove(slab)
             slab.close()
@@ -199,7 +199,7 @@ def pinned_nbytes(pinned: str | int | float | None) -> int | None:
     return None if pinned is None else asked_nbytes(pinned, CPU, PINNED)
 
 
-class CudaPins:
+class CudaPinnedAllocator:
     """CUDA's way to pin."""
 
     def __init__(self) -> None:
@@ -229,4 +229,4 @@ class CudaPins:
         cudart.cudaHostUnregister(flat.data_ptr())
 
 
-SLABS = Slabs(cap_nbytes, CudaPins())
+PINNED_POOL = PinnedPool(cap_nbytes, CudaPinnedAllocator())

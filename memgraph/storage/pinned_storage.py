@@ -20,27 +20,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .mapped_storage import Ground, Mapping, Place, Room, Source, taken
-from .pinned_pool import OWN, SLABS, PinnedError, Slabs
-from .pinned_tier import copied, streams
+from .mapped_storage import BufferAllocator, BufferSlice, Mapping, SlotSize, Source, taken_nbytes
+from .pinned_pool import OWN, PINNED_POOL, PinnedError, PinnedPool
+from .pinned_tier import copy_on_stream, copy_streams
 
 
 @dataclass(frozen=True, eq=False)
-class Host(Ground):
+class PinnedBufferAllocator(BufferAllocator):
     """Pinned memory behind a device; `cuda` is torch.cuda, or what has its streams and events; `cap` is the most that
     may be pinned in all when some is asked for here."""
 
     device: torch.device
     cuda: Any = torch.cuda
-    slabs: Slabs = SLABS
+    slabs: PinnedPool = PINNED_POOL
     cap: int | None = None
 
-    def mapped(self, slots: Iterable[Room]) -> PinnedMapping:
+    def mapped(self, slots: Iterable[SlotSize]) -> PinnedMapping:
         """
         Raises:
             PinnedError: there would be more pinned memory than is allowed, or the host does not pin it.
         """
-        laid, nbytes = taken(slots)
+        laid, nbytes = taken_nbytes(slots)
         self.slabs.claim(nbytes, self.cap)
         try:
             mapping = PinnedMapping(-1, nbytes, flags=OWN)
@@ -59,7 +59,7 @@ class Host(Ground):
         return mapping
 
 
-class After(Protocol):
+class AfterEvent(Protocol):
     """A copy that another one has to come behind."""
 
     event: Any
@@ -68,17 +68,17 @@ class After(Protocol):
 class PinnedMapping(Mapping, Source):
     """Pinned memory, which is given back when nobody refers to it any more."""
 
-    host: Host
+    host: PinnedBufferAllocator
 
     def seen(self, offset: int, nbytes: int) -> Tensor:
         flat = super().seen(offset, nbytes)
         return flat if self.device.type == "cpu" else torch.as_tensor(_Seen(flat), device=self.device)
 
-    def fetched(self, place: Place, tensor: Tensor, after: Sequence[After] = ()) -> StreamCopy:
-        return StreamCopy(self.host, streams(self.host.cuda, self.device)[1], tensor, place.like(tensor), after)
+    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> StreamCopy:
+        return StreamCopy(self.host, copy_streams(self.host.cuda, self.device)[1], tensor, place.like(tensor), after)
 
-    def stored(self, place: Place, tensor: Tensor) -> StreamCopy:
-        return StreamCopy(self.host, streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
+    def stored(self, place: BufferSlice, tensor: Tensor) -> StreamCopy:
+        return StreamCopy(self.host, copy_streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
 
     def __del__(self) -> None:
         if hasattr(self, "host") and not sys.is_finalizing():  # then the pages go with the process
@@ -91,7 +91,9 @@ class StreamCopy:
 
     error: Exception | None = None
 
-    def __init__(self, host: Host, stream: Any, into: Tensor, of: Tensor, after: Sequence[After] = ()) -> None:
+    def __init__(
+        self, host: PinnedBufferAllocator, stream: Any, into: Tensor, of: Tensor, after: Sequence[AfterEvent] = ()
+    ) -> None:
         for part in after:
             stream.wait_event(part.event)
         self.host, self.nbytes = host, into.nbytes
@@ -100,7 +102,7 @@ class StreamCopy:
         self.parts = (self,)
 
     def _begun(self, stream: Any, into: Tensor, of: Tensor) -> Any:
-        return copied(self.host.cuda, self.host.device, stream, into, of)
+        return copy_on_stream(self.host.cuda, self.host.device, stream, into, of)
 
     def wait(self) -> None:
         self.host.cuda.current_stream(self.host.device).wait_event(self.event)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import shaped
-from .async_copy import Moved
-from .mapped_storage import Place
-from .pinned_pool import SLABS, Slab, Slabs
+from .async_copy import CopiedBytes
+from .mapped_storage import BufferSlice
+from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
 from .spill_file import PAGE
 
 ALIGNED = 256  # bytes, at a multiple of which a slot begins: less than 1 % is lost on the smallest value that is sent
@@ -41,18 +41,18 @@ class PinnedTier:
     staging = 0  # copies go straight between the device and the slab
 
     def __init__(
-        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: Slabs = SLABS,
+        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: PinnedPool = PINNED_POOL,
         cap: int | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.device, self.cuda, self.slabs, self.cap = tuple(slots), device, cuda, slabs, cap
         *self.offsets, nbytes = accumulate((-(-slot // ALIGNED) * ALIGNED for slot in slots), initial=0)
         self.nbytes = max(nbytes, PAGE)
-        self.homes: Mapping[int, Place] = {}
+        self.homes: Mapping[int, BufferSlice] = {}
         self.closed = True
         slabs.reserve(self.nbytes, device, cap)
         self.closed = False
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
         self.homes = homes
 
@@ -81,22 +81,22 @@ class PinnedTier:
 class PinnedLease:
     """One step's room: a slab, and what is being copied."""
 
-    def __init__(self, tier: PinnedTier, slab: Slab) -> None:
+    def __init__(self, tier: PinnedTier, slab: PinnedBlock) -> None:
         self.tier, self.cuda, self.device = tier, tier.cuda, tier.device
-        self.slab: Slab | None = slab
+        self.slab: PinnedBlock | None = slab
         self.gone: dict[int, Any] = {}  # by slot, the event at the end of the copy out
         self.leaving: dict[int, Copying] = {}
         self.coming: dict[int, Copying] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
-        self.moved: Moved = {}  # events keep no times
+        self.moved: CopiedBytes = {}  # events keep no times
         self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
         self.homes = {**self.homes, **homes}
 
     def offload(self, slot: int, tensor: Tensor) -> None:
-        out, _ = streams(self.cuda, self.device)
+        out, _ = copy_streams(self.cuda, self.device)
         self.gone[slot] = self._copy(out, self._part(slot, tensor), tensor)
         self.leaving[slot] = self.gone[slot], tensor
 
@@ -105,7 +105,7 @@ class PinnedLease:
         self.cuda.current_stream(self.device).wait_event(event)
 
     def reload(self, slot: int, tensor: Tensor) -> None:
-        _, back = streams(self.cuda, self.device)
+        _, back = copy_streams(self.cuda, self.device)
         if slot in self.gone or slot not in self.homes:
             back.wait_event(self.gone[slot])
         self.coming[slot] = self._copy(back, tensor, self._part(slot, tensor)), tensor
@@ -150,17 +150,17 @@ class PinnedLease:
         return shaped(self.slab.bytes[begin : begin + self.tier.slots[slot]], tensor)
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
-        self.last[stream] = event = copied(self.cuda, self.device, stream, into, of)
+        self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)
         return event
 
 
-def copied(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
+def copy_on_stream(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
     """Have a stream copy, behind all that the current one has to do; the event at the end of it."""
     stream.wait_stream(cuda.current_stream(device))
-    return noted(cuda, stream, into, of)
+    return record_event(cuda, stream, into, of)
 
 
-def noted(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
+def record_event(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
     """Have a stream copy, behind what it has to do itself; the event at the end of it."""
     with cuda.stream(stream):
         into.copy_(of, non_blocking=True)
@@ -170,13 +170,13 @@ def noted(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
 
 
 @functools.cache
-def streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
+def copy_streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
     """The streams of copies out and back, the same for the life of the process."""
     return cuda.Stream(device), cuda.Stream(device)
 
 
 @functools.cache
-def beside(cuda: Any, device: torch.device) -> tuple[Any, Any]:
+def extra_streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
     """Two more, for copies that need not come behind those."""
     return cuda.Stream(device), cuda.Stream(device)
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .async_copy import Moved
-from .mapped_storage import Place
+from .async_copy import CopiedBytes
+from .mapped_storage import BufferSlice
 
 
 class Tier(Protocol):
@@ -16,7 +16,7 @@ class Tier(Protocol):
 
     staging: int  # bytes of the device that copies take
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live, in all flights from now on."""
 
     def lease(self) -> Lease:
@@ -30,9 +30,9 @@ class Tier(Protocol):
 class Lease(Protocol):
     """Room in the far tier for one step in flight, and what has moved there; nothing, if nobody notes its times."""
 
-    moved: Moved
+    moved: CopiedBytes
 
-    def bind(self, homes: Mapping[int, Place]) -> None:
+    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live, in this flight alone."""
 
     def offload(self, slot: int, tensor: Tensor) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from .disk_tier import DiskTier
-from .mapped_storage import Where
-from .pinned_storage import Host
+from .mapped_storage import BufferLocation
+from .pinned_storage import PinnedBufferAllocator
 from .pinned_tier import PinnedTier
 from .spill_file import Folder
 from .tier import Tier
@@ -35,12 +35,12 @@ def tier_name(offload: str | None, device: torch.device) -> str | None:
     return offload
 
 
-def ground(device: torch.device, folder: Folder, pinned: int | None = None) -> Where:
+def buffer_location(device: torch.device, folder: Folder, pinned: int | None = None) -> BufferLocation:
     """Where the state of what lies on the device may live."""
-    return Host(device, cap=pinned) if device.type == "cuda" else folder
+    return PinnedBufferAllocator(device, cap=pinned) if device.type == "cuda" else folder
 
 
-def far_tier(device: torch.device, slots: Sequence[int], folder: Folder, pinned: int | None = None) -> Tier | None:
+def open_tier(device: torch.device, slots: Sequence[int], folder: Folder, pinned: int | None = None) -> Tier | None:
     """Room for the slots of one step in flight, and more when more are; None if there are no slots."""
     if not slots:
         return None

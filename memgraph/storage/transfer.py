@@ -17,69 +17,77 @@ from typing import Any
 
 from torch import Tensor
 
-from .async_copy import Copy, Move, Part, settle
+from .async_copy import Copy, CopyPart, CopyRequest, finish_copies
 from .io_threads import read, write
-from .mapped_storage import FileMapping, Home, Place, Source, Where, form_of, place_of
+from .mapped_storage import (
+    BufferLocation,
+    BufferSlice,
+    FileMapping,
+    MappedBuffer,
+    Source,
+    buffer_slice_of,
+    tensor_spec_of,
+)
 from .pinned_storage import StreamCopy
 from .spill_file import PAGE
 
 Copying = Copy | StreamCopy
 
 
-def bring_home(tensors: Sequence[Tensor], where: Where) -> list[Tensor]:
+def begin_reload(tensors: Sequence[Tensor], where: BufferLocation) -> list[Tensor]:
     """The same values, in a new home; a tensor that has a place is left where it is.
 
     Raises:
         SpillError: the disk does not give or take the bytes. No tensor has changed.
         PinnedError: the host does not give them.
     """
-    strangers = [tensor.detach() for tensor in tensors if place_of(tensor) is None]
+    strangers = [tensor.detach() for tensor in tensors if buffer_slice_of(tensor) is None]
     if not strangers:
         return list(tensors)
-    home = Home([form_of(tensor) for tensor in strangers], where)
-    settled([store(home.place(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
+    home = MappedBuffer([tensor_spec_of(tensor) for tensor in strangers], where)
+    wait_all([offload_slices(home.place(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
     mapped = iter([home.tensor(i) for i in range(len(strangers))])
-    return [next(mapped) if place_of(tensor) is None else tensor for tensor in tensors]
+    return [next(mapped) if buffer_slice_of(tensor) is None else tensor for tensor in tensors]
 
 
-def part_of(place: Place, begin: int, nbytes: int) -> Place:
+def slice_of(place: BufferSlice, begin: int, nbytes: int) -> BufferSlice:
     """Bytes of a place from `begin` on, which begin a page and end one, or with the place."""
     assert begin % PAGE == 0 and (begin + nbytes == place.nbytes or nbytes % PAGE == 0)
     return replace(place, offset=place.offset + begin, nbytes=nbytes)
 
 
-def fetch(place: Place, tensor: Tensor, after: Sequence[Any] = ()) -> Copying:
+def reload_slices(place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Copying:
     """Begin to fill `tensor` from its home, once `after` have ended; if one of those failed, it is left alone."""
     if isinstance(place.mapping, Source):
         return place.mapping.fetched(place, tensor, after)
     return _begin(read, place, tensor, after)
 
 
-def store(place: Place, tensor: Tensor) -> Copying:
+def offload_slices(place: BufferSlice, tensor: Tensor) -> Copying:
     """Begin to copy `tensor` to its home. It must not change until the copy has ended."""
     if isinstance(place.mapping, Source):
         return place.mapping.stored(place, tensor)
     return _begin(write, place, tensor)
 
 
-def settled(copies: Iterable[Copying]) -> None:
+def wait_all(copies: Iterable[Copying]) -> None:
     """Wait until all have ended, and raise what one of them met.
 
     Raises:
         SpillError: the disk failed.
     """
     copies = list(copies)
-    settle(*copies)  # all of them first, so that none is at a tensor when the caller hears of another
+    finish_copies(*copies)  # all of them first, so that none is at a tensor when the caller hears of another
     for copy in copies:
         copy.end()
 
 
-def _begin(move: Move, place: Place, tensor: Tensor, after: Sequence[Part] = ()) -> Copy:
+def _begin(move: CopyRequest, place: BufferSlice, tensor: Tensor, after: Sequence[CopyPart] = ()) -> Copy:
     assert isinstance(place.mapping, FileMapping)
     copy = Copy(move, (place.mapping.file, place.offset, place.nbytes), tensor, "of the state")
     copy.begin(partial(_held, place, tensor), after)
     return copy
 
 
-def _held(place: Place, tensor: Tensor, part: Part) -> None:
+def _held(place: BufferSlice, tensor: Tensor, part: CopyPart) -> None:
     """Nothing is against a copy whose file and tensor are held."""

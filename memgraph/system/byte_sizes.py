@@ -30,7 +30,7 @@ WHOLE = "bytes are whole, and a share is at most 1"
 
 
 @dataclass(frozen=True)
-class Asked:
+class BudgetRequest:
     """What a number of bytes is of: the argument's name, whose memory it is, and what None means."""
 
     name: str
@@ -43,7 +43,7 @@ class Asked:
         return f'write e.g. "8GB", "8GiB", "500MB", an int of bytes, {share}, or None for {self.none}'
 
 
-BUDGET = Asked("budget", "the device", "what is free")
+BUDGET = BudgetRequest("budget", "the device", "what is free")
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
@@ -57,7 +57,7 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
     return asked_nbytes(budget, device, BUDGET)
 
 
-def asked_nbytes(given: str | int | float, device: torch.device, asked: Asked) -> int:
+def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRequest) -> int:
     """The bytes of a device's memory that an argument means.
 
     Raises:
@@ -75,7 +75,7 @@ def asked_nbytes(given: str | int | float, device: torch.device, asked: Asked) -
     return nbytes
 
 
-def _fraction(share: float, said: str, device: torch.device, asked: Asked) -> int:
+def _fraction(share: float, said: str, device: torch.device, asked: BudgetRequest) -> int:
     if math.isnan(share):
         raise ValueError(f"{said} is not a number, so a computation before it went wrong; {asked.forms}")
     if not 0 < share <= 1:
@@ -84,7 +84,7 @@ def _fraction(share: float, said: str, device: torch.device, asked: Asked) -> in
     return int(share * memory_nbytes(device))
 
 
-def _parse(text: str, said: str, asked: Asked) -> int:
+def _parse(text: str, said: str, asked: BudgetRequest) -> int:
     found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", text)
     if not found:
         raise ValueError(f"{said} can't be read; {asked.forms}")

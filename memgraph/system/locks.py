@@ -19,12 +19,12 @@ from torch import nn
 
 T = TypeVar("T")
 
-ALONE = threading.RLock()
+PLANNING_LOCK = threading.RLock()
 # A forked child has none of the threads that may hold it.
-os.register_at_fork(after_in_child=ALONE._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=PLANNING_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-class _Captures:
+class _CaptureCount:
     """The captures of this process: how many have begun, and the modules of the one that is going on."""
 
     begun = 0
@@ -35,34 +35,34 @@ class _Captures:
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
     """Nobody else plans, measures or calls this module meanwhile."""
-    with ALONE:
-        before = _Captures.modules, _Captures.thread
-        _Captures.thread = threading.get_ident()
-        _Captures.modules |= frozenset(map(id, module.modules()))
-        _Captures.begun += 1
+    with PLANNING_LOCK:
+        before = _CaptureCount.modules, _CaptureCount.thread
+        _CaptureCount.thread = threading.get_ident()
+        _CaptureCount.modules |= frozenset(map(id, module.modules()))
+        _CaptureCount.begun += 1
         try:
             yield
         finally:
-            _Captures.modules, _Captures.thread = before
+            _CaptureCount.modules, _CaptureCount.thread = before
 
 
-def undisturbed(module: nn.Module, read: Callable[[], T]) -> T:
+def read_when_not_capturing(module: nn.Module, read: Callable[[], T]) -> T:
     """What `read` finds out about the module while no other thread is capturing it."""
     while True:
-        begun = _Captures.begun
+        begun = _CaptureCount.begun
         if _is_free(module):
             try:
                 found = read()
             except Exception:  # of a dictionary that changed its size, say
-                if begun == _Captures.begun:
+                if begun == _CaptureCount.begun:
                     raise
             else:
-                if begun == _Captures.begun:
+                if begun == _CaptureCount.begun:
                     return found
-        with ALONE:  # until that thread has planned
+        with PLANNING_LOCK:  # until that thread has planned
             pass
 
 
 def _is_free(module: nn.Module) -> bool:
-    busy = _Captures.modules
-    return not busy or _Captures.thread == threading.get_ident() or busy.isdisjoint(map(id, module.modules()))
+    busy = _CaptureCount.modules
+    return not busy or _CaptureCount.thread == threading.get_ident() or busy.isdisjoint(map(id, module.modules()))

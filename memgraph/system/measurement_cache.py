@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .user_warning import notice
+from .user_warning import warn_user
 
 T = TypeVar("T")
 
@@ -35,20 +35,20 @@ FORGET = (
 TABLE = "CREATE TABLE costs (key TEXT PRIMARY KEY, value TEXT NOT NULL, digest TEXT NOT NULL) WITHOUT ROWID"
 
 
-def kept(key: str, file: str = FILE) -> Any:
+def read_cached(key: str, file: str = FILE) -> Any:
     """What was kept under `key`; None if nothing was, or if it can't be had."""
     costs = _costs(file)
     return None if costs is None else costs.get(key)
 
 
-def keep(key: str, value: object, file: str = FILE) -> None:
+def write_cached(key: str, value: object, file: str = FILE) -> None:
     """Keep `value`, which JSON can write, for later processes."""
     costs = _costs(file)
     if costs is not None:
         costs.put(key, value)
 
 
-def forget_some(file: str, most_nbytes: int) -> None:
+def evict_oldest(file: str, most_nbytes: int) -> None:
     """Where more than so many bytes are kept in `file`, forget a quarter of it, by chance: a loop through a little more
     than there is room for would find none of what was kept longest ago."""
     costs = _costs(file)
@@ -56,15 +56,15 @@ def forget_some(file: str, most_nbytes: int) -> None:
         costs.thin_out(most_nbytes)
 
 
-def once(
+def measure_once(
     known: dict[str, T], key: str, measure: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], object]
 ) -> T:
     """What was measured in this process, where it is `known`, or in an earlier one; measured now otherwise."""
     if key not in known:
-        found = kept(key)
+        found = read_cached(key)
         known[key] = measure() if found is None else read(found)
         if found is None:
-            keep(key, written(known[key]))
+            write_cached(key, written(known[key]))
     return known[key]
 
 
@@ -77,7 +77,7 @@ def cache_folder() -> Path | None:
     return Path(home).expanduser().absolute() / "memgraph"
 
 
-class Costs:
+class CostDatabase:
     """One file of costs.  It is opened for each look: so no connection outlives a fork, or holds up other processes."""
 
     def __init__(self, path: Path) -> None:
@@ -172,15 +172,15 @@ class Costs:
         if not self.said:
             self.said = True
             advice = "name a folder of your own with MEMGRAPH_CACHE, or make that empty to keep nothing"
-            notice(f"the cache of costs {self.path} {what}; {advice}")
+            warn_user(f"the cache of costs {self.path} {what}; {advice}")
 
 
-_open: dict[Path, Costs] = {}
+_open: dict[Path, CostDatabase] = {}
 
 
-def _costs(file: str) -> Costs | None:
+def _costs(file: str) -> CostDatabase | None:
     folder = cache_folder()
-    return None if folder is None else _open.setdefault(folder / file, Costs(folder / file))
+    return None if folder is None else _open.setdefault(folder / file, CostDatabase(folder / file))
 
 
 def _marks(file: sqlite3.Connection) -> tuple[int, int]:

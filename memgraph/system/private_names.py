@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import TorchVersionError
-from .user_warning import notice
+from .user_warning import warn_user
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # `make versions` runs the core tests on each
 
@@ -185,7 +185,7 @@ def check() -> None:
     if lacking := missing():
         raise TorchVersionError(f"torch {version} lacks what memgraph uses:\n{lacking}\n{_remedy()}")
     if ".".join(version.split(".")[:2]) not in TESTED:
-        notice(f"memgraph was never tested with torch {version}, though it has every name that is used. {_remedy()}")
+        warn_user(f"memgraph was never tested with torch {version}, though it has every name that is used. {_remedy()}")
 
 
 def missing() -> str:

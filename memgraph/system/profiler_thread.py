@@ -27,14 +27,14 @@ def is_profiled() -> bool:
     return _profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
 
 
-def is_apart() -> bool:
+def is_unprofiled() -> bool:
     """Return whether this is a thread that `apart` has started."""
     return getattr(_here, "apart", False)
 
 
-def apart(work: Callable[[], T]) -> T:
+def run_unprofiled(work: Callable[[], T]) -> T:
     """Return what the work returns, or raise what it raises; where a profiler is running it has a thread of its own."""
-    if not is_profiled() or is_apart():
+    if not is_profiled() or is_unprofiled():
         return work()
     results: list[T] = []
     errors: list[BaseException] = []

@@ -40,7 +40,7 @@ VARIABLES = (
 
 
 @functools.cache
-def setting(device: torch.device) -> str:
+def environment_key(device: torch.device) -> str:
     """The device, torch and its libraries, and what was asked of them: one text, by which prices are kept."""
     environment = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES))
     libraries = (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip)

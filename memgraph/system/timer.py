@@ -25,7 +25,7 @@ CACHE = 32 << 20  # bytes that are read to have nothing else in a cache
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
-def shortest(run: Callable[[], object], device: torch.device, before: Callable[[], object] = int) -> float:
+def shortest_us(run: Callable[[], object], device: torch.device, before: Callable[[], object] = int) -> float:
     """The least time of one run or more, each after `before`, which is not timed.
 
     The work has been run before, because a first run also sets up its kernels.
@@ -37,7 +37,7 @@ def shortest(run: Callable[[], object], device: torch.device, before: Callable[[
     line = _line(run, device)
     while not runs or (runs < REPEATS and spent < ENOUGH_US):
         before()
-        _, us = timed(partial(so_often, run, line), device)
+        _, us = timed_us(partial(repeats, run, line), device)
         least, spent, runs = min(least, us / line), spent + us, runs + 1
     return round(least, 1)
 
@@ -46,17 +46,17 @@ def _line(run: Callable[[], object], device: torch.device) -> int:
     """How often it is run at once.  To be told of work and to be waited for takes a GPU longer than short work does."""
     if device.type == "cpu":
         return 1
-    _, us = timed(run, device)
+    _, us = timed_us(run, device)
     return max(1, min(LINE, int(ENOUGH_US / REPEATS / us)))
 
 
-def so_often(run: Callable[[], object], times: int) -> None:
+def repeats(run: Callable[[], object], times: int) -> None:
     """Run so many times; no result is kept."""
     for _ in range(times):
         run()
 
 
-def cool(device: torch.device) -> Callable[[], object]:
+def flush_caches(device: torch.device) -> Callable[[], object]:
     """What empties the caches of a CPU: it reads much else, and takes none of the memory that a budget is about.
 
     A value that a step reads was mostly made long before.
@@ -71,7 +71,7 @@ def _elsewhere() -> Tensor:
     return torch.zeros(CACHE // 8, dtype=torch.int64)
 
 
-def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+def timed_us(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
     """A result, and the microseconds that it took."""
     synchronize = partial(torch.get_device_module(device).synchronize, device) if device.type != "cpu" else int
     synchronize()

@@ -11,7 +11,7 @@ import warnings
 from .frames import is_users_code
 
 
-def notice(message: str) -> None:
+def warn_user(message: str) -> None:
     """Warn of something; the line is the innermost one that is neither torch's nor memgraph's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_back is not None and not is_users_code(frame.f_code):

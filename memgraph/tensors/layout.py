@@ -35,7 +35,7 @@ def shaped(run: Tensor, like: Tensor) -> Tensor:
     return run.view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def laid(of: Tensor, like: Tensor) -> Tensor:
+def viewed_as(of: Tensor, like: Tensor) -> Tensor:
     """The storage of a tensor, from its begin on, laid out as `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=of.device)
     return empty.set_(of.untyped_storage(), 0, like.shape, like.stride())

@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 # Of the outputs that can be differentiated, by place, the places of those that a loss may be made of.
-Wanted = Callable[[Mapping[int, Tensor]], Sequence[int]]
+OutputSelector = Callable[[Mapping[int, Tensor]], Sequence[int]]
 
 
-def everything(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+def select_all(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     """All of them."""
     return list(outputs)
 
 
-def losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+def select_losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     """The scalars, and what is computed with parameters of its own: logits beside the loss that is made of them, or
     their softmax, are only looked at; logits beside a penalty have a loss yet to come."""
     behind = set(nodes_behind(output.grad_fn for output in outputs.values() if output.numel() == 1))
     if not behind:
-        return scalars(outputs)
+        return select_scalars(outputs)
     return [place for place, output in outputs.items() if output.numel() == 1 or _is_beside(output.grad_fn, behind)]
 
 
@@ -43,14 +43,14 @@ def _is_beside(root: Node | None, behind: Set[Node]) -> bool:
     return False
 
 
-def scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+def select_scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     """The scalars, or all if there are none."""
     return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
 
 
-def update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
+def select_update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     """The scalars, where backward updates parameters: a gradient for anything else is refused."""
-    return scalars(outputs)
+    return select_scalars(outputs)
 
 
 def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:

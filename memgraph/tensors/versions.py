@@ -15,7 +15,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def refuse_changed(seen: Iterable[tuple[Tensor, int]]) -> None:
+def refuse_modified(seen: Iterable[tuple[Tensor, int]]) -> None:
     """Raise if a tensor is no longer of the version that was seen.
 
     Raises:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ir.liveness import lifetimes
-from .reuse_gaps import Gaps
+from .reuse_gaps import ReuseGaps
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 class Slices:
     """The slices of a trace, at most `most`; arrays have one entry a slice, and bytes are exact."""
 
-    gaps: Gaps
+    gaps: ReuseGaps
     most: int
 
     @cached_property
@@ -112,7 +112,7 @@ class Slices:
         for storage in self.read:
             saved[self.made[storage] + 1] += self.gaps.trace.nbytes[storage]
         # Each slice has a backward, and is cut between the ops that are opposite to two of them.
-        cuts = narrowest(self.crossing_nbytes, sorted(set(self.level.values())))
+        cuts = narrowest_slices(self.crossing_nbytes, sorted(set(self.level.values())))
         return _merged([0, *cuts, boundary], self.crossing_nbytes, np.cumsum(saved), self.most)
 
     @property
@@ -243,7 +243,7 @@ class Slices:
         return found
 
 
-def narrowest(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
+def narrowest_slices(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
     """Between each two marks the op before which least crosses."""
     return tuple(a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in itertools.pairwise(marks))
 

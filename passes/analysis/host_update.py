@@ -20,7 +20,7 @@ from ..ir.trace import Op, Trace, type_nbytes
 
 
 @dataclass(frozen=True)
-class Part:
+class StateGroup:
     """States that may live far, and the parameters and gradients whose they are."""
 
     states: Op
@@ -31,16 +31,16 @@ class Part:
         return self.states.nbytes / machine.stepping
 
 
-def parts(trace: Trace, update: Op) -> Iterator[Part]:
+def state_groups(trace: Trace, update: Op) -> Iterator[StateGroup]:
     """Of what an update reads."""
     reads = [trace.op[read] for read in update.reads]
     begins = [i for i, read in enumerate(reads) if read.fn == "state"]
     for begin, end in zip(begins, [*begins[1:], len(reads)], strict=True):
         if type_nbytes(reads[begin].type) > 0:
-            yield Part(reads[begin], tuple(reads[begin + 1 : end]))
+            yield StateGroup(reads[begin], tuple(reads[begin + 1 : end]))
 
 
-def hosted(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
+def hosted_states(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
     """The states that the host updates, if these storages are far."""
     found: set[str] = set()
     for op in trace.ops if machine.stepping else ():
@@ -71,7 +71,9 @@ def _of_update(trace: Trace, update: Op, machine: Machine, far: Container[str]) 
     """Those that spare the links most for what the host takes, as many as make the update shortest."""
     reads = [trace.op[read] for read in update.reads]
     link = sum(device_us(read, machine) for read in reads if _is_in(read, far))
-    spared = [(part, _spared_us(part, machine, far)) for part in parts(trace, update) if _is_in(part.states, far)]
+    spared = [
+        (part, _spared_us(part, machine, far)) for part in state_groups(trace, update) if _is_in(part.states, far)
+    ]
     useful = sorted((one for one in spared if one[1] > 0), key=lambda one: one[0].host_us(machine) / one[1])
     left = accumulate((us for _, us in useful), lambda us, less: us - less, initial=link)
     steps = accumulate((part.host_us(machine) for part, _ in useful), initial=0.0)
@@ -79,7 +81,7 @@ def _of_update(trace: Trace, update: Op, machine: Machine, far: Container[str]) 
     return [part.states.name for part, _ in useful[: takes.index(min(takes))]]
 
 
-def _spared_us(part: Part, machine: Machine, far: Container[str]) -> float:
+def _spared_us(part: StateGroup, machine: Machine, far: Container[str]) -> float:
     """What the links are spared if the host updates them."""
     own = device_us(part.states, machine)
     return own + sum(device_us(op, machine) if _is_in(op, far) else -host_us(op, machine) for op in part.owned)

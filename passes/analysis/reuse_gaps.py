@@ -16,14 +16,14 @@ from functools import cached_property
 from ..ir.liveness import Life, last_reads
 from ..ir.trace import Op, Trace, type_nbytes
 from ..ir.wire import narrowed
-from .streamable import Streamable
+from .streamable import StreamableStates
 
 # The ops that make a copy of what is sent away, and what stands behind its name in theirs.
 COPIES = {"memgraph.narrow.default": "__wire", "memgraph.reload.default": "__in_", "memgraph.widen.default": "__wide_"}
 
 
 @dataclass(frozen=True, eq=False)
-class Gaps:
+class ReuseGaps:
     """What the planner knows of a trace; derived once."""
 
     trace: Trace
@@ -107,9 +107,9 @@ class Gaps:
         return life.storage
 
     @cached_property
-    def streamable(self) -> Streamable:
+    def streamable(self) -> StreamableStates:
         """What may live in the far tier."""
-        return Streamable(self.trace)
+        return StreamableStates(self.trace)
 
     @cached_property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -20,7 +20,7 @@ from ..ir.trace import Trace, type_nbytes
 
 
 @dataclass(frozen=True, eq=False)
-class Streamable:
+class StreamableStates:
     """What the planner knows of it; derived once."""
 
     trace: Trace

@@ -17,16 +17,16 @@ import time
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.problem import Program
+from ..lp.problem import LinearProgram
 from ..lp.solver import INFINITY
 from ..simulate.forecast import predict
 from .phase_lp import Pieces
-from .rerun_state import Moments
+from .rerun_state import RerunState
 
 ROUNDS = (12, 12), (4, 20), (1, 32)  # so many are cooled, each with so many tries an item
 ITEMS = 128  # with more there are no more tries
@@ -52,7 +52,7 @@ def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
     if not solver.there():
         return ()
     machine = replace(machine, out=0.0, back=0.0)
-    program = Program(Gaps(trace), machine)
+    program = LinearProgram(ReuseGaps(trace), machine)
     if program.floor.max(initial=0.0) > machine.budget:
         return ()
     drawn = [nbytes for _, nbytes, _ in program.draws]  # of generators: from forward on, and twice as they are set
@@ -69,21 +69,21 @@ def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
     return ()
 
 
-def _annealed(pieces: Pieces, room: int, until: float) -> Moments | None:
+def _annealed(pieces: Pieces, room: int, until: float) -> RerunState | None:
     """The best re-runs found that fit; None if none do."""
-    beginnings = [_Annealing(Moments(pieces, room), seed, until) for seed in range(ROUNDS[0][0])]
+    beginnings = [_Annealing(RerunState(pieces, room), seed, until) for seed in range(ROUNDS[0][0])]
     for count, tries in ROUNDS:
         beginnings = sorted(beginnings, key=lambda each: each.best_us)[:count]
         for each in beginnings:
             each.cool(tries * min(len(pieces.items), ITEMS))
     best = min(beginnings, key=lambda each: each.best_us)
-    return Moments(pieces, room).with_runs(best.best) if best.best_us < INFINITY else None
+    return RerunState(pieces, room).with_runs(best.best) if best.best_us < INFINITY else None
 
 
 class _Annealing:
     """One beginning, and the best that came of it."""
 
-    def __init__(self, moments: Moments, seed: int, until: float) -> None:
+    def __init__(self, moments: RerunState, seed: int, until: float) -> None:
         self.moments = moments
         self.random = random.Random(seed)
         self.until = until

@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..analysis.chain_slices import Slices
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
-from ..schedule.recompute_order import Reruns
+from ..schedule.recompute_order import RecomputeOrder
 from ..simulate.forecast import predict
-from .chain_dp import Needs, Rotor, Undo
+from .chain_dp import ChainDP, ChainStep, Needs
 
 MOST = 160  # slices
 SLOTS = 256
@@ -32,29 +32,29 @@ SLACK = 8  # a table reaches this part beyond the budget: what is forecast is le
 STRIDE = 3  # slots between two tries near the floor
 
 
-def rerun_slices(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
+def rerun_chain(trace: Trace, machine: Machine, until: float = math.inf) -> Plan:
     """The quickest plan found that fits the budget; that of the lowest peak, if none does; nothing, if no chain.
 
     At `until`, as `time.monotonic` has it, it ends with what was found.
     """
     captured = predict(trace, machine)
-    slices = Slices(Gaps(trace), MOST)
+    slices = Slices(ReuseGaps(trace), MOST)
     if captured.peak <= machine.budget or slices.count < 3:
         return ()
     needs = Needs(slices)
-    tried = [Try((), captured.peak, captured.us)]
+    tried = [ChainTry((), captured.peak, captured.us)]
     if needs.floor <= machine.budget and time.monotonic() < until:
-        tried += _towards(machine, Rotor(needs, _beyond(machine.budget, slices), SLOTS, until))
+        tried += _towards(machine, ChainDP(needs, _beyond(machine.budget, slices), SLOTS, until))
     if not any(each.peak <= machine.budget for each in tried) and time.monotonic() < until:
         # These do not depend on the budget: so the lowest of their peaks is a budget that can be met.
-        tried = tried[:1] + list(_lowest(machine, Rotor(needs, _beyond(needs.floor, slices), SLOTS, until)))
+        tried = tried[:1] + list(_lowest(machine, ChainDP(needs, _beyond(needs.floor, slices), SLOTS, until)))
     fits = [each for each in tried if each.peak <= machine.budget]
     best = min(fits, key=lambda each: (each.us, each.peak)) if fits else min(tried, key=lambda each: each.peak)
     return best.plan
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class ChainTry:
     """A plan, and what the simulator says of it."""
 
     plan: Plan
@@ -66,9 +66,9 @@ def _beyond(nbytes: int, slices: Slices) -> int:
     return nbytes + (nbytes - int(slices.base.min())) // SLACK
 
 
-def _towards(machine: Machine, rotor: Rotor) -> list[Try]:
+def _towards(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
     """Plans of as many slots as bring the peak next to the budget."""
-    found: list[Try] = []
+    found: list[ChainTry] = []
     low, high = rotor.least - 1, rotor.size
     slots = max(rotor.least, rotor.place(machine.budget))
     while low < slots < high and len(found) < TRIES and time.monotonic() < rotor.until:
@@ -82,16 +82,16 @@ def _towards(machine: Machine, rotor: Rotor) -> list[Try]:
     return found
 
 
-def _lowest(machine: Machine, rotor: Rotor) -> list[Try]:
+def _lowest(machine: Machine, rotor: ChainDP) -> list[ChainTry]:
     """Plans of the fewest slots.  The fewest of all need not have the lowest peak."""
     places = range(rotor.least, min(rotor.least + TRIES * STRIDE, rotor.size), STRIDE)
     return [_try(machine, rotor, slots) for slots in places if time.monotonic() < rotor.until]
 
 
-def _try(machine: Machine, rotor: Rotor, slots: int) -> Try:
+def _try(machine: Machine, rotor: ChainDP, slots: int) -> ChainTry:
     plan = _Writer(rotor.slices).plan(rotor.undo(slots))
     forecast = predict(apply(rotor.slices.gaps.trace, plan), machine)
-    return Try(plan, forecast.peak, forecast.us)
+    return ChainTry(plan, forecast.peak, forecast.us)
 
 
 class _Writer:
@@ -100,15 +100,15 @@ class _Writer:
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
         self.gaps = slices.gaps
-        self.reruns = Reruns(slices.gaps, frozenset(slices.made))
+        self.reruns = RecomputeOrder(slices.gaps, frozenset(slices.made))
         self.begun = False
 
-    def plan(self, undone: Iterable[Undo]) -> Plan:
+    def plan(self, undone: Iterable[ChainStep]) -> Plan:
         for undo in undone:
             self._undo(undo)
         return tuple(self.reruns.decisions)
 
-    def _undo(self, undo: Undo) -> None:
+    def _undo(self, undo: ChainStep) -> None:
         """What stands before backward of a slice: what is held; and before each of its ops what that reads besides."""
         held = self._held(undo)
         ops = self.slices.backward[undo.slice]
@@ -121,6 +121,6 @@ class _Writer:
         for i in ops:
             self.reruns.make(self.gaps.reads.get(i, ()), i, wanted)
 
-    def _held(self, undo: Undo) -> frozenset[str]:
+    def _held(self, undo: ChainStep) -> frozenset[str]:
         named = {"crossing": self.slices.crossing, "kept": self.slices.kept}
         return frozenset(storage for kind, j in undo.held for storage in named[kind][j])

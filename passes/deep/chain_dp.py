@@ -23,18 +23,18 @@ import numpy.typing as npt
 from ..analysis.chain_slices import Ints, Slices
 
 Table = npt.NDArray[np.float32]
-Held = tuple[tuple[str, int], ...]
+HeldValues = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Undo:
+class ChainStep:
     """Backward of a slice, and what lies there when it begins.
 
     `held` names slices: ("crossing", j) for what lies at the beginning of j, ("kept", j) for what j keeps.
     """
 
     slice: int
-    held: Held
+    held: HeldValues
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class Needs:
         return int(least[0, -1])
 
 
-class Rotor:
+class ChainDP:
     """The least time to undo each segment in each number of slots, of which `slots` make `top` bytes.
 
     A table that is not full at `until`, as `time.monotonic` has it, says of the whole chain that it can't be undone.
@@ -106,7 +106,7 @@ class Rotor:
         self.leaf_us = x.us(x.needed)
         self.us = self._table()
 
-    def undo(self, slots: int) -> tuple[Undo, ...]:
+    def undo(self, slots: int) -> tuple[ChainStep, ...]:
         """The backward of each slice, in order; nothing if that takes more slots."""
         if not np.isfinite(self.us[0, -1, slots]):
             return ()
@@ -166,16 +166,16 @@ class Rotor:
             alone = table[s, k - 1, leaf[k - s] :] + us
             np.minimum(table[s, k, leaf[k - s] :], alone, out=table[s, k, leaf[k - s] :])
 
-    def _walk(self, s: int, t: int, slots: int, held: Held) -> Iterator[Undo]:
+    def _walk(self, s: int, t: int, slots: int, held: HeldValues) -> Iterator[ChainStep]:
         k = self._choice(s, t, slots)
         if k > t:
-            yield Undo(t, held)
+            yield ChainStep(t, held)
             if t > s:
                 yield from self._walk(s, t - 1, slots, held)
         elif k == s:
             kept = (*held, ("kept", s))
             yield from self._walk(s + 1, t, slots - int(self.kept[s]), kept)
-            yield Undo(s, kept)
+            yield ChainStep(s, kept)
         else:
             yield from self._walk(k, t, slots - int(self.added[s, k]), (*held, ("crossing", k)))
             yield from self._walk(s, k - 1, slots, held)

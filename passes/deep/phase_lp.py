@@ -38,9 +38,9 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.arrays import Floats
-from ..lp.problem import Ints, Program
+from ..lp.problem import Ints, LinearProgram
 from ..lp.rows import MIB
-from ..lp.solver import INFINITY, Effort, Linear, Solved
+from ..lp.solver import INFINITY, LPSolver, SearchLimits, Solution
 
 CRUMBS = 0.001  # of the budget
 ROUNDS = 10  # of spans
@@ -52,7 +52,7 @@ Columns = dict[int, int]
 class Pieces:
     """What of a program can be decided: its items without crumbs, their makers, and how long each is wanted."""
 
-    program: Program
+    program: LinearProgram
     budget: int
 
     @cached_property
@@ -98,7 +98,7 @@ class Phases:
         self.pieces = pieces
         self.program = program
         self.budget = budget
-        self.linear = Linear(until)
+        self.linear = LPSolver(until)
         self.ends = (*cuts, program.size - 1)
         self.begins = (program.boundary, *(cut + 1 for cut in cuts))
         self.stays: list[Columns] = [self._stays(begin) for begin in self.begins]
@@ -110,7 +110,7 @@ class Phases:
         for q in range(len(cuts)):
             self._cut(q)
 
-    def solve(self) -> Solved | None:
+    def solve(self) -> Solution | None:
         """The least point, with the spans that it breaks written; None if no plan at all fits the budget."""
         for _ in range(ROUNDS):
             solved = self.linear.solve()
@@ -118,11 +118,11 @@ class Phases:
                 return solved
         return self.linear.solve()
 
-    def whole(self, effort: Effort) -> tuple[list[Solved], float]:
+    def whole(self, effort: SearchLimits) -> tuple[list[Solution], float]:
         """The points with whole columns that are found, the best first, and a bound below all plans."""
         return self.linear.solve_whole([c for columns in self.stays for c in columns.values()], {}, effort)
 
-    def held(self, solved: Solved, q: int) -> frozenset[str]:
+    def held(self, solved: Solution, q: int) -> frozenset[str]:
         """The storages that are there when phase q begins."""
         there = (i for i, column in self.stays[q].items() if solved.values[column] > 0.5)
         return frozenset(self.program.items[i].storage for i in (*there, *self.pieces.crumbs))

@@ -15,14 +15,14 @@ import math
 import time
 from dataclasses import replace
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.problem import Program
-from ..lp.solver import INFINITY, Effort, Solved
-from ..schedule.recompute_order import Reruns
+from ..lp.problem import LinearProgram
+from ..lp.solver import INFINITY, SearchLimits, Solution
+from ..schedule.recompute_order import RecomputeOrder
 from ..simulate.choice import Proposal
 from ..simulate.forecast import Forecast, predict
 from .phase_lp import Phases, Pieces
@@ -30,7 +30,7 @@ from .phase_lp import Phases, Pieces
 ROUNDS = 8
 ENOUGH = 0.004  # of the step: a gap at which the search ends
 COARSE = 0.012  # of the step: what a search leaves as long as no plan fits
-WORK_PER_OP = 4_000  # of all searches together; see `Linear.work`
+WORK_PER_OP = 4_000  # of all searches together; see `LPSolver.work`
 NODES = 2_000
 APART = 6  # positions nearer to a cut than this say much the same
 
@@ -41,7 +41,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     """
     if not solver.there():
         return Proposal(())
-    program = Program(Gaps(trace), replace(machine, out=0.0, back=0.0))
+    program = LinearProgram(ReuseGaps(trace), replace(machine, out=0.0, back=0.0))
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
@@ -51,7 +51,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
 class _Search:
     """The cuts so far, the best plan, and what is proven."""
 
-    def __init__(self, program: Program, until: float) -> None:
+    def __init__(self, program: LinearProgram, until: float) -> None:
         self.program = program
         self.budget = program.machine.budget
         self.room = self.budget  # what the rows leave; if less, nothing is proven
@@ -86,19 +86,19 @@ class _Search:
         step_us = self.program.captured.us
         return self.us <= (step_us + self.any_us) * (1 + ENOUGH)
 
-    def _whole(self, phases: Phases) -> list[Solved]:
+    def _whole(self, phases: Phases) -> list[Solution]:
         """Whole points, and what they prove."""
         relaxed = phases.solve()
         if relaxed is None:
             return []
-        effort = Effort(-INFINITY, INFINITY, self.grain * self.program.captured.us, self.work, NODES)
+        effort = SearchLimits(-INFINITY, INFINITY, self.grain * self.program.captured.us, self.work, NODES)
         points, bound_us = phases.whole(effort)
         self.work -= phases.linear.work
         if self.room == self.budget:
             self.any_us = max(self.any_us, relaxed.us, bound_us if points else 0.0)
         return points
 
-    def _take(self, phases: Phases, point: Solved) -> Forecast:
+    def _take(self, phases: Phases, point: Solution) -> Forecast:
         """What a point comes to; its plan is kept if it is the best that fits so far."""
         plan = self._written(phases, point)
         forecast = predict(apply(self.program.gaps.trace, plan), self.program.machine)
@@ -106,9 +106,9 @@ class _Search:
             self.plan, self.us = plan, forecast.us
         return forecast
 
-    def _written(self, phases: Phases, point: Solved) -> Plan:
+    def _written(self, phases: Phases, point: Solution) -> Plan:
         """The decisions of a point."""
-        gaps, reruns, size = self.program.gaps, Reruns(self.program.gaps, self.made), len(phases.ends)
+        gaps, reruns, size = self.program.gaps, RecomputeOrder(self.program.gaps, self.made), len(phases.ends)
         held = [*(phases.held(point, q) for q in range(size)), frozenset[str]()]
         for q, (begin, end) in enumerate(zip(phases.begins, phases.ends, strict=True)):
             reruns.drop(held[q])

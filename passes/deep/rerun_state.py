@@ -17,13 +17,13 @@ import numpy as np
 
 from ..ir.decisions import Plan
 from ..lp.problem import Ints
-from ..schedule.recompute_order import Reruns
+from ..schedule.recompute_order import RecomputeOrder
 from .phase_lp import Pieces
 
 GROWTH = 1_000  # moments for which there is room at first beside the ops
 
 
-class Moments:
+class RerunState:
     """`keys` of all moments in their order, `runs` those of re-runs; `us`: what these take.
 
     Of each item: `uses`, the keys of those that read it in backward, and `made`, the key of its last use in forward
@@ -67,7 +67,7 @@ class Moments:
         """The bytes over the budget, summed over all moments."""
         return int(np.add.reduce(np.maximum(self.beyond, 0)))
 
-    def with_runs(self, keys: tuple[int, ...]) -> Moments:
+    def with_runs(self, keys: tuple[int, ...]) -> RerunState:
         """The same with more re-runs."""
         for key in keys:
             self.add(key)
@@ -142,7 +142,7 @@ class Moments:
         """The decisions that run again what is to."""
         gaps, items = self.program.gaps, self.program.items
         every = frozenset(gaps.maker)
-        reruns = Reruns(gaps, frozenset(s for s, op in gaps.maker.items() if not gaps.trace.op[op].once))
+        reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.maker.items() if not gaps.trace.op[op].once))
         again: dict[int, set[str]] = {position: set() for position in gaps.reads}
         for key in self.runs:
             position, o = divmod(key, self.stride)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .problem import Program
+from .problem import LinearProgram
 from .rows import MIB
 from .solver import INFINITY
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .model import PlanModel
 
 STAGES = 128
 Terms = dict[int, float]
@@ -35,16 +35,16 @@ class Curve:
 
     def by(self, position: int) -> int | None:
         """The column of a position's stage."""
-        return self.carried[stage(self.begins, position)] if self.carried else None
+        return self.carried[window_stage(self.begins, position)] if self.carried else None
 
     def before(self, position: int) -> int | None:
         """The column of the stage before; None in the first."""
-        j = stage(self.begins, position)
+        j = window_stage(self.begins, position)
         return self.carried[j - 1] if j else None
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRows:
     """The curves of both directions in both phases."""
 
     out: Curve
@@ -54,7 +54,7 @@ class Links:
     boundary: int
 
     @classmethod
-    def of(cls, model: Model) -> Links:
+    def of(cls, model: PlanModel) -> LinkRows:
         """Write the rows of both directions."""
         forward, backward = _stages(model.program)
         curves = _Curves(model)
@@ -73,11 +73,11 @@ class Links:
         return (self.back if position >= self.boundary else self.fetch).before(position)
 
 
-def stage(begins: tuple[int, ...], position: int) -> int:
+def window_stage(begins: tuple[int, ...], position: int) -> int:
     return max(0, bisect.bisect_right(begins, position) - 1)
 
 
-def _stages(program: Program) -> tuple[list[int], list[int]]:
+def _stages(program: LinearProgram) -> tuple[list[int], list[int]]:
     """The ends of the stages of forward and of backward."""
     begins, boundary, end = program.gaps.begins, program.boundary, program.end
     share = begins[boundary] / begins[-1] if begins[-1] else 0.5
@@ -106,7 +106,7 @@ def _cut(begins: tuple[float, ...], first: int, last: int, count: int, nbytes: M
 class _Curves:
     """Writes curves; `waits` are what compute waits in forward and in backward."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PlanModel) -> None:
         self.model, self.program, self.linear = model, model.program, model.linear
         self.sent = {i: model.sent(i) for i in model.away}
         self.waits = self.linear.column(1.0, most=INFINITY), self.linear.column(1.0, most=INFINITY)

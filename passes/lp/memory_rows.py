@@ -16,12 +16,12 @@ from .rows import MIB
 from .solver import INFINITY
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .model import PlanModel
 
 Terms = dict[int, float]
 
 
-def forward(model: Model, position: int) -> None:
+def add_forward_rows(model: PlanModel, position: int) -> None:
     """What lies there at a forward position: items that forward has done with stay, or have not left yet."""
     row = _Row(model)
     for i in map(int, np.flatnonzero(model.program.left < position)):
@@ -36,7 +36,7 @@ def forward(model: Model, position: int) -> None:
     row.write(position, model.program.base)
 
 
-def backward(model: Model, position: int) -> None:
+def add_backward_rows(model: PlanModel, position: int) -> None:
     """What lies there at a backward position: items that are kept or were made again, and those that came back."""
     row = _Row(model)
     again, came = ran_again(model, position), Terms()
@@ -50,14 +50,14 @@ def backward(model: Model, position: int) -> None:
     row.write(position, model.program.base)
 
 
-def anyhow(model: Model, position: int) -> None:
+def any_plan(model: PlanModel, position: int) -> None:
     """What lies there at a backward position in any plan: what is used there, and what came back before it is."""
     row = _Row(model)
     _add_moving(model, position, row, Terms())
     row.write(position, model.program.used)
 
 
-def _add_states(model: Model, position: int, row: _Row, again: dict[int, int]) -> None:
+def _add_states(model: PlanModel, position: int, row: _Row, again: dict[int, int]) -> None:
     """The generator's states with which ops drew that will run again."""
     for o, draws, first in model.program.draws:
         if first <= position:
@@ -66,7 +66,7 @@ def _add_states(model: Model, position: int, row: _Row, again: dict[int, int]) -
                 row.add(again[o], -draws / MIB)
 
 
-def _add_moving(model: Model, position: int, row: _Row, came: Terms) -> None:
+def _add_moving(model: PlanModel, position: int, row: _Row, came: Terms) -> None:
     """What came back before it is used, and gradients that have left."""
     if model.links and (come := model.links.coming(position)) is not None:
         row.add(_early(model, position, come, came), 1.0)
@@ -74,7 +74,7 @@ def _add_moving(model: Model, position: int, row: _Row, came: Terms) -> None:
         row.add(left, -1.0)
 
 
-def _early(model: Model, position: int, come: int, came: Terms) -> int:
+def _early(model: PlanModel, position: int, come: int, came: Terms) -> int:
     """E_t: what has come back and is not wanted yet; what is, is part of the base or counted in `came`."""
     column = model.linear.column(most=INFINITY)
     least = {column: 1.0, come: -1.0, **came}
@@ -86,7 +86,7 @@ def _early(model: Model, position: int, come: int, came: Terms) -> int:
     return column
 
 
-def _left(model: Model, position: int) -> int | None:
+def _left(model: PlanModel, position: int) -> int | None:
     """What has left of the gradients that are done with; None, if none is."""
     done = model.far.left(model, position)
     if not done or not model.links:
@@ -98,14 +98,14 @@ def _left(model: Model, position: int) -> int | None:
     return column
 
 
-def back_by(model: Model, i: int) -> int:
+def back_by(model: PlanModel, i: int) -> int:
     """From where on an item that came back is no longer among the bytes that did: it is part of the base, or, if only
     re-runs read it, may be gone."""
     item = model.program.items[i]
     return item.use if item.use < model.program.size else model.program.wanted[0][i]
 
 
-def ran_again(model: Model, position: int) -> dict[int, int]:
+def ran_again(model: PlanModel, position: int) -> dict[int, int]:
     """Q_ot of the makers that can have run again by a position; R_o, where that says the same."""
     program, linear = model.program, model.linear
     wanted = program.wanted[1]
@@ -128,7 +128,7 @@ def ran_again(model: Model, position: int) -> dict[int, int]:
     return again
 
 
-def direct(model: Model, i: int, again: dict[int, int], came: Terms) -> Terms:
+def direct(model: PlanModel, i: int, again: dict[int, int], came: Terms) -> Terms:
     """V_st of an item that backward has yet to read: K_s, and whether it has been made again or come back for a re-run;
     `came` takes the bytes of those that came back."""
     item, kept = model.program.items[i], model.kept[i]
@@ -157,7 +157,7 @@ def direct(model: Model, i: int, again: dict[int, int], came: Terms) -> Terms:
     return {column: 1.0}
 
 
-def indirect(model: Model, i: int, again: dict[int, int], position: int) -> Terms:
+def indirect(model: PlanModel, i: int, again: dict[int, int], position: int) -> Terms:
     """V_st of an item that only re-runs read: it is there until the last of them."""
     item, kept = model.program.items[i], model.kept[i]
     if all(w not in again for w in item.readers):
@@ -188,7 +188,7 @@ def indirect(model: Model, i: int, again: dict[int, int], position: int) -> Term
 class _Row:
     """A memory row that is being written."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PlanModel) -> None:
         self.model = model
         self.coefficients: dict[int, float] = {}
         if model.links:

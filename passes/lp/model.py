@@ -75,11 +75,11 @@ that any plan adds that recomputes in backward only, however often.
 
 from __future__ import annotations
 
-from .bandwidth_rows import Links
-from .problem import Program
-from .rows import MIB, TIE, available, fits_there
-from .solver import INFINITY, Linear
-from .state_rows import Far, living, updating
+from .bandwidth_rows import LinkRows
+from .problem import LinearProgram
+from .rows import MIB, TIE, add_availability_rows, add_tier_room_rows
+from .solver import INFINITY, LPSolver
+from .state_rows import StateRows, add_residency_rows, add_update_rows
 
 # Ops.  In longer steps the rows of a position leave out what has run again by then, if at all.  The least objective is
 # no lower without them, and it saves up to two thirds of the time there.  Below it saves little, and the points of the
@@ -87,14 +87,14 @@ from .state_rows import Far, living, updating
 LONG = 5_500
 
 
-class Model:
+class PlanModel:
     """The columns of a program under a budget, and the rows that have been written so far."""
 
-    def __init__(self, program: Program, budget: int, until: float = INFINITY) -> None:
+    def __init__(self, program: LinearProgram, budget: int, until: float = INFINITY) -> None:
         machine = program.machine
         self.program = program
         self.budget = budget
-        self.linear = Linear(until)
+        self.linear = LPSolver(until)
         self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
         self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
         self.away = {
@@ -107,13 +107,13 @@ class Model:
             for i, item in enumerate(program.items)
             if item.wire
         }
-        self.far = Far.of(self)
+        self.far = StateRows.of(self)
         self.staged = self.linear.column() if self.away or self.far.lives else -1
-        self.links = Links.of(self) if self.away or self.far.lives else None
-        available(self)
-        fits_there(self)
-        living(self)
-        updating(self)
+        self.links = LinkRows.of(self) if self.away or self.far.lives else None
+        add_availability_rows(self)
+        add_tier_room_rows(self)
+        add_residency_rows(self)
+        add_update_rows(self)
         self.settled = program.settled if program.size > LONG else (program.size,) * len(program.makers)
         self.written: set[int] = set()  # positions that have rows
         self.anyhow: set[int] = set()  # backward positions that have rows of what no plan does without

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 
 from ..ir.arrays import Floats
-from .bandwidth_rows import Curve, Links
+from .bandwidth_rows import Curve, LinkRows
 from .memory_rows import back_by
-from .model import Model
-from .problem import Ints, Item
+from .model import PlanModel
+from .problem import Ints, StorageVar
 from .residents import Resident
 from .rows import MIB
 
@@ -27,7 +27,7 @@ NOTHING = 1e-9
 class Occupancy:
     """A point, and what it comes to."""
 
-    model: Model
+    model: PlanModel
     values: Floats
 
     @cached_property
@@ -124,7 +124,7 @@ class Occupancy:
                 change[first] += resident.nbytes / MIB * (lives - stays.get(k, 0.0))
         return np.cumsum(change)
 
-    def _resting(self, links: Links) -> Floats:
+    def _resting(self, links: LinkRows) -> Floats:
         """What far homes take away, and what an update takes for them."""
         program, far = self.model.program, self.model.far
         change, done = np.zeros(program.size + 1), np.zeros(program.size + 1)
@@ -172,7 +172,7 @@ class Occupancy:
             ran[o] = np.minimum(least, self.again[o])
         return ran
 
-    def _direct(self, i: int, item: Item, ran: Floats, positions: Ints) -> Floats:
+    def _direct(self, i: int, item: StorageVar, ran: Floats, positions: Ints) -> Floats:
         if self.model.program.makers[item.maker].alone:
             there = self.kept[i] + ran[item.maker]
         else:
@@ -182,7 +182,7 @@ class Occupancy:
         inside = (item.left < positions) & (item.use > positions)
         return np.where(inside, there - self.kept[i], 0.0)
 
-    def _indirect(self, i: int, item: Item, ran: Floats, positions: Ints) -> Floats:
+    def _indirect(self, i: int, item: StorageVar, ran: Floats, positions: Ints) -> Floats:
         there, made = np.zeros(len(positions)), ran[item.maker]
         alone = self.model.program.makers[item.maker].alone
         most = self.kept[i] + made if alone else np.maximum(self.kept[i], made)

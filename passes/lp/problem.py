@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.arrays import Floats
 from ..ir.machine import Machine
 from ..simulate.forecast import Forecast, predict
@@ -28,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class StorageVar:
     """A movable storage.
 
     `left` is the last forward position that uses it, `use` the first backward position that reads it, or the number of
@@ -47,7 +47,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class ProducerOp:
     """A forward op that makes items; `once` if it may not run again."""
 
     value: str
@@ -62,31 +62,31 @@ class Maker:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LinearProgram:
     """A trace as makers and items.  It does not depend on the budget.
 
     Without `trips` no item leaves: of what lives far there is the state alone.
     """
 
-    gaps: Gaps
+    gaps: ReuseGaps
     machine: Machine
     trips: bool = field(default=True, kw_only=True)
 
     @cached_property
-    def makers(self) -> tuple[Maker, ...]:
+    def makers(self) -> tuple[ProducerOp, ...]:
         items: dict[str, list[int]] = {}
         for i, value in enumerate(self.gaps.maker.values()):
             items.setdefault(value, []).append(i)
         ops = self.gaps.trace.op
-        return tuple(Maker(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
+        return tuple(ProducerOp(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[StorageVar, ...]:
         place = {maker.value: i for i, maker in enumerate(self.makers)}
         readers = self._readers()
         leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.maker}
         return tuple(
-            Item(
+            StorageVar(
                 storage=storage,
                 nbytes=self.gaps.trace.nbytes[storage],
                 maker=place[value],

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..ir.arrays import Floats
 from . import memory_rows
-from .model import Model
+from .model import PlanModel
 from .occupancy import Occupancy
 from .rows import MIB
-from .solver import INFINITY, Solved
+from .solver import INFINITY, Solution
 
 ROUNDS = 60
 PER_ROUND = 12  # positions of each kind that get their rows
@@ -25,8 +25,8 @@ BANDS = 64  # of backward, in each of which the worst position is looked at
 APART = 3  # positions nearer to each other than this say much the same
 OVER = 1.001  # of the budget: what is less over it is left to the simulator
 
-Over = Callable[[Model, Occupancy], list[int]]
-Write = Callable[[Model, int], None]
+OverBudget = Callable[[PlanModel, Occupancy], list[int]]
+Write = Callable[[PlanModel, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +34,12 @@ class Relaxed:
     """A point below all plans of the class, None if there is none; the objective below all plans, however often they
     recompute; and whether more rows were written than there was work to solve."""
 
-    solved: Solved | None
+    solved: Solution | None
     any_us: float
     ran_out: bool = False
 
 
-def relax(model: Model, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
+def relax(model: PlanModel, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
     """The least point, or that after so many rounds of rows of backward or so much work; None if no plan at all fits
     the budget."""
     program = model.program
@@ -58,31 +58,35 @@ def relax(model: Model, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed
     return Relaxed(solved or (anyhow if ran_out else None), any_us, ran_out)
 
 
-def write(model: Model, position: int) -> None:
+def write(model: PlanModel, position: int) -> None:
     """The rows of a position, if it has none."""
     if position in model.written:
         return
     model.written.add(position)
-    (memory_rows.forward if position < model.program.boundary else memory_rows.backward)(model, position)
+    (memory_rows.add_forward_rows if position < model.program.boundary else memory_rows.add_backward_rows)(
+        model, position
+    )
 
 
-def write_any(model: Model, position: int) -> None:
+def write_any(model: PlanModel, position: int) -> None:
     """The rows of a position that hold of any plan, if it has none."""
     if position < model.program.boundary:
         write(model, position)
     elif position not in model.anyhow:
         model.anyhow.add(position)
-        memory_rows.anyhow(model, position)
+        memory_rows.any_plan(model, position)
 
 
-def _backward(model: Model) -> range:
+def _backward(model: PlanModel) -> range:
     return range(model.program.boundary, model.program.size)
 
 
-def converge(model: Model, over: Over, write: Write, work: float = INFINITY, rounds: int = ROUNDS) -> Solved | None:
+def converge(
+    model: PlanModel, over: OverBudget, write: Write, work: float = INFINITY, rounds: int = ROUNDS
+) -> Solution | None:
     """Solve and write rows until no position that is looked at is over the budget; or so many times, or for so much
     work."""
-    solved: Solved | None = None
+    solved: Solution | None = None
     for left in reversed(range(rounds)):
         found = model.linear.solve(max(0.0, work - model.linear.relaxing))
         if found is None:
@@ -96,7 +100,7 @@ def converge(model: Model, over: Over, write: Write, work: float = INFINITY, rou
     return solved
 
 
-def _any_over(model: Model, occupancy: Occupancy) -> list[int]:
+def _any_over(model: PlanModel, occupancy: Occupancy) -> list[int]:
     """The worst positions of forward; and of backward by what any plan has there, if some of that may live far."""
     boundary = model.program.boundary
     found = _worst(occupancy.plain[:boundary], model.budget, model.written)
@@ -106,7 +110,7 @@ def _any_over(model: Model, occupancy: Occupancy) -> list[int]:
     return found
 
 
-def over(model: Model, occupancy: Occupancy) -> list[int]:
+def over(model: PlanModel, occupancy: Occupancy) -> list[int]:
     """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
     found = _worst(occupancy.plain, model.budget, model.written)
     bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]

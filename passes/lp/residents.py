@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import SMALLEST_HOME, Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class ResidentGap:
     """Positions from `first` to before `last` that do without a resident; `visit` is the one at whose end it may be
     fetched again, if there was one before and there is one behind."""
 
@@ -44,22 +44,22 @@ class Resident:
         """Whether copies outside of the update are made of it, if it lives far."""
         return self.made or bool(self.visits)
 
-    def rests(self, size: int) -> Iterator[Rest]:
+    def rests(self, size: int) -> Iterator[ResidentGap]:
         """Where in a step of `size` ops it need not be there."""
         begin = 0
         for k, (first, last) in enumerate(self.visits):
             if begin < first and not self.made:
-                yield Rest(begin, first, k if k else None)
+                yield ResidentGap(begin, first, k if k else None)
             begin = last + 1
         if begin < size:
-            yield Rest(begin, size)
+            yield ResidentGap(begin, size)
 
     def update_us(self, machine: Machine) -> float:
         """How long the links take for it in an update that reads it."""
         return self.nbytes / machine.back + (self.nbytes / machine.out if self.written else 0.0)
 
 
-def residents(gaps: Gaps, machine: Machine) -> tuple[Resident, ...]:
+def residents(gaps: ReuseGaps, machine: Machine) -> tuple[Resident, ...]:
     """What is large enough for a home in the far tier, if there can be any."""
     if not (machine.homes and machine.out > 0 < machine.back):
         return ()
@@ -74,7 +74,7 @@ def residents(gaps: Gaps, machine: Machine) -> tuple[Resident, ...]:
     return tuple(found)
 
 
-def _places(gaps: Gaps) -> dict[str, list[int]]:
+def _places(gaps: ReuseGaps) -> dict[str, list[int]]:
     """Before the update, the ops (by index) that read a value that holds each storage."""
     found: dict[str, list[int]] = {}
     for i, op in enumerate(gaps.trace.ops):

@@ -11,58 +11,58 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..schedule.schedule import Fate
-from .model import Model
-from .solver import Effort, Solved
+from ..schedule.schedule import Placement
+from .model import PlanModel
+from .solver import SearchLimits, Solution
 
 EDGE = 1e-7  # a column this near to one of its ends lies on it
 HALF = 0.5
 LEAST = 0.01  # of a column: what is less is not what a point leans to
 
 
-def whole(
-    model: Model, relaxed: Solved, threshold: float, effort: Effort, known: Solved | None = None
-) -> tuple[list[Solved], float]:
+def round_to_integers(
+    model: PlanModel, relaxed: Solution, threshold: float, effort: SearchLimits, known: Solution | None = None
+) -> tuple[list[Solution], float]:
     """The points with whole columns that are found with so much effort, the best first, and a bound below all of them.
     Columns that cost more than `threshold` microseconds to change stay as they are."""
     fixed = _fixed(model, relaxed, threshold)
     return model.linear.solve_whole(model.whole, fixed, effort, known)
 
 
-def fates(model: Model, solved: Solved) -> dict[str, Fate]:
+def placements(model: PlanModel, solved: Solution) -> dict[str, Placement]:
     """What becomes of each storage at a point with whole columns."""
-    found: dict[str, Fate] = {}
+    found: dict[str, Placement] = {}
     for i, item in enumerate(model.program.items):
         if i in model.away and solved.values[model.away[i]] > HALF:
-            found[item.storage] = Fate.OFFLOAD
+            found[item.storage] = Placement.OFFLOAD
         elif i in model.cast and solved.values[model.cast[i]] > HALF:
-            found[item.storage] = Fate.CAST_OFFLOAD
+            found[item.storage] = Placement.CAST_OFFLOAD
         elif solved.values[model.kept[i]] > HALF or model.program.makers[item.maker].once:
-            found[item.storage] = Fate.KEEP
+            found[item.storage] = Placement.KEEP
         else:
-            found[item.storage] = Fate.RECOMPUTE
+            found[item.storage] = Placement.RECOMPUTE
     for h, resident in enumerate(model.program.residents):
         if solved.values[model.far.lives[h]] > HALF:
-            found[resident.storage] = Fate.VISIT if _passes(model, solved, h) else Fate.OFFLOAD
+            found[resident.storage] = Placement.STREAM if _passes(model, solved, h) else Placement.OFFLOAD
     return found
 
 
-def leaning(model: Model, solved: Solved) -> list[tuple[str, Fate]]:
+def lp_preferences(model: PlanModel, solved: Solution) -> list[tuple[str, Placement]]:
     """What a point would have become of each storage that may leave, as far as it would: the most bytes first."""
-    found: list[tuple[float, str, Fate]] = []
+    found: list[tuple[float, str, Placement]] = []
     for i in model.away:
-        item, columns = model.program.items[i], {Fate.KEEP: model.kept[i], Fate.OFFLOAD: model.away[i]}
+        item, columns = model.program.items[i], {Placement.KEEP: model.kept[i], Placement.OFFLOAD: model.away[i]}
         if i in model.cast:
-            columns[Fate.CAST_OFFLOAD] = model.cast[i]
+            columns[Placement.CAST_OFFLOAD] = model.cast[i]
         shares = {fate: solved.values[column] for fate, column in columns.items()}
         found += [(-share * item.nbytes, item.storage, fate) for fate, share in shares.items() if share > LEAST]
     for lives, resident in zip(model.far.lives, model.program.residents, strict=True):
-        shares = {Fate.KEEP: 1.0 - solved.values[lives], Fate.OFFLOAD: solved.values[lives]}
+        shares = {Placement.KEEP: 1.0 - solved.values[lives], Placement.OFFLOAD: solved.values[lives]}
         found += [(-share * resident.nbytes, resident.storage, fate) for fate, share in shares.items() if share > LEAST]
     return [(storage, fate) for _, storage, fate in sorted(found, key=lambda each: (each[0], each[1]))]
 
 
-def _passes(model: Model, solved: Solved, h: int) -> bool:
+def _passes(model: PlanModel, solved: Solution, h: int) -> bool:
     """Whether a resident is to go between two visits between which it would stay if time were all."""
     resident, begins = model.program.residents[h], model.program.gaps.begins
     again = ((last, first) for (_, last), (first, _) in pairwise(resident.visits))
@@ -73,7 +73,7 @@ def _passes(model: Model, solved: Solved, h: int) -> bool:
     )
 
 
-def _fixed(model: Model, relaxed: Solved, threshold: float) -> dict[int, float]:
+def _fixed(model: PlanModel, relaxed: Solution, threshold: float) -> dict[int, float]:
     """The columns, with their values, whose price says that they are right as they are."""
     fixed: dict[int, float] = {}
     for column in (*model.whole, *model.again):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from .solver import INFINITY
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .model import PlanModel
 
 MIB = float(1 << 20)
 TIE = 1e-4  # microseconds per MiB: of two plans that take the same time, the one that moves less
 
 
-def available(model: Model) -> None:
+def add_availability_rows(model: PlanModel) -> None:
     """Need, chain, one form and dominance of every item."""
     row = model.linear.row
     for i, item in enumerate(model.program.items):
@@ -35,7 +35,7 @@ def available(model: Model) -> None:
             row(0.0, INFINITY, {model.staged: 1.0, **dict.fromkeys(sent, -1.0)})
 
 
-def fits_there(model: Model) -> None:
+def add_tier_room_rows(model: PlanModel) -> None:
     """The far tier takes what goes away and what lives there."""
     stored = {column: mib for i in model.away for column, mib in model.sent(i).items()}
     homes = zip(model.far.lives, model.program.residents, strict=True)

@@ -31,7 +31,7 @@ OPTIONS = {
     "output_flag": False,
     "threads": 1,
     "random_seed": 1,
-    "mip_rel_gap": 0.0,  # of what a plan adds; what counts is the step, see `Effort`
+    "mip_rel_gap": 0.0,  # of what a plan adds; what counts is the step, see `SearchLimits`
     "mip_improving_solution_save": True,
     "mip_feasibility_tolerance": 1e-9,  # with less, HiGHS 1.15 has called points optimal that were not
 }
@@ -42,7 +42,7 @@ Row = tuple[float, float, dict[int, float]]  # least, most, coefficient of each 
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class Solution:
     """A point: its objective, a bound below all others, the value of every column, and what one more would cost."""
 
     us: float
@@ -52,7 +52,7 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SearchLimits:
     """When a search ends: at a point of `target`, at a bound above `enough`, when what is left to win is less than
     `grain`, or after about so much `work` and so many `nodes`."""
 
@@ -68,7 +68,7 @@ def there() -> bool:
     return highspy is not None
 
 
-class Linear:
+class LPSolver:
     """Columns and rows; both are handed over in batches."""
 
     def __init__(self, until: float = INFINITY) -> None:
@@ -106,7 +106,7 @@ class Linear:
         self._hand_over()
         self.highs.changeRowBounds(row, -INFINITY, most)
 
-    def solve(self, work: float = INFINITY) -> Solved | None:
+    def solve(self, work: float = INFINITY) -> Solution | None:
         """The least objective; None if there is no point, or no time, or if it takes more work than that."""
         self._hand_over()
         self.highs.setOptionValue("simplex_iteration_limit", int(min(MOST_STEPS, work / max(1, self.rows))))
@@ -120,11 +120,11 @@ class Linear:
             return None
         us = self.highs.getInfo().objective_function_value
         solution = self.highs.getSolution()
-        return Solved(us, us, np.array(solution.col_value), np.array(solution.col_dual))
+        return Solution(us, us, np.array(solution.col_value), np.array(solution.col_dual))
 
     def solve_whole(
-        self, whole: Iterable[int], fixed: dict[int, float], effort: Effort, known: Solved | None = None
-    ) -> tuple[list[Solved], float]:
+        self, whole: Iterable[int], fixed: dict[int, float], effort: SearchLimits, known: Solution | None = None
+    ) -> tuple[list[Solution], float]:
         """The points found whose columns `whole` are integers, the best first, and a bound below all such points; the
         search begins with the point that is `known`."""
         self._hand_over()
@@ -151,11 +151,11 @@ class Linear:
             return [], INFINITY
         return points, found.mip_dual_bound
 
-    def _points(self, bound_us: float) -> list[Solved]:
+    def _points(self, bound_us: float) -> list[Solution]:
         """What the search has found, each better than the one after it."""
         saved = sorted(self.highs.getSavedMipSolutions(), key=lambda each: each.objective)
         points = ((each.objective, np.array(each.col_value)) for each in saved)
-        return [Solved(us, bound_us, values, values) for us, values in points]
+        return [Solution(us, bound_us, values, values) for us, values in points]
 
     def _run(self, steps: float = INFINITY, enough: float = INFINITY) -> None:
         """Solve; a search ends after about so many steps, by how often it has looked at its limits, and with a bound of

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ..analysis.host_update import Part, device_us, host_us, parts
+from ..analysis.host_update import StateGroup, device_us, host_us, state_groups
 from ..simulate.forecast import early_share
 from .rows import MIB, TIE
 from .solver import INFINITY
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .model import PlanModel
 
 Terms = dict[int, float]
 
 
 @dataclass(frozen=True)
-class Far:
+class StateRows:
     """X of every resident; N of every rest between two visits; v, u and g of every update; H of every part of the
     states that the host may update, and T of what the links take for what belongs to it."""
 
@@ -35,7 +35,7 @@ class Far:
     ahead: dict[int, int]
 
     @classmethod
-    def of(cls, model: Model) -> Far:
+    def of(cls, model: PlanModel) -> StateRows:
         """The columns."""
         program, column = model.program, model.linear.column
         tolls = [program.machine.toll_us(resident.nbytes) for resident in program.residents]
@@ -55,7 +55,7 @@ class Far:
         ahead = {position: column() for position in updates} if program.machine.ahead else {}
         return cls(lives, stays, windows, longer, _hosted(model) if lives else {}, ahead)
 
-    def there(self, model: Model, position: int) -> Terms:
+    def there(self, model: PlanModel, position: int) -> Terms:
         """Bytes in MiB beyond those of the captured step."""
         terms = Terms()
         for h, resident in enumerate(model.program.residents):
@@ -72,7 +72,7 @@ class Far:
             terms[self.windows[position]] = (model.program.machine.window - workspace) / MIB
         return terms
 
-    def fetched(self, model: Model, when: Callable[[int], bool]) -> Terms:
+    def fetched(self, model: PlanModel, when: Callable[[int], bool]) -> Terms:
         """What is fetched for visits whose first position satisfies `when`, in MiB."""
         terms = Terms()
         for h, resident in enumerate(model.program.residents):
@@ -83,7 +83,7 @@ class Far:
                         terms[self.stays[h, k]] = -resident.nbytes / MIB
         return terms
 
-    def busy(self, model: Model) -> tuple[Terms, Terms]:
+    def busy(self, model: PlanModel) -> tuple[Terms, Terms]:
         """What compute has to do in forward and in backward that it has not if all is at home, in microseconds: copies
         take their toll, and updates in backward longer."""
         early, late = Terms(), {u: 1.0 for position, u in self.longer.items() if position < model.program.end}
@@ -96,7 +96,7 @@ class Far:
                     phase[self.stays[h, k]] = -toll
         return early, late
 
-    def left(self, model: Model, position: int) -> Terms:
+    def left(self, model: PlanModel, position: int) -> Terms:
         """The gradients that are done with before a position, in MiB."""
         return {
             self.lives[h]: resident.nbytes / MIB
@@ -104,7 +104,7 @@ class Far:
             if resident.made and resident.visits[-1][1] < position
         }
 
-    def updated(self, model: Model) -> Terms:
+    def updated(self, model: PlanModel) -> Terms:
         """How long the links take for updates in backward, in microseconds."""
         program, terms = model.program, Terms()
         places = range(program.boundary, program.end)
@@ -116,7 +116,7 @@ class Far:
         return terms
 
 
-def living(model: Model) -> None:
+def add_residency_rows(model: PlanModel) -> None:
     """What is there between two visits lives far; copies take their staging."""
     row, far = model.linear.row, model.far
     for (h, _), stays in far.stays.items():
@@ -126,7 +126,7 @@ def living(model: Model) -> None:
             row(0.0, INFINITY, {model.staged: 1.0, far.lives[h]: -1.0})
 
 
-def updating(model: Model) -> None:
+def add_update_rows(model: PlanModel) -> None:
     """How much longer than its own time each update takes for what it fetches and sends, and whether in windows."""
     program, row, far = model.program, model.linear.row, model.far
     for position, window in far.windows.items():
@@ -147,7 +147,7 @@ def updating(model: Model) -> None:
             row(0.0, INFINITY, {far.ahead[position]: 1.0, far.ahead[before]: -1.0})
 
 
-def _hosted(model: Model) -> dict[str, tuple[int, int]]:
+def _hosted(model: PlanModel) -> dict[str, tuple[int, int]]:
     """H, and T in microseconds, of each part of the states that may live far."""
     program, column = model.program, model.linear.column
     if not program.machine.stepping:
@@ -157,12 +157,12 @@ def _hosted(model: Model) -> dict[str, tuple[int, int]]:
     return {value: (column(), column(most=INFINITY)) for value in states if value in values}
 
 
-def _parts(model: Model, position: int) -> Iterator[Part]:
+def _parts(model: PlanModel, position: int) -> Iterator[StateGroup]:
     trace = model.program.gaps.trace
-    return parts(trace, trace.ops[position])
+    return state_groups(trace, trace.ops[position])
 
 
-def _hosting(model: Model, position: int, us: Terms) -> Terms:
+def _hosting(model: PlanModel, position: int, us: Terms) -> Terms:
     """What the links take less for what the host updates is put into `us`; what the host takes is returned.
 
     Of what belongs to a part the links take T: at least that of what is far, less all of it if the host updates the

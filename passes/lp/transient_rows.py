@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from ..analysis.reuse_gaps import COPIES
 from ..simulate.forecast import Forecast
-from .model import Model
-from .problem import Program
+from .model import PlanModel
+from .problem import LinearProgram
 from .rows import MIB
 from .solver import INFINITY
 
 LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
 
 
-def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
+def add_event_rows(model: PlanModel, forecast: Forecast, index: int, position: int) -> int:
     """Write that what is there at op `index` of the simulated step, before `position` of the captured one, has to
     fit; the row."""
     gone = {op.reads[0] for op in forecast.trace.ops if op.fn in LEAVING}
@@ -47,7 +47,7 @@ def event(model: Model, forecast: Forecast, index: int, position: int) -> int:
     return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
 
 
-def fetched_again(model: Model) -> list[int]:
+def is_reloaded(model: PlanModel) -> list[int]:
     """Write that a re-run that reads what lives far costs a fetch of it; the rows.  One between two visits serves all
     re-runs there, and no visit: so plans are that share it, and this is no part of a proof."""
     program, rows, found = model.program, list[int](), dict[tuple[int, int], int]()
@@ -66,7 +66,7 @@ def fetched_again(model: Model) -> list[int]:
     return rows
 
 
-def broken(program: Program, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
+def broken(program: LinearProgram, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
     """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
     there, and the index in the step as it runs."""
     places, worst = program.gaps.index, dict[int, tuple[int, int, int]]()
@@ -79,7 +79,7 @@ def broken(program: Program, forecast: Forecast, budget: int) -> list[tuple[int,
     return list(worst.values())
 
 
-def _waits(model: Model, i: int, position: int) -> bool:
+def _waits(model: PlanModel, i: int, position: int) -> bool:
     """Whether an item that is there is in its gap, so that it might as well not be there."""
     item = model.program.items[i]
     return item.left < position <= item.use

@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 
 from ..ir.ops import BEGINS, ENDS, GATHERS
 from ..ir.trace import Op, Trace
-from .gathers import gathers_placed
+from .gathers import place_gathers
 
 PIECE = "memgraph_oss.piece.default"  # a copy of what is packed of a gradient, so that the rest may go
 PACKS = "memgraph_oss.pack.default"
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CollectivePlace:
     """What begins it: the ops that lay out what is sent, and that which sends it; and what ends it: the op that waits,
     and those that take what has come."""
 
@@ -42,10 +42,10 @@ class Exchange:
         return self.begins[0].fn == PACKS
 
 
-def placed(trace: Trace, at_once: bool = False) -> Trace:
+def place_collectives(trace: Trace, at_once: bool = False) -> Trace:
     """The step with each exchange as early as it may begin, and ended before the next, or at once if nothing hides it;
     gathers stand where `passes/order/gathers.py` says, and all other ops stay in order."""
-    trace = gathers_placed(trace, at_once)
+    trace = place_gathers(trace, at_once)
     exchanges = _exchanges(trace)
     if not exchanges:
         return trace
@@ -56,7 +56,7 @@ def placed(trace: Trace, at_once: bool = False) -> Trace:
     made |= {op.name: made[op.reads[0]] for op in cut}
     last = max(i for i, op in enumerate(rest) if op.phase != "update")
     first = next((i for i, op in enumerate(rest) if op.phase == "backward"), last + 1) - 1
-    behind: dict[int, list[Op | Exchange]] = defaultdict(list)
+    behind: dict[int, list[Op | CollectivePlace]] = defaultdict(list)
     for piece in cut:
         behind[max(first, made[piece.name])].append(piece)
     for one in exchanges:
@@ -70,10 +70,12 @@ def sequence(trace: Trace) -> str:
     return "\n".join(f"{op.name} {op.type} of {trace.op[op.reads[0]].type}" for op in begun)
 
 
-def _written(rest: Sequence[Op], behind: dict[int, list[Op | Exchange]], last: int, at_once: bool) -> tuple[Op, ...]:
+def _written(
+    rest: Sequence[Op], behind: dict[int, list[Op | CollectivePlace]], last: int, at_once: bool
+) -> tuple[Op, ...]:
     """The ops with what stands behind each of them, and with the ends of exchanges."""
     lines: list[Op] = []
-    under_way: list[tuple[int, Exchange]] = []
+    under_way: list[tuple[int, CollectivePlace]] = []
     for i, op in enumerate(rest):
         lines.append(op)
         for new in behind[i]:
@@ -89,7 +91,7 @@ def _written(rest: Sequence[Op], behind: dict[int, list[Op | Exchange]], last: i
     return tuple(lines)
 
 
-def _exchanges(trace: Trace) -> list[Exchange]:
+def _exchanges(trace: Trace) -> list[CollectivePlace]:
     ends: dict[str, list[Op]] = defaultdict(list)
     of: dict[str, str] = {}  # the op that began the exchange of which each value comes
     for op in trace.ops:
@@ -100,4 +102,4 @@ def _exchanges(trace: Trace) -> list[Exchange]:
         if op.name in of:
             ends[of[op.name]].append(op)
     begins = [op for op in trace.ops if op.fn == BEGINS]
-    return [Exchange((*(trace.op[read] for read in op.reads), op), tuple(ends[op.name])) for op in begins]
+    return [CollectivePlace((*(trace.op[read] for read in op.reads), op), tuple(ends[op.name])) for op in begins]

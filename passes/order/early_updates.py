@@ -18,7 +18,7 @@ from dataclasses import replace
 from ..ir.trace import Op, Trace
 
 
-def early(trace: Trace) -> Trace:
+def update_early(trace: Trace) -> Trace:
     """The step with its updates as early as they may be; all other ops stay in their order."""
     rest = [op for op in trace.ops if op.phase != "update"]
     wanted = _wanted(trace, rest)

@@ -27,7 +27,7 @@ AHEAD = 2  # of those that take room
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherPlace:
     """What begins it: the op that stands for its room, if it takes some, and the one that sends; the one that waits;
     and the op (by index) before which it has to have come."""
 
@@ -40,7 +40,7 @@ class Gather:
         return len(self.begins) > 1
 
 
-def gathers_placed(trace: Trace, at_once: bool = False) -> Trace:
+def place_gathers(trace: Trace, at_once: bool = False) -> Trace:
     """The step with each gather begun early and ended at its first use; all of one that takes room stands there
     `at_once`, if nothing hides it; all other ops stay in order."""
     if all(op.fn != GATHERS for op in trace.ops):
@@ -73,7 +73,7 @@ def _begins(trace: Trace, end: Op) -> tuple[str, ...]:
     return (*rooms, end.reads[0])
 
 
-def _gathers(trace: Trace, rest: Sequence[Op]) -> list[Gather]:
+def _gathers(trace: Trace, rest: Sequence[Op]) -> list[GatherPlace]:
     """All of them, in the order of first use."""
     turn = next((i for i, op in enumerate(rest) if not op.is_input and op.phase != "forward"), len(rest))
     used: dict[str, int] = {}
@@ -85,11 +85,11 @@ def _gathers(trace: Trace, rest: Sequence[Op]) -> list[Gather]:
     for name, storages in gathered_by(trace).items():
         end = trace.op[name]
         begins = tuple(trace.op[begin] for begin in _begins(trace, end))
-        found.append(Gather(begins, end, min((used.get(held, turn) for held in storages), default=turn)))
+        found.append(GatherPlace(begins, end, min((used.get(held, turn) for held in storages), default=turn)))
     return sorted(found, key=lambda one: one.use)
 
 
-def _behind(gathers: Sequence[Gather], at_once: bool) -> list[int]:
+def _behind(gathers: Sequence[GatherPlace], at_once: bool) -> list[int]:
     """For each the last one that has to have ended before it begins, or -1."""
     found, packed, ahead = list[int](), list[int](), 1 if at_once else AHEAD
     for k, one in enumerate(gathers):

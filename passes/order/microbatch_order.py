@@ -24,16 +24,16 @@ from functools import cached_property
 
 import numpy as np
 
-from ..analysis.chain_slices import Slices, narrowest
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.chain_slices import Slices, narrowest_slices
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
 from ..ir.ops import BEGINS, GATHERS
 from ..ir.trace import PHASES, Op, Trace
-from .comm_order import placed
-from .early_updates import early
+from .comm_order import place_collectives
+from .early_updates import update_early
 
 
-def sliced(trace: Trace, machine: Machine) -> Trace:
+def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
     """The step slice by slice; as it is, if it has no parts, or one slice is enough."""
     numbers = tuple(sorted({op.part for op in trace.ops} - {0}))
     parts = [_Part(trace, number, numbers) for number in numbers]
@@ -46,7 +46,7 @@ def sliced(trace: Trace, machine: Machine) -> Trace:
     return _in_order(trace, number, len(marks) + 1, not machine.hides)
 
 
-def resliced(trace: Trace, like: Trace) -> Trace:
+def reslice_microbatches(trace: Trace, like: Trace) -> Trace:
     """The step in the order, and in the slices, of one of the same ops, if that has any or exchanges; as it is, if it
     is another step."""
     if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn in (BEGINS, GATHERS) for op in like.ops):
@@ -71,7 +71,7 @@ class _Part:
 
     @cached_property
     def chain(self) -> Slices:
-        return Slices(Gaps(self.trace), len(self.trace.ops))
+        return Slices(ReuseGaps(self.trace), len(self.trace.ops))
 
     @cached_property
     def marks(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class _Part:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """The narrowest place (a forward op, by index) before each mark but the first."""
-        return narrowest(self.chain.crossing_nbytes, self.marks)
+        return narrowest_slices(self.chain.crossing_nbytes, self.marks)
 
     def slices(self, marks: Sequence[int]) -> dict[str, int]:
         """The slice of each op, from 1, if slices begin before these marks."""
@@ -165,4 +165,4 @@ def _in_order(trace: Trace, slices: Mapping[str, int], count: int, at_once: bool
     for phase in PHASES:
         mine = [replace(op, slice=slices.get(op.name, 0)) for op in trace.ops if op.phase == phase]
         ops += sorted(mine, key=lambda op: -1 if op.is_input else rank[op.name])
-    return early(placed(replace(trace, ops=tuple(ops)), at_once))
+    return update_early(place_collectives(replace(trace, ops=tuple(ops)), at_once))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..simulate.forecast import Forecast, predict
-from .schedule import Fate, schedule
+from .schedule import Placement, schedule
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class Candidate:
     """The fates of the storages so far, in the order in which they were given up, the plan, and what it comes to."""
 
-    fates: dict[str, Fate]
+    fates: dict[str, Placement]
     plan: Plan
     forecast: Forecast
 
@@ -24,6 +24,6 @@ class State:
         return self.forecast.peak
 
 
-def state_of(gaps: Gaps, machine: Machine, fates: dict[str, Fate]) -> State:
+def make_candidate(gaps: ReuseGaps, machine: Machine, fates: dict[str, Placement]) -> Candidate:
     plan = schedule(gaps, fates, machine)
-    return State(fates, plan, predict(apply(gaps.trace, plan), machine))
+    return Candidate(fates, plan, predict(apply(gaps.trace, plan), machine))

@@ -21,24 +21,24 @@ from functools import cached_property
 
 import numpy as np
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.arrays import Floats
 from ..ir.decisions import Offload, Plan, Reload, apply
 from ..ir.machine import Machine
 from ..simulate.forecast import Forecast, Queues, predict, update_nbytes
-from .staying import staying
+from .staying import keep_between_uses
 
 BEHIND = ("memgraph.narrow.default", "memgraph.offload.default", "memgraph.free.default")  # stand behind an op
 RELOAD, FREE = "memgraph.reload.default", "memgraph.free.default"
 SPARED = 8  # of the budget that part, which what stays leaves to what is under way, or takes as well
 
 
-def in_time(
-    gaps: Gaps, machine: Machine, plan: Plan, forecast: Forecast, until: float = math.inf
+def retime_copies(
+    gaps: ReuseGaps, machine: Machine, plan: Plan, forecast: Forecast, until: float = math.inf
 ) -> tuple[Plan, Forecast]:
     """The plan, whose forecast is given, with other times for its copies, if the step is faster then or nearer to the
     budget; and its forecast.  From `until` on, as `time.monotonic` has it, no second way is tried."""
-    if not copies(plan):
+    if not has_copies(plan):
         return plan, forecast
 
     def rank(found: tuple[Plan, Forecast]) -> tuple[int, float]:
@@ -52,18 +52,18 @@ def in_time(
     return best
 
 
-def copies(plan: Plan) -> bool:
+def has_copies(plan: Plan) -> bool:
     """Whether there is a copy whose time could be another."""
     return any(isinstance(decision, Offload | Reload) for decision in plan)
 
 
-def _timed(gaps: Gaps, machine: Machine, plan: Plan) -> Iterator[tuple[Plan, Forecast]]:
+def _timed(gaps: ReuseGaps, machine: Machine, plan: Plan) -> Iterator[tuple[Plan, Forecast]]:
     """With those fetches alone for which there is no room to stay, and with all that it says, which mostly is worse."""
     late = _late(plan)
     held = predict(apply(gaps.trace, late), machine)
     seen = set[Plan]()
     for spared in (machine.budget // SPARED, 0, machine.budget):
-        fewer = staying(late, held, machine.budget - spared)
+        fewer = keep_between_uses(late, held, machine.budget - spared)
         if fewer not in seen:
             seen.add(fewer)
             least = held if fewer == late else predict(apply(gaps.trace, fewer), machine)
@@ -87,7 +87,7 @@ def _late(plan: Plan) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class PendingReload:
     """A fetch that waits for the link or for room: its line, the decision's place, its bytes, and the first captured op
     before which it may begin."""
 
@@ -99,7 +99,7 @@ class Coming:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class PendingOffload:
     """A copy out that is under way: when it ends, the decision's place, its bytes, and the captured op behind which it
     has to have ended."""
 
@@ -113,7 +113,7 @@ class _Walk:
     """Runs the lines of a plan for whose copies compute waits, and lets these begin sooner and end later; `there` are
     the bytes at each line, with those of fetches that have begun."""
 
-    def __init__(self, gaps: Gaps, machine: Machine, plan: Plan, forecast: Forecast) -> None:
+    def __init__(self, gaps: ReuseGaps, machine: Machine, plan: Plan, forecast: Forecast) -> None:
         self.gaps, self.machine, self.forecast, self.trace = gaps, machine, forecast, forecast.trace
         self.plan = list(plan)
         self.there = forecast.total.copy()
@@ -122,7 +122,7 @@ class _Walk:
         self.coming = deque(sorted(self._comings(), key=lambda coming: coming.line))
         self.outs = {f"{said.value}__free": k for k, said in enumerate(plan) if isinstance(said, Offload)}
         self.begun = set[str]()
-        self.leaving: list[Leaving] = []
+        self.leaving: list[PendingOffload] = []
 
     def run(self) -> Plan:
         captured, places = self.gaps.index, self.places
@@ -154,7 +154,7 @@ class _Walk:
             self.plan[coming.place] = replace(self._reload(coming.place), back=self.gaps.trace.ops[place].name)
             self.now = self.queues.send(self.now, coming.name, "back", coming.nbytes)
 
-    def _has_room(self, coming: Coming, line: int) -> bool:
+    def _has_room(self, coming: PendingReload, line: int) -> bool:
         """Whether there is room from a line on.  What is leaving is gone when the link gets to it, or is waited for."""
         room = self.machine.budget - coming.nbytes
         behind = self.ends[self.places[line]] + 1
@@ -169,11 +169,11 @@ class _Walk:
         out, boundary = self.gaps.index[said.out], self.gaps.trace.boundary
         last = boundary - 1 if out < boundary else self.gaps.streamable.leaves_by(said.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
-        self.leaving.append(Leaving(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
+        self.leaving.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
 
     def _let_go(self, line: int) -> None:
         """Behind a captured op: what has left is gone; what has not is waited for, if the next one needs its room."""
-        place, kept = self.places[line], list[Leaving]()
+        place, kept = self.places[line], list[PendingOffload]()
         following = self.there[line + 1 : self.ends[min(place + 1, len(self.ends) - 1)] + 1]
         room = self.machine.budget - int(following.max(initial=0)) - sum(each.nbytes for each in self.leaving)
         for leaving in self.leaving:
@@ -186,7 +186,7 @@ class _Walk:
             self.plan[leaving.place] = replace(said, free=self.gaps.trace.ops[place].name)
         self.leaving = kept
 
-    def _comings(self) -> Iterator[Coming]:
+    def _comings(self) -> Iterator[PendingReload]:
         """All fetches."""
         gone = {life.storage: life.last for life in self.forecast.lives}
         boundary, ops = self.gaps.trace.boundary, self.gaps.trace.ops
@@ -201,7 +201,7 @@ class _Walk:
             first = boundary if self.gaps.index[said.use] >= boundary else begin
             if before in gone:  # lest it is there twice
                 first = max(first, self.places[gone[before]] + 1)
-            yield Coming(name, self.index[name], place, self.trace.op[name].nbytes, first)
+            yield PendingReload(name, self.index[name], place, self.trace.op[name].nbytes, first)
 
     def _reload(self, place: int) -> Reload:
         said = self.plan[place]

@@ -19,8 +19,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..analysis.host_update import hosted
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.host_update import hosted_states
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import HOST, Decision, Offload, Stream
 from ..ir.machine import Machine
 from ..ir.trace import Trace
@@ -29,7 +29,7 @@ AHEAD = 2  # of the largest: the bytes that are under way
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class ReloadWindow:
     """Something comes back for the op at `use`; it may begin before any op from `first` on."""
 
     value: str
@@ -38,10 +38,12 @@ class Fetch:
     first: int
 
 
-class Streams:
+class StreamedValues:
     """Which streamed values are there, while the steps' ops are walked in order."""
 
-    def __init__(self, gaps: Gaps, machine: Machine, ahead: Mapping[str, bool], passing: Container[str] = ()) -> None:
+    def __init__(
+        self, gaps: ReuseGaps, machine: Machine, ahead: Mapping[str, bool], passing: Container[str] = ()
+    ) -> None:
         """`ahead`: the storages whose home is far, and whether they are fetched ahead of their use; `passing`: those of
         them that do not stay from one use to the next."""
         self.gaps, self.streamable, self.machine = gaps, gaps.streamable, machine
@@ -56,7 +58,7 @@ class Streams:
 
     def begin(self) -> list[Decision]:
         """What says that the values are far, and which states are updated there."""
-        there = hosted(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
+        there = hosted_states(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
         values = [self.streamable.inputs[storage] for storage in self.ahead]
         return [Stream(value, HOST if value in there else "") for value in values]
 
@@ -102,7 +104,7 @@ class Streams:
         one, other = self.gaps.trace.ops[first], self.gaps.trace.ops[second]
         return one.slice == other.slice > 0 and one.phase == other.phase
 
-    def fetch(self, value: str, index: int) -> Fetch:
+    def fetch(self, value: str, index: int) -> ReloadWindow:
         """Fetch a streamed value for the op at `index`."""
         storage = self.streamable.views[value]
         nbytes = self.gaps.trace.nbytes[storage]
@@ -110,7 +112,7 @@ class Streams:
         after_last = self.last.get(storage, -1) + 1
         first = max(self.before, after_last, self._phase(index)) if self.ahead[storage] else index
         self.there[storage], self.last[storage] = {value}, index
-        return Fetch(value, nbytes, index, first)
+        return ReloadWindow(value, nbytes, index, first)
 
     def made(self, value: str) -> None:
         """A view of what is there has been made."""

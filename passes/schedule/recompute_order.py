@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Recompute
 
 
-class Reruns:
+class RecomputeOrder:
     """Walks backward; `there` are the forward values that can be read without making anything again."""
 
-    def __init__(self, gaps: Gaps, made: frozenset[str]) -> None:
+    def __init__(self, gaps: ReuseGaps, made: frozenset[str]) -> None:
         """`made`: the storages that may be made again."""
         self.gaps = gaps
         self.made = made

@@ -1,6 +1,6 @@
 """From what shall become of each storage to the decisions that do it.
 
-    {a: Fate.RECOMPUTE, h: Fate.OFFLOAD}  ->  Offload("h", ...), Recompute("a", before="relu_backward"), ...
+    {a: Placement.RECOMPUTE, h: Placement.OFFLOAD}  ->  Offload("h", ...), Recompute("a", before="relu_backward"), ...
 
 Backward is walked in order; what an op needs and is not there is made again just before it, depth first, from what is
 there.
@@ -14,51 +14,56 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Decision, Offload, Plan, Recompute, Reload
 from ..ir.machine import Machine
-from .fetches import Fetch, Streams, updates_of
+from .fetches import ReloadWindow, StreamedValues, updates_of
 
 
-class Fate(Enum):
+class Placement(Enum):
     """What becomes of a forward storage after its last use in forward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"  # made again at its first use in backward, there until its last
-    BRIEF = "brief"  # made again for each use
+    RECOMPUTE_PER_USE = "recompute per use"  # made again for each use
     OFFLOAD = "offload"  # copied away and back while compute goes on
-    STALL = "stall"  # copied away and back while compute waits
-    FETCH = "fetch"  # the same, and copied back for each use
-    VISIT = "visit"  # of an input that lives far: copied here for each use while compute goes on
+    OFFLOAD_BLOCKING = "offload blocking"  # copied away and back while compute waits
+    RELOAD_PER_USE = "reload per use"  # the same, and copied back for each use
+    STREAM = "stream"  # of an input that lives far: copied here for each use while compute goes on
     CAST_OFFLOAD = "cast offload"  # as the three above, cast for its way
-    CAST_STALL = "cast stall"
-    CAST_FETCH = "cast fetch"
+    CAST_OFFLOAD_BLOCKING = "cast offload blocking"
+    CAST_RELOAD_PER_USE = "cast reload per use"
 
 
-HIDDEN = (Fate.OFFLOAD, Fate.CAST_OFFLOAD)
-CAST = (Fate.CAST_OFFLOAD, Fate.CAST_STALL, Fate.CAST_FETCH)
-AWAY = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH, *CAST)
-HOMEWARD = (Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.VISIT)  # of an input or a gradient: its home is far
-PASSING = (Fate.BRIEF, Fate.FETCH, Fate.CAST_FETCH)
-Fates = Mapping[str, Fate]
+OVERLAPPED = (Placement.OFFLOAD, Placement.CAST_OFFLOAD)
+CAST = (Placement.CAST_OFFLOAD, Placement.CAST_OFFLOAD_BLOCKING, Placement.CAST_RELOAD_PER_USE)
+OFFLOADED = (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING, Placement.RELOAD_PER_USE, *CAST)
+STATE_OFFLOADED = (
+    Placement.OFFLOAD,
+    Placement.OFFLOAD_BLOCKING,
+    Placement.RELOAD_PER_USE,
+    Placement.STREAM,
+)  # of an input or a gradient: its home is far
+PER_USE = (Placement.RECOMPUTE_PER_USE, Placement.RELOAD_PER_USE, Placement.CAST_RELOAD_PER_USE)
+Placements = Mapping[str, Placement]
 
 
-def schedule(gaps: Gaps, fates: Fates, machine: Machine) -> Plan:
+def schedule(gaps: ReuseGaps, fates: Placements, machine: Machine) -> Plan:
     """The decisions that carry out `fates`; storages that are not named are kept if backward reads them."""
     return _Scheduler(gaps, fates, machine).plan()
 
 
-def fate(gaps: Gaps, fates: Fates, storage: str) -> Fate:
+def placement_of(gaps: ReuseGaps, fates: Placements, storage: str) -> Placement:
     """What becomes of `storage`: what nobody in backward reads is made again if need be, unless it may not."""
     if storage in fates:
         return fates[storage]
     once = gaps.trace.op[gaps.maker[storage]].once
-    return Fate.KEEP if storage in gaps.uses or once else Fate.RECOMPUTE
+    return Placement.KEEP if storage in gaps.uses or once else Placement.RECOMPUTE
 
 
-def sent_nbytes(gaps: Gaps, machine: Machine, storage: str, fate: Fate) -> int:
+def sent_nbytes(gaps: ReuseGaps, machine: Machine, storage: str, fate: Placement) -> int:
     """The bytes that go to the far tier if `storage` has this fate."""
-    if fate not in AWAY and fate not in HOMEWARD:
+    if fate not in OFFLOADED and fate not in STATE_OFFLOADED:
         return 0
     return gaps.wire_nbytes(storage, machine.wire) if fate in CAST else gaps.trace.nbytes[storage]
 
@@ -67,17 +72,17 @@ class _Scheduler:
     """Walks backward; `lost` are the storages that are not kept, `there` the lost values that have been made again and
     stay, `now` those for one op only."""
 
-    def __init__(self, gaps: Gaps, fates: Fates, machine: Machine) -> None:
+    def __init__(self, gaps: ReuseGaps, fates: Placements, machine: Machine) -> None:
         self.gaps = gaps
-        self.fates = {storage: fate(gaps, fates, storage) for storage in gaps.maker}
-        self.lost = {storage for storage, known in self.fates.items() if known is not Fate.KEEP}
-        ahead = {s: f in (Fate.OFFLOAD, Fate.VISIT) for s, f in fates.items() if f in HOMEWARD}
-        self.streams = Streams(gaps, machine, ahead, {s for s, f in fates.items() if f is Fate.VISIT})
+        self.fates = {storage: placement_of(gaps, fates, storage) for storage in gaps.maker}
+        self.lost = {storage for storage, known in self.fates.items() if known is not Placement.KEEP}
+        ahead = {s: f in (Placement.OFFLOAD, Placement.STREAM) for s, f in fates.items() if f in STATE_OFFLOADED}
+        self.streams = StreamedValues(gaps, machine, ahead, {s for s, f in fates.items() if f is Placement.STREAM})
         self.links = _Links(gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.turns else ())
         self.there: set[str] = set()
         self.now: set[str] = set()
         self.sent: set[str] = set()
-        self.decisions: list[Decision | Fetch] = []
+        self.decisions: list[Decision | ReloadWindow] = []
 
     def plan(self) -> Plan:
         self.decisions += self.streams.begin()
@@ -125,7 +130,7 @@ class _Scheduler:
                 self.decisions.append(self.streams.fetch(value, index))
             return is_home
         storage = self.gaps.held[value][0]
-        if self.fates[storage] not in AWAY or self.gaps.root.get(storage) != value:
+        if self.fates[storage] not in OFFLOADED or self.gaps.root.get(storage) != value:
             return False
         if value not in self.sent:
             self.decisions.append(self.links.offload(storage))
@@ -137,7 +142,7 @@ class _Scheduler:
     def _arrive(self, value: str) -> None:
         """`value` is there: until its last use, or for the op at hand only."""
         first, *others = self.gaps.held[value]
-        passing = bool(others) or self.fates[first] in PASSING
+        passing = bool(others) or self.fates[first] in PER_USE
         (self.now if passing else self.there).add(value)
 
     def _again(self, value: str, index: int) -> None:
@@ -154,20 +159,20 @@ class _Scheduler:
         """Whether what is one part of an op with several has a use from here on: then it is taken out now."""
         storage = self.gaps.held[value][0]
         later = self.gaps.uses.get(storage, (-1,))[-1] >= index
-        return later and self.fates[storage] is Fate.RECOMPUTE
+        return later and self.fates[storage] is Placement.RECOMPUTE
 
 
 class _Links:
     """Where copies begin and end, so that they hide behind compute as it would run if nothing were moved."""
 
-    def __init__(self, gaps: Gaps, fates: Fates, machine: Machine, updates: Container[int]) -> None:
+    def __init__(self, gaps: ReuseGaps, fates: Placements, machine: Machine, updates: Container[int]) -> None:
         """`updates`: the places of updates with which the tier is busy."""
         self.gaps = gaps
         self.fates = fates
         self.machine = machine
         self.updates = updates
         self.sent = {storage: sent_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
-        away = [storage for storage in gaps.maker if fates[storage] in HIDDEN]
+        away = [storage for storage in gaps.maker if fates[storage] in OVERLAPPED]
         self.freed = self._freed(sorted(away, key=lambda s: gaps.left[s]))
 
     def offload(self, storage: str) -> Offload:
@@ -176,17 +181,17 @@ class _Links:
         wire = self.machine.wire if self.fates[storage] in CAST else ""
         return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire)
 
-    def fetch(self, storage: str, use: int) -> Fetch:
+    def fetch(self, storage: str, use: int) -> ReloadWindow:
         """Back for the op at `use`: ahead of it where compute goes on meanwhile, else just then."""
-        first = self.gaps.trace.boundary if self.fates[storage] in HIDDEN else use
-        return Fetch(self.gaps.root[storage], self.sent[storage], use, first)
+        first = self.gaps.trace.boundary if self.fates[storage] in OVERLAPPED else use
+        return ReloadWindow(self.gaps.root[storage], self.sent[storage], use, first)
 
-    def early(self, decisions: Sequence[Decision | Fetch]) -> list[Decision]:
+    def early(self, decisions: Sequence[Decision | ReloadWindow]) -> list[Decision]:
         """The decisions with copies back that begin early enough to have ended where they are needed."""
         begins, ends = self._blocks(decisions)
         ops, due, found = self.gaps.trace.ops, float("inf"), list[Decision]()
         for decision in reversed(decisions):
-            if not isinstance(decision, Fetch):
+            if not isinstance(decision, ReloadWindow):
                 found.append(decision)
                 continue
             use = back = decision.use
@@ -196,7 +201,7 @@ class _Links:
             found.append(Reload(decision.value, ops[back].name, ops[use].name))
         return found[::-1]
 
-    def _blocks(self, decisions: Sequence[Decision | Fetch]) -> tuple[list[float], list[float]]:
+    def _blocks(self, decisions: Sequence[Decision | ReloadWindow]) -> tuple[list[float], list[float]]:
         """When what runs again before each op begins, and when the op itself does."""
         again = [0.0] * len(self.gaps.trace.ops)
         for decision in decisions:

@@ -15,7 +15,7 @@ from ..simulate.forecast import Forecast
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Rest:
+class IdleInterval:
     """From behind the last use of one copy, at line `first`, to before line `last`, which fetches the next one."""
 
     us: float
@@ -25,7 +25,7 @@ class Rest:
     place: int  # of the decision that fetches it
 
 
-def staying(plan: Plan, forecast: Forecast, room: int) -> Plan:
+def keep_between_uses(plan: Plan, forecast: Forecast, room: int) -> Plan:
     """The plan, whose forecast is given, without the fetches of what may stay instead with so many bytes there."""
     there, spared = forecast.total.copy(), set[int]()
     for rest in sorted(_rests(plan, forecast)):
@@ -36,7 +36,7 @@ def staying(plan: Plan, forecast: Forecast, room: int) -> Plan:
     return tuple(said for place, said in enumerate(plan) if place not in spared)
 
 
-def _rests(plan: Plan, forecast: Forecast) -> Iterator[Rest]:
+def _rests(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
     """Between two fetches of what lives far."""
     far = {said.value for said in plan if isinstance(said, Stream)}
     gone = {life.storage: life.last for life in forecast.lives}
@@ -48,4 +48,6 @@ def _rests(plan: Plan, forecast: Forecast) -> Iterator[Rest]:
             if number > 1:
                 first, name = gone[f"{said.value}__in_{number - 1}"] + 1, f"{said.value}__in_{number}"
                 last, nbytes = index[name], forecast.trace.op[name].nbytes
-                yield Rest(forecast.begins[last] - forecast.begins[min(first, last)], first, last, nbytes, place)
+                yield IdleInterval(
+                    forecast.begins[last] - forecast.begins[min(first, last)], first, last, nbytes, place
+                )

@@ -16,35 +16,40 @@ import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan
 from ..ir.liveness import Life
 from ..ir.machine import SMALLEST_HOME, Machine
 from ..ir.trace import Trace
-from ..schedule.candidate import State, state_of
-from ..schedule.schedule import AWAY, CAST, HIDDEN, HOMEWARD, Fate, fate, sent_nbytes
+from ..schedule.candidate import Candidate, make_candidate
+from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, placement_of, sent_nbytes
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is given up between two simulations
 COARSE = 0.3  # the same once the work for fine steps is used up
 LAST = 3  # times that work is what is simulated in all, and never less than for so many states
 FEWEST = 4
-SENT = (*AWAY, *HOMEWARD)
-NEXT_HOME = {Fate.OFFLOAD: Fate.STALL, Fate.VISIT: Fate.STALL}
-LATER = {Fate.OFFLOAD: Fate.STALL, Fate.CAST_OFFLOAD: Fate.CAST_STALL}
+SENT = (*OFFLOADED, *STATE_OFFLOADED)
+NEXT_HOME = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.STREAM: Placement.OFFLOAD_BLOCKING}
+LATER = {Placement.OFFLOAD: Placement.OFFLOAD_BLOCKING, Placement.CAST_OFFLOAD: Placement.CAST_OFFLOAD_BLOCKING}
 MEMORY_RATE = 4000.0  # bytes per microsecond at which compute's own memory traffic is slowed by a copy
 
 
-def descend(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
+def greedy_plan(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The decisions of the first state on the way down that fits the budget; of the lowest, if none does, or none until
     `until`, as `time.monotonic` has it.  Once `fine` ops were simulated the steps are coarse, and few."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     ops = LAST * max(fine, FEWEST * len(trace.ops))
-    return descend_from(gaps, machine, state_of(gaps, machine, {}), until, ops, fine).plan
+    return greedy_from(gaps, machine, make_candidate(gaps, machine, {}), until, ops, fine).plan
 
 
-def descend_from(
-    gaps: Gaps, machine: Machine, lowest: State, until: float = math.inf, ops: float = math.inf, fine: float = math.inf
-) -> State:
+def greedy_from(
+    gaps: ReuseGaps,
+    machine: Machine,
+    lowest: Candidate,
+    until: float = math.inf,
+    ops: float = math.inf,
+    fine: float = math.inf,
+) -> Candidate:
     """The first state that fits on the way down from one that does not; the lowest, if none does, or none in time or
     before so many `ops` were simulated."""
     for before, after in _way_down(gaps, machine, lowest, until, ops, fine):
@@ -55,17 +60,17 @@ def descend_from(
     return lowest
 
 
-def descend_at_home(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
+def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The same without the far tier."""
-    return descend(trace, replace(machine, out=0.0, back=0.0), until, fine) if machine.out else ()
+    return greedy_plan(trace, replace(machine, out=0.0, back=0.0), until, fine) if machine.out else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PlacementChange:
     """A new fate for a storage: the bytes it takes from the peak, the time it costs, the bytes on the far tier."""
 
     storage: str
-    fate: Fate
+    fate: Placement
     nbytes: int
     us: float
     sent: int = 0
@@ -76,8 +81,8 @@ class Move:
 
 
 def _way_down(
-    gaps: Gaps, machine: Machine, state: State, until: float, ops: float, fine: float
-) -> Iterator[tuple[State, State]]:
+    gaps: ReuseGaps, machine: Machine, state: Candidate, until: float, ops: float, fine: float
+) -> Iterator[tuple[Candidate, Candidate]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
     known = {*gaps.maker, *gaps.streamable.value}
     movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
@@ -86,7 +91,7 @@ def _way_down(
         away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
         room = machine.capacity - sum(away.values())
         nbytes = int(movable * (GRAIN if fine > 0 else COARSE))
-        state = state_of(gaps, machine, state.fates | _batch(moves, nbytes, away, room))
+        state = make_candidate(gaps, machine, state.fates | _batch(moves, nbytes, away, room))
         ops, fine = ops - len(state.forecast.trace.ops), fine - len(state.forecast.trace.ops)
         if state.peak < lowest.peak:
             yield lowest, state
@@ -95,9 +100,9 @@ def _way_down(
         yield lowest, state  # with nothing movable left at the peak it shows best what is in the way
 
 
-def _batch(moves: list[Move], nbytes: int, away: Container[str], room: int) -> dict[str, Fate]:
+def _batch(moves: list[PlacementChange], nbytes: int, away: Container[str], room: int) -> dict[str, Placement]:
     """The cheapest moves that make up `nbytes`, one at the least; what is not yet `away` has to fit in `room`."""
-    batch: dict[str, Fate] = {}
+    batch: dict[str, Placement] = {}
     for move in sorted(moves, key=lambda move: (move.price, move.storage)):
         if batch and nbytes <= 0:
             break
@@ -109,7 +114,7 @@ def _batch(moves: list[Move], nbytes: int, away: Container[str], room: int) -> d
     return batch
 
 
-def _first_between(gaps: Gaps, machine: Machine, before: State, after: State, until: float) -> State:
+def _first_between(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candidate, until: float) -> Candidate:
     """The first state between two neighbours that fits, moves being made one by one."""
     fates = dict(before.fates)
     for storage, new in after.fates.items():
@@ -117,19 +122,19 @@ def _first_between(gaps: Gaps, machine: Machine, before: State, after: State, un
             break
         if fates.get(storage) is not new:
             fates[storage] = new
-            state = state_of(gaps, machine, dict(fates))
+            state = make_candidate(gaps, machine, dict(fates))
             if after.peak < state.peak < before.peak and state.peak <= machine.budget:
                 return state
     return after
 
 
-def _halfway(gaps: Gaps, machine: Machine, before: State, after: State, until: float) -> State:
+def _halfway(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candidate, until: float) -> Candidate:
     """A state between two neighbours that fits, as near to the first as halving finds one: in few simulations."""
     new = [(storage, fate) for storage, fate in after.fates.items() if before.fates.get(storage) is not fate]
     low, high = 0, len(new)  # so many moves do not do, and so many do
     while high - low > 1 and time.monotonic() < until:
         middle = (low + high) // 2
-        state = state_of(gaps, machine, before.fates | dict(new[:middle]))
+        state = make_candidate(gaps, machine, before.fates | dict(new[:middle]))
         if state.peak <= machine.budget:
             high, after = middle, state
         else:
@@ -137,14 +142,14 @@ def _halfway(gaps: Gaps, machine: Machine, before: State, after: State, until: f
     return after
 
 
-def _moves(gaps: Gaps, machine: Machine, state: State) -> list[Move]:
+def _moves(gaps: ReuseGaps, machine: Machine, state: Candidate) -> list[PlacementChange]:
     """What can be given up at the peak: movable storages that are there and not in use; the update uses in windows what
     is far."""
     forecast = state.forecast
     op = forecast.trace.ops[forecast.at]
     in_use = {held for read in op.reads for held in forecast.trace.op[read].holds}
-    costs = Costs(gaps, machine, state)
-    found: list[Move] = []
+    costs = ChangeCosts(gaps, machine, state)
+    found: list[PlacementChange] = []
     for life in forecast.alive(forecast.at):
         rests = life.first < forecast.at < life.last and life.storage not in in_use
         if rests or op.phase == "update" or life.kind in ("state", "gradient"):
@@ -152,15 +157,15 @@ def _moves(gaps: Gaps, machine: Machine, state: State) -> list[Move]:
     return found
 
 
-class Costs:
+class ChangeCosts:
     """What giving up a storage costs in the state as it is."""
 
-    def __init__(self, gaps: Gaps, machine: Machine, state: State) -> None:
+    def __init__(self, gaps: ReuseGaps, machine: Machine, state: Candidate) -> None:
         self.gaps = gaps
         self.machine = machine
         self.forecast = state.forecast
-        self.fates = {storage: fate(gaps, state.fates, storage) for storage in gaps.maker}
-        self.homes = {storage: state.fates.get(storage, Fate.KEEP) for storage in gaps.streamable.value}
+        self.fates = {storage: placement_of(gaps, state.fates, storage) for storage in gaps.maker}
+        self.homes = {storage: state.fates.get(storage, Placement.KEEP) for storage in gaps.streamable.value}
         self.known = self.fates | self.homes
         self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
         self.room = machine.capacity - sum(self.sent.values())
@@ -171,7 +176,7 @@ class Costs:
             name for op in self.forecast.trace.ops[: at + 1] if op.phase == "backward" for name in op.reads
         }
 
-    def moves(self, life: Life) -> Iterator[Move]:
+    def moves(self, life: Life) -> Iterator[PlacementChange]:
         """The next fates of a storage that is there at the peak."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
         if storage in self.homes:
@@ -181,22 +186,22 @@ class Costs:
             return
         if storage != life.storage:
             yield from self._moves_of_copy(storage, now, life.nbytes)
-        elif now in HIDDEN:
+        elif now in OVERLAPPED:
             yield self._away(storage, LATER[now], life.nbytes)
-        elif now is Fate.KEEP:
+        elif now is Placement.KEEP:
             used = not self.backward_before.isdisjoint(self.gaps.values[storage])
-            yield from self._remake(storage, Fate.BRIEF if used else Fate.RECOMPUTE, life.nbytes)
-            ways = (Fate.FETCH, Fate.CAST_FETCH) if used else HIDDEN
+            yield from self._remake(storage, Placement.RECOMPUTE_PER_USE if used else Placement.RECOMPUTE, life.nbytes)
+            ways = (Placement.RELOAD_PER_USE, Placement.CAST_RELOAD_PER_USE) if used else OVERLAPPED
             yield from (self._away(storage, new, life.nbytes) for new in ways if self._can(storage, new))
 
-    def homeward(self, life: Life) -> Iterator[Move]:
+    def homeward(self, life: Life) -> Iterator[PlacementChange]:
         """Where an input or a gradient that is there at the peak can live, or come to later."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
         value = self.gaps.streamable.value.get(storage)
         now = self.homes[storage] if value and self.machine.houses(self.gaps.trace.op[value].fn) else None
         there = self.machine.out > 0 < self.machine.back
-        if now is Fate.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
-            yield Move(storage, Fate.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
+        if now is Placement.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
+            yield PlacementChange(storage, Placement.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
         elif now in NEXT_HOME and life.nbytes and life.first < self.forecast.at < life.last:
             yield self._away(storage, NEXT_HOME[now], life.nbytes)
 
@@ -212,40 +217,44 @@ class Costs:
             own = min(own, nbytes / self.machine.stepping)
         return own + (fn != "state") * self._offload_us(nbytes)
 
-    def _moves_of_copy(self, storage: str, now: Fate, nbytes: int) -> Iterator[Move]:
+    def _moves_of_copy(self, storage: str, now: Placement, nbytes: int) -> Iterator[PlacementChange]:
         """What was made again or came back, and waits for its use, can be made or fetched later, or more often."""
-        if now is Fate.RECOMPUTE:
-            yield from self._remake(storage, Fate.BRIEF, nbytes)
-        if now in HIDDEN:
+        if now is Placement.RECOMPUTE:
+            yield from self._remake(storage, Placement.RECOMPUTE_PER_USE, nbytes)
+        if now in OVERLAPPED:
             yield self._away(storage, LATER[now], nbytes)
-        elif now not in (Fate.FETCH, Fate.CAST_FETCH):
+        elif now not in (Placement.RELOAD_PER_USE, Placement.CAST_RELOAD_PER_USE):
             # What is cast already stays so: it costs no more, and takes half as long.
-            ways = (Fate.CAST_FETCH,) if now in CAST else (Fate.FETCH, Fate.CAST_FETCH)
+            ways = (
+                (Placement.CAST_RELOAD_PER_USE,)
+                if now in CAST
+                else (Placement.RELOAD_PER_USE, Placement.CAST_RELOAD_PER_USE)
+            )
             yield from (self._away(storage, new, nbytes) for new in ways if self._can(storage, new))
 
-    def _can(self, storage: str, new: Fate) -> bool:
+    def _can(self, storage: str, new: Placement) -> bool:
         """Whether `storage` can leave in this way."""
         if storage not in self.gaps.root or not self.machine.out > 0 < self.machine.back:
             return False
         nbytes = sent_nbytes(self.gaps, self.machine, storage, new)
         return nbytes <= self.room and (nbytes > 0 or new not in CAST)
 
-    def _away(self, storage: str, new: Fate, nbytes: int) -> Move:
+    def _away(self, storage: str, new: Placement, nbytes: int) -> PlacementChange:
         sent = sent_nbytes(self.gaps, self.machine, storage, new)
         trip = sent / self.machine.out + sent / self.machine.back + 2 * self.machine.toll_us(sent)
-        us = self._offload_us(sent) if new in HIDDEN else trip
+        us = self._offload_us(sent) if new in OVERLAPPED else trip
         if new in CAST and self.fates[storage] not in CAST:
             us += self.machine.cast_us(self.gaps.trace.nbytes[storage])
-        return Move(storage, new, nbytes, us, sent)
+        return PlacementChange(storage, new, nbytes, us, sent)
 
-    def _remake(self, storage: str, new: Fate, nbytes: int) -> Iterator[Move]:
+    def _remake(self, storage: str, new: Placement, nbytes: int) -> Iterator[PlacementChange]:
         """The move that makes `storage` again, if that is allowed and takes bytes from the peak."""
         if self.gaps.trace.op[self.gaps.maker[storage]].once:
             return
         us, kept = self._chain(storage)
         nbytes -= sum(self.gaps.trace.nbytes[name] for name in kept - self.present)
         if nbytes > 0:
-            yield Move(storage, new, nbytes, us)
+            yield PlacementChange(storage, new, nbytes, us)
 
     def _chain(self, storage: str) -> tuple[float, set[str]]:
         """The time of all ops that have to run to make `storage` again, and the kept storages that they start from."""
@@ -259,22 +268,22 @@ class Costs:
             us += self.gaps.trace.op[value].us
             for read in self.gaps.trace.op[value].reads:
                 fates = {name: self.fates[name] for name in self.gaps.held.get(read, ())}
-                if all(known is Fate.KEEP for known in fates.values()):
+                if all(known is Placement.KEEP for known in fates.values()):
                     kept.update(fates)
                 elif not self._comes_anyway(read, fates):
                     todo.append(read)
         return us, kept
 
-    def _comes_anyway(self, value: str, fates: dict[str, Fate]) -> bool:
-        return (value in self.again and Fate.BRIEF not in fates.values()) or any(
-            known in AWAY for known in fates.values()
+    def _comes_anyway(self, value: str, fates: dict[str, Placement]) -> bool:
+        return (value in self.again and Placement.RECOMPUTE_PER_USE not in fates.values()) or any(
+            known in OFFLOADED for known in fates.values()
         )
 
     def _offload_us(self, nbytes: int) -> float:
         """What does not hide: copies beyond what the links carry in a phase, and compute's share of the memory's
         rate."""
         begins, boundary = self.gaps.begins, self.gaps.trace.boundary
-        sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in HIDDEN)
+        sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in OVERLAPPED)
         windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)
         late = sum(min(nbytes / rate, max(0.0, (sent + nbytes) / rate - window)) for window, rate in windows)
         return late + 2 * (nbytes / MEMORY_RATE + self.machine.toll_us(nbytes))

@@ -12,42 +12,44 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..lp.problem import Item, Program
-from ..schedule.candidate import State, state_of
-from ..schedule.schedule import Fate
+from ..lp.problem import LinearProgram, StorageVar
+from ..schedule.candidate import Candidate, make_candidate
+from ..schedule.schedule import Placement
 
-Change = tuple[str, Fate]  # a storage, and what becomes of it
+PlacementSwap = tuple[str, Placement]  # a storage, and what becomes of it
 
 
-def polish(program: Program, state: State, tries: int, until: float, leaning: Sequence[Change] = ()) -> State:
+def local_search(
+    program: LinearProgram, state: Candidate, tries: int, until: float, leaning: Sequence[PlacementSwap] = ()
+) -> Candidate:
     """The plan after so many tries, or after those until `until`; see `time.monotonic`."""
-    polished = _Polished(program, state, tries, until)
+    polished = _LocalSearch(program, state, tries, until)
     while leaning and polished.take(leaning):
         """What did not fit may fit now."""
     polished.take(_others(program, state))
     return polished.state
 
 
-class _Polished:
+class _LocalSearch:
     """The best plan so far."""
 
-    def __init__(self, program: Program, state: State, tries: int, until: float) -> None:
+    def __init__(self, program: LinearProgram, state: Candidate, tries: int, until: float) -> None:
         self.program, self.state, self.tries, self.until = program, state, tries, until
-        self.failed: set[Change] = set()  # tried with the state as it is, and no better
+        self.failed: set[PlacementSwap] = set()  # tried with the state as it is, and no better
 
-    def take(self, changes: Iterable[Change]) -> bool:
+    def take(self, changes: Iterable[PlacementSwap]) -> bool:
         """Try them in their order; whether one was good."""
         before = self.state
         for storage, fate in changes:
             if self.tries <= 0 or time.monotonic() >= self.until:
                 return False
-            if self.state.fates.get(storage, Fate.KEEP) is not fate and (storage, fate) not in self.failed:
+            if self.state.fates.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
                 self.tries -= 1
                 self._try(storage, fate)
         return self.state is not before
 
-    def _try(self, storage: str, fate: Fate) -> None:
-        new = state_of(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
+    def _try(self, storage: str, fate: Placement) -> None:
+        new = make_candidate(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
         if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
             self.state = new
             self.failed.clear()
@@ -55,19 +57,19 @@ class _Polished:
             self.failed.add((storage, fate))
 
 
-def _others(program: Program, state: State) -> Iterator[Change]:
+def _others(program: LinearProgram, state: Candidate) -> Iterator[PlacementSwap]:
     """What else may become of the storages that are given up, the largest first."""
-    given = [item for item in program.items if state.fates.get(item.storage, Fate.KEEP) is not Fate.KEEP]
+    given = [item for item in program.items if state.fates.get(item.storage, Placement.KEEP) is not Placement.KEEP]
     for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
         for fate in _ways(program, item):
             yield item.storage, fate
 
 
-def _ways(program: Program, item: Item) -> Iterator[Fate]:
-    yield Fate.KEEP
+def _ways(program: LinearProgram, item: StorageVar) -> Iterator[Placement]:
+    yield Placement.KEEP
     if not program.makers[item.maker].once:
-        yield Fate.RECOMPUTE
+        yield Placement.RECOMPUTE
     if item.leaves:
-        yield Fate.OFFLOAD
+        yield Placement.OFFLOAD
     if item.wire:
-        yield Fate.CAST_OFFLOAD
+        yield Placement.CAST_OFFLOAD

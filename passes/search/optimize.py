@@ -12,23 +12,23 @@ import time
 from dataclasses import replace
 from functools import cached_property
 
-from ..analysis.reuse_gaps import Gaps
+from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.model import Model
-from ..lp.problem import Program
+from ..lp.model import PlanModel
+from ..lp.problem import LinearProgram
 from ..lp.relax import Relaxed, apart, relax, write
-from ..lp.repeated.search import folded
-from ..lp.rounding import fates, leaning, whole
-from ..lp.solver import INFINITY, Effort, Solved
-from ..lp.transient_rows import broken, event, fetched_again
-from ..schedule.candidate import State, state_of
-from ..schedule.copy_timing import in_time
-from ..schedule.schedule import Fate
-from ..simulate.choice import Choice, Proposal
-from .greedy import descend_from
-from .local_search import Change, polish
+from ..lp.repeated.search import solve_folded
+from ..lp.rounding import lp_preferences, placements, round_to_integers
+from ..lp.solver import INFINITY, SearchLimits, Solution
+from ..lp.transient_rows import add_event_rows, broken, is_reloaded
+from ..schedule.candidate import Candidate, make_candidate
+from ..schedule.copy_timing import retime_copies
+from ..schedule.schedule import Placement
+from ..simulate.choice import PlanResult, Proposal
+from .greedy import greedy_from
+from .local_search import PlacementSwap, local_search
 from .work import AIMING, NARROW, PROVING, work_for, work_of_ops
 
 ENOUGH = 0.005  # of the step: a gap at which the search ends
@@ -58,14 +58,14 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
     """
     if not solver.there():
         return Proposal(())
-    program = Program(Gaps(trace), machine)
-    found = folded(program, until)
+    program = LinearProgram(ReuseGaps(trace), machine)
+    found = solve_folded(program, until)
     if found and found.gap <= ENOUGH:
         return Proposal(found.plan, found.bound_us, found.any_us)
     return _Search(program, machine, until).run()
 
 
-def optimize_at_home(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
+def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same without the far tier; what is proven of that says nothing of plans that use it."""
     if not machine.out:
         return Proposal(())
@@ -83,22 +83,22 @@ def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> 
 class _Search:
     """The best plan so far, and what is proven."""
 
-    def __init__(self, program: Program, machine: Machine, until: float) -> None:
+    def __init__(self, program: LinearProgram, machine: Machine, until: float) -> None:
         self.program = program
         self.machine = machine
         self.until = until
-        self.model = Model(program, machine.budget, until)
+        self.model = PlanModel(program, machine.budget, until)
         self.step_us = program.captured.us
         self.work = work_for(program.size, self.step_us)
         self.narrow = NARROW * work_of_ops(program.size)
-        self.best: Choice | None = None
-        self.state: State  # of the best
-        self.choices: dict[State, Choice] = {}  # with what is proven by now
-        self.polished: list[State] = []  # what is no point's
-        self.begun: list[dict[str, Fate]] = []  # which were polished
+        self.best: PlanResult | None = None
+        self.state: Candidate  # of the best
+        self.choices: dict[Candidate, PlanResult] = {}  # with what is proven by now
+        self.polished: list[Candidate] = []  # what is no point's
+        self.begun: list[dict[str, Placement]] = []  # which were polished
         self.bound_us = self.any_us = self.home_us = 0.0
-        self.relaxed: Solved
-        self.point: Solved | None = None  # of the best plan, for the next search to begin with
+        self.relaxed: Solution
+        self.point: Solution | None = None  # of the best plan, for the next search to begin with
         self.rows = 0  # that the relaxed point keeps
         self.events: list[int] = []  # rows that are no part of a proof
         self.fetches: list[int] = []  # those of them that say what re-runs fetch
@@ -197,17 +197,17 @@ class _Search:
         return self._found is not None and self._found.forecast.us <= (1 + FAR) * (self.step_us + self.bound_us)
 
     @property
-    def _found(self) -> State | None:
+    def _found(self) -> Candidate | None:
         """The best plan, a point's or not.  Where values run again twice less is proven: it has to be worth that."""
         found = [*([self.state] if self.best else []), *self.polished]
         lost = {True: 0.0, False: ENOUGH * self.step_us}
         return min(found, key=lambda each: each.forecast.us + lost[self._choice(each).is_single], default=None)
 
-    def _choice(self, state: State) -> Choice:
+    def _choice(self, state: Candidate) -> PlanResult:
         proven = self.bound_us, self.any_us
         known = self.choices.get(state)
         if known is None or (known.bound_us, known.any_us) != proven:
-            known = self.choices[state] = Choice(state.plan, self.program.captured, state.forecast, *proven)
+            known = self.choices[state] = PlanResult(state.plan, self.program.captured, state.forecast, *proven)
         return known
 
     @property
@@ -223,7 +223,7 @@ class _Search:
         us = self._found.forecast.us
         return min(us / (1 + ENOUGH), us - NOTHING_US) - self.step_us + self.model.tie
 
-    def _effort(self, threshold: float, last: bool) -> Effort | None:
+    def _effort(self, threshold: float, last: bool) -> SearchLimits | None:
         """How hard to search: with columns fixed, only as long as a plan may be near, if a wider search follows."""
         left = min(self.work - self.model.linear.work, self.narrow if self._is_cut_short else INFINITY)
         if left <= 0:
@@ -231,10 +231,10 @@ class _Search:
         target = self.bound_us + AIM * (self._most_us - self.bound_us)
         grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
         if threshold == INFINITY:
-            return Effort(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
+            return SearchLimits(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
         if last:
-            return Effort(target, INFINITY, grain, left)
-        return Effort(target, self._most_us, grain, min(left, self.narrow))
+            return SearchLimits(target, INFINITY, grain, left)
+        return SearchLimits(target, self._most_us, grain, min(left, self.narrow))
 
     def _round(self, threshold: float, last: bool) -> None:
         """Round and repair, until a plan fits or nothing is left to mend.
@@ -249,7 +249,7 @@ class _Search:
                 break
             # One that is good enough already would end the search, though its plan is not.
             known = self.point if self.point and self.point.us > effort.target else None
-            points, bound = whole(self.model, self.relaxed, threshold, effort, known)
+            points, bound = round_to_integers(self.model, self.relaxed, threshold, effort, known)
             if threshold == INFINITY > bound:
                 self._prove(bound)
             if not points:
@@ -267,9 +267,9 @@ class _Search:
                 break
         self._forget_events()
 
-    def _try(self, points: list[Solved]) -> list[State]:
+    def _try(self, points: list[Solution]) -> list[Candidate]:
         """What the points come to, as far as they may be better than the best plan."""
-        states: list[State] = []
+        states: list[Candidate] = []
         for point in points:
             if states and time.monotonic() >= self.until:
                 break
@@ -280,31 +280,31 @@ class _Search:
                     self.point = point if self._is_as(point) else None
         return states
 
-    def _carried_out(self, point: Solved) -> State:
+    def _carried_out(self, point: Solution) -> Candidate:
         """A point's plan.  Where state lives far its copies are timed: with what stays from one visit to the next
         because a fetch would take longer than that lasts; or with what stays only because there is room."""
-        found, inputs = fates(self.model, point), self.program.gaps.streamable.inputs
+        found, inputs = placements(self.model, point), self.program.gaps.streamable.inputs
         if not self.program.residents:
-            return state_of(self.program.gaps, self.machine, found)
-        visits = {storage: Fate.VISIT if storage in inputs else fate for storage, fate in found.items()}
+            return make_candidate(self.program.gaps, self.machine, found)
+        visits = {storage: Placement.STREAM if storage in inputs else fate for storage, fate in found.items()}
         each = (found, visits) if visits != found else (found,)
-        states: list[State] = []
+        states: list[Candidate] = []
         for one in each:
             if not states or time.monotonic() < self.until:
-                states.append(self._in_time(state_of(self.program.gaps, self.machine, one)))
+                states.append(self._in_time(make_candidate(self.program.gaps, self.machine, one)))
         return min(states, key=lambda state: (max(0, state.peak - self.machine.budget), state.forecast.us))
 
-    def _is_as(self, point: Solved) -> bool:
+    def _is_as(self, point: Solution) -> bool:
         """Whether the best plan takes hardly longer than its point says."""
         return self.state.forecast.us <= self.step_us + point.us + GRAIN * self.step_us
 
-    def _waits(self, state: State, point: Solved) -> bool:
+    def _waits(self, state: Candidate, point: Solution) -> bool:
         """Whether a plan that fits takes far longer than its point says."""
         return state.peak <= self.machine.budget and state.forecast.us > (1 + FAR) * (self.step_us + point.us)
 
     def _charge(self) -> bool:
         """Let re-runs pay for what they fetch, which no proof does; whether any fetches something."""
-        self.fetches = self.fetches or fetched_again(self.model)
+        self.fetches = self.fetches or is_reloaded(self.model)
         for row in self.fetches:
             self.model.linear.bound_row(row, 1.0)
         self.events += self.fetches
@@ -323,19 +323,19 @@ class _Search:
             self._prove(solved.us)
         return True
 
-    def _in_time(self, state: State) -> State:
+    def _in_time(self, state: Candidate) -> Candidate:
         """The same with other times for its copies."""
-        plan, forecast = in_time(self.program.gaps, self.machine, state.plan, state.forecast, self.until)
+        plan, forecast = retime_copies(self.program.gaps, self.machine, state.plan, state.forecast, self.until)
         return replace(state, plan=plan, forecast=forecast)
 
-    def _mend(self, states: list[State], timed: State, last: bool) -> bool:
+    def _mend(self, states: list[Candidate], timed: Candidate, last: bool) -> bool:
         """Whether what the greedy pass makes of the plans is near enough; if not, what breaks the budget in the first
         gets rows."""
         most, ops = 1 + MENDED // max(1, self.program.size), INFINITY
         if self.second:  # the greedy pass takes longer than all else
             most, ops = int(last and self.best is None), MENDING
         for each in states[:most]:
-            mended = descend_from(self.program.gaps, self.machine, each, self.until, ops)
+            mended = greedy_from(self.program.gaps, self.machine, each, self.until, ops)
             if not self._take(mended):
                 self._take(self._in_time(mended))
         # Other times for its copies may do, and cost too much.
@@ -345,15 +345,15 @@ class _Search:
         for position in apart(new, POSITIONS):
             write(self.model, position)
         if not new:
-            self.events += [event(self.model, worst, index, position) for position, _, index in over]
+            self.events += [add_event_rows(self.model, worst, index, position) for position, _, index in over]
         return self._is_near()
 
-    def _take(self, state: State) -> bool:
+    def _take(self, state: Candidate) -> bool:
         """Whether a plan fits; it is kept if it is the best so far."""
         if state.peak > self.machine.budget:
             return False
         if self.best is None or state.forecast.us < self.best.forecast.us:
-            self.best, self.state = Choice(state.plan, self.program.captured, state.forecast), state
+            self.best, self.state = PlanResult(state.plan, self.program.captured, state.forecast), state
         return True
 
     def _polish(self, ended: bool = False) -> None:
@@ -368,25 +368,25 @@ class _Search:
         for start in starts:
             if start.fates not in self.begun and not self._is_near():
                 self.begun.append(start.fates)
-                self.polished.append(self._in_time(polish(self.program, start, tries, self.until, self._wanted)))
+                self.polished.append(self._in_time(local_search(self.program, start, tries, self.until, self._wanted)))
 
     @cached_property
-    def _wanted(self) -> list[Change]:
-        return leaning(self.model, self.relaxed)
+    def _wanted(self) -> list[PlacementSwap]:
+        return lp_preferences(self.model, self.relaxed)
 
     @property
-    def _begin_with(self) -> list[State]:
+    def _begin_with(self) -> list[Candidate]:
         """What is polished of a plan that fits: as it is without other times for its copies, which take too long to be
         found for each try.  With another fate one would not fit that does so only because of these."""
-        plain = state_of(self.program.gaps, self.machine, self.state.fates)
+        plain = make_candidate(self.program.gaps, self.machine, self.state.fates)
         return [plain] if plain.peak <= self.machine.budget else self._at_home
 
     @cached_property
-    def _at_home(self) -> list[State]:
+    def _at_home(self) -> list[Candidate]:
         """The best plan without the far tier that is soon found, if there is one: where no point fits, links are the
         reason."""
         machine = replace(self.machine, out=0.0, back=0.0)
-        search = _Search(Program(self.program.gaps, machine), machine, self.until)
+        search = _Search(LinearProgram(self.program.gaps, machine), machine, self.until)
         search.work, search.narrow = int(NARROW * search.work), NARROW * search.narrow
         self.home_us = search.run().any_us
         return [search.state] if search.best else []

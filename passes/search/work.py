@@ -1,4 +1,4 @@
-"""What the searches of a pass may take, in the work that `Linear` counts: the same on every machine.
+"""What the searches of a pass may take, in the work that `LPSolver` counts: the same on every machine.
 
     1831 ops, a step of 6.7 s   ->   366 million in all, 61 million for one narrow search
 
@@ -7,7 +7,7 @@ A step that takes long pays for being searched; one of few ops is searched no lo
 
 from __future__ import annotations
 
-WORK_PER_OP = 200_000  # of all searches of a pass together; see `Linear.work`
+WORK_PER_OP = 200_000  # of all searches of a pass together; see `LPSolver.work`
 FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
 WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
 NARROW = 1 / 6  # of what the ops give, for one search, if a wider one follows: it mostly spares that

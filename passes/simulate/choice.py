@@ -34,7 +34,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class PlanResult:
     """A plan, the step as captured and as it will run, each with its forecast, and what every plan adds.
 
     Attributes:
@@ -88,7 +88,7 @@ class Choice:
         return False
 
 
-def dearer(choice: Choice, machine: Machine, us: Mapping[str, float]) -> Choice:
+def with_higher_costs(choice: PlanResult, machine: Machine, us: Mapping[str, float]) -> PlanResult:
     """The same plan where lines, by their names, take at least `us`.
 
     What is proven at lower prices is true of higher ones: a step in which nothing takes less time is no shorter.
@@ -99,7 +99,7 @@ def dearer(choice: Choice, machine: Machine, us: Mapping[str, float]) -> Choice:
     plain = predict(captured, machine)
     more = plain.us - choice.captured.us
     bound, any_plan = max(0.0, choice.bound_us - more), max(0.0, choice.any_us - more)
-    return Choice(choice.plan, plain, predict(forecast, machine), bound, any_plan)
+    return PlanResult(choice.plan, plain, predict(forecast, machine), bound, any_plan)
 
 
 def _dearer(trace: Trace, us: Mapping[str, float]) -> Trace:

@@ -136,7 +136,7 @@ def predict(trace: Trace, machine: Machine) -> Forecast:
     return Forecast(trace, machine, begins, us, copies)
 
 
-def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
+def offloaded_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
     """What an op of the update reads where it lies in the far tier: inputs, and tickets of what has left."""
     found = (trace.op[read] for read in op.reads) if op.phase == "update" else ()
     return tuple(read for read in found if read.far or read.fn == OFFLOAD)
@@ -145,7 +145,7 @@ def far_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
 def _workspaces(trace: Trace, machine: Machine) -> Bytes:
     """What each op takes for itself, and what windows of updates take between these."""
     taken = np.array([op.workspace for op in trace.ops], dtype=np.int64)
-    windowed = [i for i, op in enumerate(trace.ops) if op.phase == "update" and far_reads(trace, op)]
+    windowed = [i for i, op in enumerate(trace.ops) if op.phase == "update" and offloaded_reads(trace, op)]
     if windowed:
         taken[windowed[0] + 1 :] += machine.ahead
         taken[windowed] = machine.window

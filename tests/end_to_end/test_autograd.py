@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM, Net, assert_next_step_right, batch, fresh, step
 
 
-def test_backward_twice_is_refused_as_in_eager(fate: Fate) -> None:
+def test_backward_twice_is_refused_as_in_eager(fate: Placement) -> None:
     module, compiled = fresh()
     loss = compiled(batch()).sum()
     loss.backward()
@@ -24,7 +24,7 @@ def test_backward_twice_is_refused_as_in_eager(fate: Fate) -> None:
     assert_next_step_right(module, compiled)
 
 
-def test_double_backward_is_refused_with_the_reason(fate: Fate) -> None:
+def test_double_backward_is_refused_with_the_reason(fate: Placement) -> None:
     module, compiled = fresh()
     x = batch().requires_grad_()
     with pytest.raises(
@@ -37,7 +37,7 @@ def test_double_backward_is_refused_with_the_reason(fate: Fate) -> None:
 
 
 @pytest.mark.parametrize("what", ["input", "weight", "bias of a norm"])
-def test_what_backward_needs_may_not_be_changed_before_it(fate: Fate, what: str) -> None:
+def test_what_backward_needs_may_not_be_changed_before_it(fate: Placement, what: str) -> None:
     module, compiled = fresh()
     for model in (module, compiled):
         x = batch()
@@ -50,7 +50,7 @@ def test_what_backward_needs_may_not_be_changed_before_it(fate: Fate, what: str)
     assert_next_step_right(module, compiled)
 
 
-def test_an_optimizer_may_not_step_between_forward_and_backward(fate: Fate) -> None:
+def test_an_optimizer_may_not_step_between_forward_and_backward(fate: Placement) -> None:
     module, compiled = fresh()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     step(compiled)

@@ -14,7 +14,7 @@ from torch._C._autograd import _profiler_enabled
 
 import memgraph
 from memgraph.planning import planner
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM, Net, Running, assert_next_step_right, batch, fresh, living, open_files, step
 from tests.support.forced_plans import given_up
 
@@ -22,7 +22,7 @@ PLACES = [(0.0, RuntimeError), (0.3, KeyboardInterrupt), (0.6, RuntimeError), (1
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
-def test_what_is_raised_in_mid_step_comes_out_and_the_next_step_is_right(fate: Fate, half: str) -> None:
+def test_what_is_raised_in_mid_step_comes_out_and_the_next_step_is_right(fate: Placement, half: str) -> None:
     module, compiled = fresh(Running)
     step(compiled)
     compiled.zero_grad()
@@ -38,7 +38,7 @@ def test_what_is_raised_in_mid_step_comes_out_and_the_next_step_is_right(fate: F
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
-def test_what_is_raised_while_the_first_step_is_measured_leaves_no_profiler_behind(fate: Fate, half: str) -> None:
+def test_what_is_raised_while_the_first_step_is_measured_leaves_no_profiler_behind(fate: Placement, half: str) -> None:
     module, compiled = fresh()
     loss = compiled(batch()).square().mean()
     if half == "backward":
@@ -55,7 +55,7 @@ def test_what_is_raised_while_the_first_step_is_measured_leaves_no_profiler_behi
     assert compiled.plan.measured <= compiled.plan.peak
 
 
-def test_backward_may_be_tried_again_after_an_error_if_the_graph_is_retained(fate: Fate) -> None:
+def test_backward_may_be_tried_again_after_an_error_if_the_graph_is_retained(fate: Placement) -> None:
     module, compiled = fresh()
     expected = step(module)
     module.zero_grad()
@@ -68,7 +68,7 @@ def test_backward_may_be_tried_again_after_an_error_if_the_graph_is_retained(fat
 
 
 def test_the_generator_is_not_left_in_an_earlier_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Fate.BRIEF))
+    monkeypatch.setattr(planner, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
     _, compiled = fresh()
     step(compiled)
     compiled.zero_grad()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.compare import ROOM, Fact, assert_alike, batch, both, tight
 from tests.support.models import Function, Heads, Net
 
@@ -234,6 +234,6 @@ def test_what_is_noted_for_a_loss_of_other_outputs_is_within_the_forecast() -> N
     compiled = memgraph.compile(module, ROOM)
     there = resident_bytes([*module.parameters(), *module.buffers(), x])
     compiled(x)
-    _, allocated = measured(lambda: compiled(x)[0].backward())
+    _, allocated = measure_peak(lambda: compiled(x)[0].backward())
     assert allocated is not None
     assert there + allocated.peak <= compiled.plan.peak

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.planning import step_graph
-from memgraph.system.locks import ALONE, capturing
+from memgraph.system.locks import PLANNING_LOCK, capturing
 
 ROOM = "1GB"
 
@@ -137,7 +137,7 @@ def test_a_forked_child_plans_though_another_thread_was_planning() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with ALONE:
+        with PLANNING_LOCK:
             inside.set()
             done.wait(60)
 
@@ -146,7 +146,7 @@ def test_a_forked_child_plans_though_another_thread_was_planning() -> None:
     inside.wait()
     child = os.fork()
     if not child:
-        os._exit(0 if ALONE.acquire(timeout=60) else 1)
+        os._exit(0 if PLANNING_LOCK.acquire(timeout=60) else 1)
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

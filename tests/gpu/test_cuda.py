@@ -13,9 +13,9 @@ from benchmarks.blocks import SHAPES, Stack
 from memgraph.planning import planner
 from memgraph.profile import link_bandwidth
 from memgraph.storage import pinned_tier
-from memgraph.storage.pinned_pool import SLABS
+from memgraph.storage.pinned_pool import PINNED_POOL
 from memgraph.storage.wire_cast import narrow, widen
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 from tests.support.numbers import hard, same
 
@@ -60,14 +60,14 @@ def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> N
     assert report.measured is not None and report.measured <= report.peak <= report.machine.budget
 
 
-@pytest.mark.parametrize("plan", [given_up(Fate.STALL), all_given_up], ids=["offload", "mixed"])
+@pytest.mark.parametrize("plan", [given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["offload", "mixed"])
 @pytest.mark.parametrize("late", ["out", "back", "compute", "none"])
 def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream sleeps before each of its copies, or before each of the others'."""
     monkeypatch.setattr(planner, "make_plan", plan)
     copy = pinned_tier.PinnedLease._copy
     cuda: Any = torch.cuda
-    out, back = pinned_tier.streams(cuda, CUDA)
+    out, back = pinned_tier.copy_streams(cuda, CUDA)
 
     def slow(lease: pinned_tier.PinnedLease, stream: Any, into: Tensor, of: Tensor) -> Any:
         sleeper = torch.cuda.current_stream(CUDA) if late == "compute" else {"out": out, "back": back}.get(late)
@@ -83,18 +83,18 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
 
 
 def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     model, x = subject("gpt2-xl")
     ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
-    before = [id(slab) for slab in SLABS.free]
-    assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in SLABS.free) and not SLABS.lent
+    before = [id(slab) for slab in PINNED_POOL.free]
+    assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.lent
     trained(model, ours, x)
-    assert [id(slab) for slab in SLABS.free] == before
+    assert [id(slab) for slab in PINNED_POOL.free] == before
 
 
 def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
-    link_bandwidth.casts(CUDA)
+    link_bandwidth.measure_casts(CUDA)
     for count in (1, 1000, 1 << 22):
         x = hard(count).cpu()
         there = x.to(CUDA)

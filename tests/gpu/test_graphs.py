@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
 from memgraph.planning import planner
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
@@ -40,7 +40,9 @@ def trained(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("plan", [None, given_up(Fate.STALL), all_given_up], ids=["plain", "offload", "mixed"])
+@pytest.mark.parametrize(
+    "plan", [None, given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["plain", "offload", "mixed"]
+)
 def test_replays_are_eager_to_the_bit(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if plan is not None:
         monkeypatch.setattr(planner, "make_plan", plan)

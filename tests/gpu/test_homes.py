@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.optim import offloaded_update
-from memgraph.storage.mapped_storage import Form, Home, is_far
-from memgraph.storage.pinned_storage import Host
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, is_offloaded
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from passes import Stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")]
@@ -31,9 +31,9 @@ def loss(y: Tensor) -> Tensor:
 
 def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
     before = torch.cuda.memory_allocated()
-    home = Home([Form((300, 50), (50, 1), torch.bfloat16)], Host(GPU))
+    home = MappedBuffer([TensorSpec((300, 50), (50, 1), torch.bfloat16)], PinnedBufferAllocator(GPU))
     tensor = home.tensor(0)
-    assert tensor.device == GPU and is_far(tensor)
+    assert tensor.device == GPU and is_offloaded(tensor)
     assert torch.cuda.memory_allocated() == before
     tensor.copy_(torch.arange(15000, device=GPU).view(300, 50))
     torch.cuda.synchronize()
@@ -46,10 +46,10 @@ def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: p
     for fused in (None, True):
         model = net()
         ours = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        wishes: dict[str, Any] = {"optimizer": ours, "loss": loss, "lower": None, "host_update": True}
+        options: dict[str, Any] = {"optimizer": ours, "loss": loss, "lower": None, "host_update": True}
         with pytest.raises(memgraph.BudgetError) as error:
-            memgraph.plan(model, torch.randn(64, WIDTH, device=GPU), budget=1, **wishes)
-        step = memgraph.compile(model, int(error.value.smallest * 1.4), **wishes)
+            memgraph.plan(model, torch.randn(64, WIDTH, device=GPU), budget=1, **options)
+        step = memgraph.compile(model, int(error.value.smallest * 1.4), **options)
         mirror = [nn.Parameter(parameter.detach().cpu()) for parameter in model.parameters()]
         theirs = torch.optim.AdamW(mirror, lr=1e-2, fused=True)
         for seed in range(4):

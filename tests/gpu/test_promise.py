@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS = 3
 
 
-def trained(case: Case, budget: int | None, **wishes: Any) -> tuple[list[torch.Tensor], Any]:
+def trained(case: Case, budget: int | None, **options: Any) -> tuple[list[torch.Tensor], Any]:
     """The parameters and buffers after some steps, and the compiled module's plan if there is a budget."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     model, batch = fresh(case)
@@ -24,7 +24,7 @@ def trained(case: Case, budget: int | None, **wishes: Any) -> tuple[list[torch.T
     args = [x.cuda() if isinstance(x, torch.Tensor) else x for x in batch.args]
     kwargs = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in batch.kwargs.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = model if budget is None else memgraph.compile(model, budget, optimizer=optimizer, **wishes)
+    step = model if budget is None else memgraph.compile(model, budget, optimizer=optimizer, **options)
     for seed in range(STEPS):
         torch.manual_seed(seed)
         case.loss(step(*args, **kwargs)).backward()

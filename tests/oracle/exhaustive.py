@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from passes import Machine, Offload, Plan, Recompute, Trace, apply, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import Placement, schedule
 from tests.support.strategies import ways
 
-Choices = Mapping[str, Sequence[Fate]]
+Choices = Mapping[str, Sequence[Placement]]
 
 
 def cheapest(trace: Trace, budget: int) -> float | None:
@@ -34,31 +34,35 @@ def cheapest_of_all(trace: Trace, machine: Machine) -> float | None:
 
 def best_keep_set(trace: Trace, budget: int) -> tuple[float, Plan] | None:
     """What `cheapest` says, and a plan that does it."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     return best_of(gaps, keep_or_recompute(gaps), Machine(budget))
 
 
 def best_fates(trace: Trace, machine: Machine) -> tuple[float, Plan] | None:
     """What `cheapest_of_all` says, and a plan that does it."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     return best_of(gaps, all_fates(gaps, machine), machine)
 
 
-def keep_or_recompute(gaps: Gaps) -> Choices:
+def keep_or_recompute(gaps: ReuseGaps) -> Choices:
     """For each movable storage whether it is kept; what may run once is."""
-    return {s: (Fate.KEEP,) if gaps.trace.op[made].once else (Fate.KEEP, Fate.RECOMPUTE) for s, made in gaps.maker.items()}  # fmt: skip
+    return {s: (Placement.KEEP,) if gaps.trace.op[made].once else (Placement.KEEP, Placement.RECOMPUTE) for s, made in gaps.maker.items()}  # fmt: skip
 
 
-def all_fates(gaps: Gaps, machine: Machine) -> Choices:
+def all_fates(gaps: ReuseGaps, machine: Machine) -> Choices:
     """The same with what is made again for each use and, if there is a far tier, with all ways there, cast or not."""
     linked = machine.out > 0 and machine.back > 0
     return {
-        storage: (*fates, *((Fate.BRIEF,) if len(fates) > 1 else ()), *(ways(gaps, storage, machine.wire) * linked))
+        storage: (
+            *fates,
+            *((Placement.RECOMPUTE_PER_USE,) if len(fates) > 1 else ()),
+            *(ways(gaps, storage, machine.wire) * linked),
+        )
         for storage, fates in keep_or_recompute(gaps).items()
     }
 
 
-def best_of(gaps: Gaps, choices: Choices, machine: Machine) -> tuple[float, Plan] | None:
+def best_of(gaps: ReuseGaps, choices: Choices, machine: Machine) -> tuple[float, Plan] | None:
     """The plan that fits and adds least.  No plan adds less than its re-runs take: those of cheap ones come first."""
     plain = predict(gaps.trace, machine).us
     found: tuple[float, Plan] | None = None
@@ -71,7 +75,7 @@ def best_of(gaps: Gaps, choices: Choices, machine: Machine) -> tuple[float, Plan
     return found
 
 
-def _plans(gaps: Gaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
+def _plans(gaps: ReuseGaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
     """The plan of every choice whose copies the far tier has room for."""
     for fates in itertools.product(*choices.values()):
         plan = schedule(gaps, dict(zip(choices, fates, strict=True)), machine)
@@ -80,5 +84,5 @@ def _plans(gaps: Gaps, choices: Choices, machine: Machine) -> Iterator[Plan]:
             yield plan
 
 
-def _rerun_us(gaps: Gaps, plan: Plan) -> float:
+def _rerun_us(gaps: ReuseGaps, plan: Plan) -> float:
     return sum(gaps.trace.op[decision.value].us for decision in plan if isinstance(decision, Recompute))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes import Life, Op, lifetimes
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 
 
 @dataclass(frozen=True, eq=False)
-class Step(Gaps):
+class Step(ReuseGaps):
     """A trace, cut into stages: one a backward op."""
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes import Machine, check, parse, predict
-from passes.cuda_graph_memory import kept_nbytes, obstacle, with_kept
+from passes.cuda_graph_memory import add_replay_memory, kept_nbytes, replay_obstacle
 
 STEP = """
 forward:
@@ -23,7 +23,7 @@ return output y, gradient g
 
 
 def test_nothing_is_in_the_way_of_a_plain_step() -> None:
-    assert obstacle(parse(STEP)) == ""
+    assert replay_obstacle(parse(STEP)) == ""
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_nothing_is_in_the_way_of_a_plain_step() -> None:
 )  # fmt: skip
 def test_what_the_host_does_is(line: str, instead: str, why: str) -> None:
     assert line in STEP
-    assert why in obstacle(parse(STEP.replace(line, instead)))
+    assert why in replay_obstacle(parse(STEP.replace(line, instead)))
 
 
 def test_copies_and_the_updates_workspace_are_there_throughout() -> None:
     plain = parse(STEP)
     assert kept_nbytes(plain) == 400 + 40 + 40 + 1000  # x, d, y and what the update takes
-    kept, machine = with_kept(plain), Machine(1 << 20)
+    kept, machine = add_replay_memory(plain), Machine(1 << 20)
     check(kept)
     assert parse(str(kept)) == kept
     assert list(predict(kept, machine).total[1:] - predict(plain, machine).total) == [1480] * len(plain.ops)

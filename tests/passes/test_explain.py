@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import BudgetError, Machine, Trace, make_plan, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.explain import STREAM, TIER, _in_use, obstacle
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.explain import STREAM, TIER, _in_use, explain_infeasible
 from passes.lp import residents
-from passes.lp.problem import Program
+from passes.lp.problem import LinearProgram
 from tests.support.strategies import traces
 
 LOSS = parse("""
@@ -108,7 +108,7 @@ Give budget=3208, or a smaller batch (the same batch in several parts, whose gra
 
 
 def test_above_the_floor_a_far_tier_may_help() -> None:
-    floor = int(Program(Gaps(ONCE), Machine(0)).floor.max())
+    floor = int(LinearProgram(ReuseGaps(ONCE), Machine(0)).floor.max())
     said = message(ONCE, Machine(floor))
     assert "No plan can do" not in said and TIER in said
     assert TIER not in message(ONCE, Machine(floor, out=1.0, back=1.0, staging=5000))
@@ -126,7 +126,7 @@ def test_where_state_lies_it_may_live_on_disk() -> None:
 def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(residents, "SMALLEST_HOME", 1)  # so that what these traces have may live far
-        program = Program(Gaps(trace), Machine(0, out=1.0, back=1.0, homes=homes))
+        program = LinearProgram(ReuseGaps(trace), Machine(0, out=1.0, back=1.0, homes=homes))
         for at in range(len(trace.ops)):
             assert sum(life.nbytes for life in _in_use(program, at)) + program.workspace(at) == program.floor[at]
 
@@ -134,7 +134,7 @@ def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) 
 @settings(max_examples=20)
 @given(traces(max_forward=10))
 def test_the_floor_is_said_whenever_it_is_in_the_way(trace: Trace) -> None:
-    floor = int(Program(Gaps(trace), Machine(0)).floor.max(initial=0.0))
+    floor = int(LinearProgram(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
     if floor:
         assert f"No plan can do with less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
 
@@ -151,6 +151,6 @@ def test_an_update_in_windows_takes_what_its_window_does() -> None:
     """)
     far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | far").replace("mm(x, w)", "mm(x)"))
     machine = Machine(100, out=1.0, back=1.0, homes=True, window=700)
-    text = obstacle(predict(far, machine), machine, captured)
+    text = explain_infeasible(predict(far, machine), machine, captured)
     assert "           700 bytes  workspace  of step itself" in text
     assert "-" not in text.partition("No plan")[0]

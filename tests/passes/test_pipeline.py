@@ -12,9 +12,9 @@ from passes import (
     PASSES,
     BrokenTrace,
     BudgetError,
-    Choice,
     Machine,
     Plan,
+    PlanResult,
     Recompute,
     Trace,
     apply,
@@ -198,7 +198,7 @@ def test_a_choice_is_what_its_plan_makes_of_the_step(trace: Trace, machine: Mach
         assert choice.forecast.peak <= choice.captured.peak
 
 
-def outcome(trace: Trace, machine: Machine) -> Choice | int:
+def outcome(trace: Trace, machine: Machine) -> PlanResult | int:
     """What is chosen, or the smallest budget."""
     try:
         return make_plan(trace, machine, PASSES)

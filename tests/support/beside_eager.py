@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.random_modules import RandomModule
 
 STEPS = 3
@@ -69,7 +69,7 @@ def budget_of(module: RandomModule) -> int:
     """What lies there, and a share of what eager's step needs above that."""
     model, inputs = module.made()
     there = resident_bytes([*model.parameters(), *model.buffers(), inputs[0]])
-    _, allocated = measured(lambda: loss_of(model(inputs[0])).backward())
+    _, allocated = measure_peak(lambda: loss_of(model(inputs[0])).backward())
     assert allocated is not None
     return there + int(module.share * allocated.peak)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from memgraph.capture.capture import Output, Ref, capture, everything, operands
+from memgraph.capture.capture import Output, Ref, capture, operands, select_all
 from memgraph.graph.captured import Captured
-from memgraph.graph.nodes import all_storages, returned, storages, written_by
+from memgraph.graph.nodes import all_storages, returned_values, storages, written_inputs
 from memgraph.tensors.pytree import flatten, unflatten
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -23,7 +23,7 @@ def agrees(
     module: nn.Module,
     *args: Any,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    wanted: Any = everything,
+    wanted: Any = select_all,
     **kwargs: Any,
 ) -> Captured:
     """Capture a call, run the graph and the module under one seed, and compare all that comes out."""
@@ -135,11 +135,11 @@ def assert_well_formed(graph: fx.Graph) -> None:
             assert node.meta["phase"] == "backward"
     changing = [node for node in nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
     assert set(changing) <= set(forward)
-    handed = zip(graph.output_node().meta["kinds"], returned(graph), strict=True)
+    handed = zip(graph.output_node().meta["kinds"], returned_values(graph), strict=True)
     assert all(node.op != "call_function" or node in forward for kind, node in handed if kind == "output")
     inputs = all_storages(graph.find_nodes(op="placeholder"))
     for node in changing:
-        assert storages(node) <= inputs and all(written in node.all_input_nodes[:1] for written in written_by(node))
+        assert storages(node) <= inputs and all(written in node.all_input_nodes[:1] for written in written_inputs(node))
 
 
 class Plain(nn.Module):

@@ -12,11 +12,11 @@ import torch
 
 from memgraph.optim import offloaded_update
 from memgraph.planning import planner
-from memgraph.storage.pinned_pool import Slabs
-from memgraph.storage.pinned_storage import Host
+from memgraph.storage.pinned_pool import PinnedPool
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import PinnedTier
 from passes import Machine, make_plan
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 from tests.support.late_device import Late, Pinned
 from tests.support.slow_disk import Gate
@@ -37,14 +37,14 @@ def room_or_tight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be sent to disk is sent there."""
-    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
 
 
-@pytest.fixture(params=[Fate.KEEP, Fate.STALL, Fate.BRIEF])
-def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fate:
+@pytest.fixture(params=[Placement.KEEP, Placement.OFFLOAD_BLOCKING, Placement.RECOMPUTE_PER_USE])
+def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placement:
     """What becomes of all that can be given up."""
     monkeypatch.setattr(planner, "make_plan", given_up(request.param))
-    chosen: Fate = request.param
+    chosen: Placement = request.param
     return chosen
 
 
@@ -55,12 +55,12 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(name="slabs")
-def _slabs() -> Slabs:
-    return Slabs(lambda: 1 << 30, Pinned())
+def _slabs() -> PinnedPool:
+    return PinnedPool(lambda: 1 << 30, Pinned())
 
 
 @pytest.fixture(name="late")
-def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
+def _late(monkeypatch: pytest.MonkeyPatch, slabs: PinnedPool) -> Late:
     """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
     late = Late(0)
 
@@ -70,9 +70,9 @@ def _late(monkeypatch: pytest.MonkeyPatch, slabs: Slabs) -> Late:
     def linked(machine: Machine, *_: object) -> Machine:
         return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
 
-    monkeypatch.setattr(planner, "ground", lambda device, *_: Host(device, late, slabs))
-    monkeypatch.setattr(planner, "far_tier", tier)
-    monkeypatch.setattr(planner, "linked", linked)
+    monkeypatch.setattr(planner, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, slabs))
+    monkeypatch.setattr(planner, "open_tier", tier)
+    monkeypatch.setattr(planner, "measure_links", linked)
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
     return late
 

@@ -12,29 +12,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memgraph.storage.io_threads import STAGING
-from passes import Choice, Machine, Trace, apply, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import Fate, schedule
+from passes import Machine, PlanResult, Trace, apply, predict
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import Placement, schedule
 
-FATES = (Fate.BRIEF, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.FETCH, Fate.BRIEF)
+FATES = (
+    Placement.RECOMPUTE_PER_USE,
+    Placement.RECOMPUTE,
+    Placement.OFFLOAD,
+    Placement.OFFLOAD_BLOCKING,
+    Placement.RELOAD_PER_USE,
+    Placement.RECOMPUTE_PER_USE,
+)
 
 
-def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
+def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
     """Every storage is made again or sent away, which of it by its name."""
-    gaps, fates = Gaps(trace), dict[str, Fate]()
+    gaps, fates = ReuseGaps(trace), dict[str, Placement]()
     for storage in gaps.maker:
         once, away = trace.op[gaps.maker[storage]].once, storage in gaps.root
-        legal = [fate for fate in FATES if (not once if fate in (Fate.BRIEF, Fate.RECOMPUTE) else away)]
-        fates[storage] = legal[zlib.crc32(storage.encode()) % len(legal)] if legal else Fate.KEEP
+        legal = [
+            fate for fate in FATES if (not once if fate in (Placement.RECOMPUTE_PER_USE, Placement.RECOMPUTE) else away)
+        ]
+        fates[storage] = legal[zlib.crc32(storage.encode()) % len(legal)] if legal else Placement.KEEP
     return choice(gaps, fates, linked(machine))
 
 
-def given_up(fate: Fate) -> Callable[[Trace, Machine], Choice]:
+def given_up(fate: Placement) -> Callable[[Trace, Machine], PlanResult]:
     """One fate for all."""
 
-    def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
-        gaps = Gaps(trace)
-        if fate is Fate.STALL:
+    def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
+        gaps = ReuseGaps(trace)
+        if fate is Placement.OFFLOAD_BLOCKING:
             chosen = [storage for storage in gaps.root if storage in gaps.uses]
         else:
             chosen = [storage for storage in gaps.maker if not trace.op[gaps.maker[storage]].once]
@@ -43,10 +52,10 @@ def given_up(fate: Fate) -> Callable[[Trace, Machine], Choice]:
     return make_plan
 
 
-def choice(gaps: Gaps, fates: Mapping[str, Fate], machine: Machine) -> Choice:
+def choice(gaps: ReuseGaps, fates: Mapping[str, Placement], machine: Machine) -> PlanResult:
     """What a search says that has found these fates the best."""
     plan = schedule(gaps, fates, machine)
-    return Choice(plan, predict(gaps.trace, machine), predict(apply(gaps.trace, plan), machine))
+    return PlanResult(plan, predict(gaps.trace, machine), predict(apply(gaps.trace, plan), machine))
 
 
 def linked(machine: Machine) -> Machine:

@@ -20,19 +20,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from memgraph.capture.capture import capture, losses, operands
-from memgraph.graph.accumulate_grads import accumulating
+from memgraph.capture.capture import capture, operands, select_losses
+from memgraph.graph.accumulate_grads import accumulate_grads
 from memgraph.graph.captured import Captured
 from memgraph.graph.rewrite import fake_mode
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.microbatch.microbatches import MicroBatches
-from memgraph.profile.correct_fakes import correct
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.correct_fakes import apply_profiled_layouts
+from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, Trace
-from passes.order.microbatch_order import sliced
+from passes.order.microbatch_order import slice_microbatches
 from tests.support import models as nets
 
-PROBER = Prober(1 << 30)
+PROBER = OpProfiler(1 << 30)
 
 
 class Normed(nn.Module):
@@ -215,7 +215,7 @@ def subject(name: str) -> Subject:
     torch.manual_seed(0)
     model = make()
     args, kwargs = batch()
-    captured = capture(model, args, kwargs, wanted=losses)
+    captured = capture(model, args, kwargs, wanted=select_losses)
     graphs = corrected(captured, adds=False), corrected(captured, adds=True)
     begin = {key: value.clone() for key, value in model.state_dict().items()}
     return Subject(model, args, kwargs, captured, graphs, begin)
@@ -223,20 +223,20 @@ def subject(name: str) -> Subject:
 
 def corrected(captured: Captured, adds: bool) -> fx.Graph:
     """The graph of a step that makes gradients or `adds` to them, with the values that its ops really make."""
-    graph = accumulating(captured, watched=()) if adds else captured.graph.graph
-    correct(graph, fake_mode(graph), PROBER.made)
+    graph = accumulate_grads(captured, watched=()) if adds else captured.graph.graph
+    apply_profiled_layouts(graph, fake_mode(graph), PROBER.made)
     return graph
 
 
 def price(node: fx.Node) -> Cost:
     """Real workspace, but a time that is the same in every run."""
-    cost = Prober(1 << 40)(node)
+    cost = OpProfiler(1 << 40)(node)
     return Cost(5.0, cost.workspace) if cost.us else cost
 
 
 @cache
 def traced(name: str, adds: bool) -> Trace:
-    return sliced(summarize(subject(name).graphs[adds], price), Machine(0))
+    return slice_microbatches(summarize(subject(name).graphs[adds], price), Machine(0))
 
 
 @cache

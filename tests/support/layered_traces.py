@@ -10,7 +10,7 @@ lines(trace)         its ops as they are called, without notes and inputs
 from __future__ import annotations
 
 from passes import Trace, check, parse
-from passes.order.comm_order import placed
+from passes.order.comm_order import place_collectives
 
 VALUES, TANGENTS = "abc", "pqr"
 
@@ -43,9 +43,9 @@ def step(*parameters: str) -> Trace:
 
 def placed_lines(trace: Trace, at_once: bool = False) -> str:
     """The lines of a step whose exchanges and gathers are where they belong, from where nothing is moved again."""
-    found = placed(trace, at_once)
+    found = place_collectives(trace, at_once)
     check(found)
-    assert placed(found, at_once) == found
+    assert place_collectives(found, at_once) == found
     return lines(found)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.zoo import Case, eager_peak, fresh
 
 STEPS = 5  # of another signature, measured, timed, perhaps planned anew and measured, and once from outside
@@ -95,7 +95,7 @@ def _train(model: nn.Module, loss_of: Callable[[], Tensor]) -> Training:
     for step in range(STEPS):
         torch.manual_seed(step)
         if step == STEPS - 1:
-            _, allocated = measured(lambda: loss_of().backward())
+            _, allocated = measure_peak(lambda: loss_of().backward())
             assert allocated is not None
             peak = allocated.peak
         else:

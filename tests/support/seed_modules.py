@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import planner
-from passes import Choice, Machine, Trace
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import Fate
+from passes import Machine, PlanResult, Trace
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import Placement
 from tests.support.compare import Fact, Loop, assert_equal
 from tests.support.forced_plans import choice, linked
 
@@ -61,9 +61,12 @@ def _facts(loop: Loop, model: Any) -> tuple[Any, list[Fact]]:
     return model, [None if x is None else x.detach().clone() for x in (*found, *model.buffers(), torch.get_rng_state())]
 
 
-def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> Choice:
+def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
     """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
-    gaps = Gaps(trace)
-    fates = {s: Fate.STALL if trace.op[gaps.maker[s]].once else Fate.BRIEF for s in gaps.maker}
-    legal = {s: fate for s, fate in fates.items() if fate is Fate.BRIEF or s in gaps.root}
+    gaps = ReuseGaps(trace)
+    fates = {
+        s: Placement.OFFLOAD_BLOCKING if trace.op[gaps.maker[s]].once else Placement.RECOMPUTE_PER_USE
+        for s in gaps.maker
+    }
+    legal = {s: fate for s, fate in fates.items() if fate is Placement.RECOMPUTE_PER_USE or s in gaps.root}
     return choice(gaps, legal, linked(machine))

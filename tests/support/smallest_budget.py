@@ -17,6 +17,9 @@ from memgraph.planning import planner
 
 def smallest_of(call: Callable[[], Any]) -> int:
     """Without advice on micro-batches, for which the error would have the call captured some more times."""
-    with mock.patch.object(planner, "advised", lambda error, *_: error), pytest.raises(memgraph.BudgetError) as caught:
+    with (
+        mock.patch.object(planner, "suggest_microbatches", lambda error, *_: error),
+        pytest.raises(memgraph.BudgetError) as caught,
+    ):
         call()
     return caught.value.smallest

@@ -16,9 +16,9 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.decisions import Decision
-from passes.schedule.schedule import AWAY, CAST, HOMEWARD, Fate, schedule
+from passes.schedule.schedule import CAST, OFFLOADED, STATE_OFFLOADED, Placement, schedule
 
 FORWARD = ("plain", "plain", "view", "several", "random", "dropout", "split", "once", "slice", "empty")
 BACKWARD = ("plain", "plain", "skip", "view", "several", "random")
@@ -84,25 +84,27 @@ def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st
 
 
 @st.composite
-def legal_fates(draw: st.DrawFn, gaps: Gaps, wire: str = "", homes: bool = True) -> dict[str, Fate]:
+def legal_fates(draw: st.DrawFn, gaps: ReuseGaps, wire: str = "", homes: bool = True) -> dict[str, Placement]:
     """A fate for each movable storage, of those that the planner may choose; with `homes` also for some inputs and
     gradients."""
     numbers = draw(st.lists(st.integers(0, 8), min_size=len(gaps.maker), max_size=len(gaps.maker)))
     found = {}
     for storage, number in zip(gaps.maker, numbers, strict=True):
-        again = () if gaps.trace.op[gaps.maker[storage]].once else (Fate.RECOMPUTE, Fate.BRIEF)
-        may = (Fate.KEEP, *again, *ways(gaps, storage, wire))
+        again = () if gaps.trace.op[gaps.maker[storage]].once else (Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE)
+        may = (Placement.KEEP, *again, *ways(gaps, storage, wire))
         found[storage] = may[number % len(may)]
     if not homes:
         return found
-    return found | draw(st.dictionaries(st.sampled_from(sorted(gaps.streamable.value)), st.sampled_from(HOMEWARD)))
+    return found | draw(
+        st.dictionaries(st.sampled_from(sorted(gaps.streamable.value)), st.sampled_from(STATE_OFFLOADED))
+    )
 
 
-def ways(gaps: Gaps, storage: str, wire: str = "") -> tuple[Fate, ...]:
+def ways(gaps: ReuseGaps, storage: str, wire: str = "") -> tuple[Placement, ...]:
     """The ways in which a storage can go to the far tier."""
     if storage not in gaps.root:
         return ()
-    return tuple(way for way in AWAY if way not in CAST or gaps.wire_nbytes(storage, wire))
+    return tuple(way for way in OFFLOADED if way not in CAST or gaps.wire_nbytes(storage, wire))
 
 
 @st.composite
@@ -123,7 +125,7 @@ def planned(draw: st.DrawFn) -> tuple[Trace, Plan]:
 @st.composite
 def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
     """What carries out random fates."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     machine = draw(machines(LINKS[1:], ("", "bf16")))
     return schedule(gaps, draw(legal_fates(gaps, machine.wire)), machine)
 
@@ -142,7 +144,7 @@ def recomputes(draw: st.DrawFn, trace: Trace) -> Plan:
 @st.composite
 def trips(draw: st.DrawFn, trace: Trace) -> Plan:
     """Some values sent away between any two of their reads, their views made again behind, some fetched a second time."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     plan: list[Decision] = []
     for storage in draw(st.lists(st.sampled_from(sorted(gaps.root) or [""]), unique=True, max_size=3)):
         if storage:
@@ -151,7 +153,7 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
     return tuple(plan)
 
 
-def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
+def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
     """Out and back between two neighbouring reads of any value that holds `storage`, cast for the way or not; nothing,
     if that can't be."""
     trace, root = gaps.trace, gaps.root[storage]
@@ -178,7 +180,7 @@ def _trip(gaps: Gaps, storage: str, places: Sequence[int]) -> Plan:
     return (*trip, *(Recompute(view, name[use]) for view in views), *second)
 
 
-def _views_read_from(gaps: Gaps, storage: str, use: int) -> list[str] | None:
+def _views_read_from(gaps: ReuseGaps, storage: str, use: int) -> list[str] | None:
     """The views of the root that exist before op `use` and are read from there on; None if another value is read there."""
     trace, root = gaps.trace, gaps.root[storage]
     read = {name for op in trace.ops[use:] for name in op.reads}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.optim import offloaded_update
-from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.mapped_storage import is_offloaded
 from passes import Stream
 from tests.support.smallest_budget import smallest_of
 
@@ -97,7 +97,7 @@ def far(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set
     }
     states = optimizer.state.values() if optimizer is not None else ()
     held["state"] = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return {kind for kind, tensors in held.items() if any(t is not None and is_far(t) for t in tensors)}
+    return {kind for kind, tensors in held.items() if any(t is not None and is_offloaded(t) for t in tensors)}
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor | None]:

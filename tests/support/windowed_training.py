@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from memgraph.optim.optimizer_profiler import state_tensors
-from memgraph.optim.window_memory import Far
-from memgraph.optim.windowed_optimizer import Windowed
-from memgraph.storage.mapped_storage import place_of
-from memgraph.storage.transfer import bring_home
+from memgraph.optim.window_memory import OffloadedParts
+from memgraph.optim.windowed_optimizer import WindowedOptimizer
+from memgraph.storage.mapped_storage import buffer_slice_of
+from memgraph.storage.transfer import begin_reload
 
 Make = Callable[[Any], optim.Optimizer]
 SMALL = 200_000  # bytes of a window that holds a piece of any parameter here, and no large one whole
@@ -64,8 +64,8 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD foreach": made(optim.ASGD, lr=0.01, weight_decay=0.1, t0=2, foreach=True, maximize=True),
 }
 LOW_PRECISION = sorted(OPTIMIZERS.keys() - {"SGD fused"})
-ALL = Far(lambda p: True, lambda p: True, lambda p: True)
-NOT = Far(lambda p: False, lambda p: False, lambda p: False)
+ALL = OffloadedParts(lambda p: True, lambda p: True, lambda p: True)
+NOT = OffloadedParts(lambda p: False, lambda p: False, lambda p: False)
 
 
 def large(parameter: Tensor) -> bool:
@@ -74,11 +74,11 @@ def large(parameter: Tensor) -> bool:
 
 SIDES = {
     "all": ALL,
-    "what is large": Far(large, large, large),
-    "states": Far(NOT.parameters, NOT.gradients, large),
-    "parameters": Far(large, NOT.gradients, NOT.states),
-    "gradients": Far(NOT.parameters, large, NOT.states),
-    "parameters and states": Far(ALL.parameters, NOT.gradients, ALL.states),
+    "what is large": OffloadedParts(large, large, large),
+    "states": OffloadedParts(NOT.parameters, NOT.gradients, large),
+    "parameters": OffloadedParts(large, NOT.gradients, NOT.states),
+    "gradients": OffloadedParts(NOT.parameters, large, NOT.states),
+    "parameters and states": OffloadedParts(ALL.parameters, NOT.gradients, ALL.states),
 }
 
 
@@ -88,9 +88,9 @@ class Training:
 
     parameters: list[nn.Parameter]
     optimizer: optim.Optimizer
-    far: Far
+    far: OffloadedParts
     folder: Path
-    windowed: Windowed | None = None
+    windowed: WindowedOptimizer | None = None
     done: int = 0
 
     def gradients(self) -> None:
@@ -104,7 +104,7 @@ class Training:
             parameter.grad = None if last else self.at_home(gradient, self.far.gradients(parameter))
 
     def at_home(self, tensor: Tensor, far: bool) -> Tensor:
-        return bring_home([tensor], self.folder)[0] if far else tensor
+        return begin_reload([tensor], self.folder)[0] if far else tensor
 
     def steps(self, count: int = STEPS) -> Training:
         for _ in range(count):
@@ -124,7 +124,7 @@ def parameters_of() -> list[nn.Parameter]:
     return [nn.Parameter(tensor) for tensor in tensors]
 
 
-def training(folder: Path, make: Make, far: Far | None, nbytes: int = SMALL) -> Training:
+def training(folder: Path, make: Make, far: OffloadedParts | None, nbytes: int = SMALL) -> Training:
     """In windows if it is said what is far, plain otherwise."""
     parameters = parameters_of()
     optimizer = make(parameters)
@@ -132,7 +132,7 @@ def training(folder: Path, make: Make, far: Far | None, nbytes: int = SMALL) -> 
     if far:
         for one in parameters:
             one.data = made.at_home(one.data, far.parameters(one))
-        made.windowed = Windowed(optimizer, nbytes, far.states, folder)
+        made.windowed = WindowedOptimizer(optimizer, nbytes, far.states, folder)
     return made
 
 
@@ -160,8 +160,8 @@ def same(one: Tensor, other: Tensor) -> bool:
 def far_of(made: Training) -> set[int]:
     """How many tensors of a parameter are on disk."""
     tensors = [(p, p.grad, *made.optimizer.state.get(p, {}).values()) for p in made.parameters]
-    return {sum(isinstance(one, Tensor) and place_of(one) is not None for one in row) for row in tensors}
+    return {sum(isinstance(one, Tensor) and buffer_slice_of(one) is not None for one in row) for row in tensors}
 
 
 def near_states(one: Training) -> Iterator[Tensor]:
-    return (tensor for tensor in state_tensors(one.optimizer) if place_of(tensor) is None)
+    return (tensor for tensor in state_tensors(one.optimizer) if buffer_slice_of(tensor) is None)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support import models as nets
 
 
@@ -60,7 +60,7 @@ def fresh(case: Case, seed: int = 0) -> tuple[nn.Module, Batch]:
 def eager_peak(case: Case) -> int:
     """Bytes above parameters, buffers and batch at the highest point of one forward and backward, gradients included."""
     model, batch = fresh(case)
-    _, allocation = measured(lambda: case.loss(batch.of(model)).backward())
+    _, allocation = measure_peak(lambda: case.loss(batch.of(model)).backward())
     if allocation is None:
         raise RuntimeError(f"the peak of {case.name} can't be measured while another profiler runs")
     return allocation.peak

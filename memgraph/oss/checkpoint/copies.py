@@ -13,31 +13,31 @@ import torch
 from torch import Tensor
 
 from ...optim.state_parts import is_large
-from ...storage.mapped_storage import Form, Home
+from ...storage.mapped_storage import MappedBuffer, TensorSpec
 from ...storage.spill_file import SpillError, pages
-from ...tensors.layout import laid
-from ..offloaded_states import FarShards
+from ...tensors.layout import viewed_as
+from ..offloaded_states import OffloadedShards
 
 CHUNK = 64 << 20  # bytes of a file, of which a process may have so many open
 
 
-class Copies:
+class OffloadedCopies:
     """Where copies of the states of one optimizer go: in memory, if none of them live far."""
 
-    def __init__(self, far: FarShards) -> None:
+    def __init__(self, far: OffloadedShards) -> None:
         self.far = far
-        self.home: Home | None = None
+        self.home: MappedBuffer | None = None
         self.at = 0  # bytes of it that are taken
 
     def room(self, like: Tensor) -> Tensor:
         """Room for a tensor like this one, which may be that one."""
         if self.far.far_states and is_large(like):
             with suppress(SpillError):
-                return laid(self._taken(like.untyped_storage().nbytes()), like)
+                return viewed_as(self._taken(like.untyped_storage().nbytes()), like)
         return like
 
     def _taken(self, nbytes: int) -> Tensor:
         if self.home is None or self.at + nbytes > self.home.nbytes:
-            self.home, self.at = Home([Form((max(CHUNK, nbytes),), (1,), torch.uint8)], self.far.where), 0
+            self.home, self.at = MappedBuffer([TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)], self.far.where), 0
         begin, self.at = self.at, self.at + pages(nbytes)
         return self.home.mapping.seen(begin, nbytes)

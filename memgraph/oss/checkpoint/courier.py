@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...tensors.layout import flat, is_dense
-from ..comm.watchdog import Watch
+from ..comm.watchdog import CollectiveWatchdog
 
 
-class Courier:
+class TensorSender:
     """Between the ranks of a group; `to` is a place in it, None for all of them."""
 
-    def __init__(self, watch: Watch, to: int | None) -> None:
+    def __init__(self, watch: CollectiveWatchdog, to: int | None) -> None:
         self.watch, self.to, self.me = watch, to, watch.group.rank()
 
     @property

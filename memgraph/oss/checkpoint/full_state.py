@@ -21,17 +21,17 @@ from ...errors import StateError
 from ...tensors.layout import flat
 from ..comm.texts import texts
 from ..shards.shard_views import in_order_of
-from .courier import Courier
+from .courier import TensorSender
 from .reshard import Key, key
-from .state_outline import Kind, Outline, filled, kinds, outline, tensors
+from .state_outline import Kind, Outline, fill_outline, kinds, outline, tensors
 
 if TYPE_CHECKING:
-    from .state_dict import Saving
+    from .state_dict import StateDictMixin
 
 Entries = Mapping[str, Any]  # the state of a parameter, or of a piece of one
 
 
-def gather(oss: Saving, to: int | None) -> dict[int, Entries] | None:
+def gather_state(oss: StateDictMixin, to: int | None) -> dict[int, Entries] | None:
     """The state of each parameter that has one, by its place; a collective.
 
     Returns:
@@ -42,7 +42,7 @@ def gather(oss: Saving, to: int | None) -> dict[int, Entries] | None:
     """
     held = own_entries(oss)
     told = outlines(oss, held)
-    courier = Courier(oss.watch, to)
+    courier = TensorSender(oss.watch, to)
     state: dict[int, Entries] = {}
     for item, pieces in enumerate(places(oss)):
         if any(key(piece) in told for piece in pieces):
@@ -50,7 +50,7 @@ def gather(oss: Saving, to: int | None) -> dict[int, Entries] | None:
     return state if courier.is_recipient else None
 
 
-def cut(oss: Saving, state: Mapping[int, Entries]) -> dict[Key, Entries]:
+def cut_state(oss: StateDictMixin, state: Mapping[int, Entries]) -> dict[Key, Entries]:
     """What this rank's pieces have of the state of whole parameters: copies."""
     found: dict[Key, Entries] = {}
     for item, pieces in enumerate(places(oss)):
@@ -70,13 +70,13 @@ def _strided(value: Any) -> Any:
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
-def own_entries(oss: Saving) -> dict[Key, Entries]:
+def own_entries(oss: StateDictMixin) -> dict[Key, Entries]:
     """The state of each of this rank's pieces that has one."""
     state = oss.inner.state
     return {key(piece): state[view] for laid in oss.pieces.laid for piece, view in laid.own if view in state}
 
 
-def outlines(oss: Saving, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
+def outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
     """What all ranks hold of which pieces; a collective.
 
     Raises:
@@ -90,7 +90,7 @@ def outlines(oss: Saving, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
     return {(item, begin): given for _, entries in found for item, begin, given in entries}
 
 
-def _own_outlines(oss: Saving, held: Mapping[Key, Entries]) -> tuple[str, list[Any]]:
+def _own_outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> tuple[str, list[Any]]:
     """What is in the way, and what this rank holds."""
     if oss.updates.is_torn or oss.updates.is_half_done:
         return "a step has failed when some parameters were updated; start again from the last checkpoint", []
@@ -100,7 +100,7 @@ def _own_outlines(oss: Saving, held: Mapping[Key, Entries]) -> tuple[str, list[A
         return str(error), []
 
 
-def places(oss: Saving) -> list[list[Piece]]:
+def places(oss: StateDictMixin) -> list[list[Piece]]:
     """The pieces of each parameter, in order."""
     found: list[list[Piece]] = [[] for _ in oss.pieces.parameters]
     for laid in oss.pieces.laid:
@@ -119,8 +119,8 @@ class _Gathering:
 
     def __init__(
         self,
-        oss: Saving,
-        courier: Courier,
+        oss: StateDictMixin,
+        courier: TensorSender,
         held: Mapping[Key, Entries],
         told: Mapping[Key, Outline],
         item: int,
@@ -147,7 +147,7 @@ class _Gathering:
             target = kind.empty() if self.courier.is_recipient else None
             self.courier.bring(first.rank, mine[place] if mine else None, target, self.name)
             found.append(torch.empty(0) if target is None else target)
-        return filled(given, iter(found))
+        return fill_outline(given, iter(found))
 
     def _joined(self, name: str, kind: Kind) -> Tensor:
         whole = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from passes.shards import Piece
 
 from ...tensors.layout import flat
-from ..comm.watchdog import Watch
+from ..comm.watchdog import CollectiveWatchdog
 from .state_outline import Kind
 
 Key = tuple[int, int]  # a piece: its parameter, and where it begins
@@ -73,10 +73,10 @@ def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
                 yield Overlap(piece, rank, begin, end)
 
 
-class Move:
+class Transfer:
     """One tensor on its way between pieces and rows, on all ranks at once."""
 
-    def __init__(self, watch: Watch, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
+    def __init__(self, watch: CollectiveWatchdog, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
         self.watch, self.kind, self.me = watch, kind, watch.group.rank()
         self.overlaps = list(overlaps(pieces, rows))
         self.base = rows.bounds[self.me]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ...errors import StateError
 from .safe_reader import METADATA, Reader
 from .sharded_state import empty
-from .state_dict import Saving
+from .state_dict import StateDictMixin
 
 NOWHERE = object()
 
@@ -40,7 +40,7 @@ def metadata(whole: Path) -> Metadata:
     return found
 
 
-def compare(found: Metadata, there: Mapping[str, Any]) -> None:
+def compare_metadata(found: Metadata, there: Mapping[str, Any]) -> None:
     """Refuse another model before anything is changed."""
     tensors = {
         name: value for name, value in found.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
@@ -58,7 +58,7 @@ def compare(found: Metadata, there: Mapping[str, Any]) -> None:
             raise StateError(f"it is of another model: {name!r} is {kinds}; nothing was changed")
 
 
-def room(optimizer: Saving, found: Metadata) -> dict[str, Any]:
+def allocate_room(optimizer: StateDictMixin, found: Metadata) -> dict[str, Any]:
     """Where the optimizer's part of a checkpoint goes, on this rank."""
     own = {piece.item for laid in optimizer.pieces.laid for piece, _ in laid.own}
     places: dict[Any, Any] = {"state": {}, "param_groups": {}}
@@ -73,7 +73,7 @@ def room(optimizer: Saving, found: Metadata) -> dict[str, Any]:
     return {"state": _listed(places["state"]), "param_groups": _listed(places["param_groups"])}
 
 
-def _place(optimizer: Saving, entry: object, path: Sequence[Any], own: Collection[int]) -> Any:
+def _place(optimizer: StateDictMixin, entry: object, path: Sequence[Any], own: Collection[int]) -> Any:
     """Where an entry goes: into rows on each rank if it has its parameter's shape, else to the owners alone."""
     item, parameters = int(path[1]), optimizer.pieces.parameters
     if item >= len(parameters):

@@ -21,22 +21,22 @@ from torch.distributed.tensor import DTensor, Shard
 from passes.shards import Piece
 
 from ...tensors.layout import is_dense
-from ..comm.watchdog import Watch
+from ..comm.watchdog import CollectiveWatchdog
 from ..shards.shard_views import in_order_of
-from .copies import Copies
+from .copies import OffloadedCopies
 from .full_state import Entries, copied, is_elementwise, outlines, own_entries, places
-from .reshard import Key, Move, Rows, key, rows_of
+from .reshard import Key, Rows, Transfer, key, rows_of
 from .state_outline import Kind, Outline, kinds
 
 if TYPE_CHECKING:
-    from .state_dict import Saving
+    from .state_dict import StateDictMixin
 
 
-def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
+def to_dtensors(oss: StateDictMixin) -> dict[int, dict[str, Any]]:
     """The state of each parameter, of which this rank has a part; a collective. Nothing in it is the live state."""
     held = own_entries(oss)
     told = outlines(oss, held)
-    mesh, copies = _mesh_of(oss), Copies(oss.far)
+    mesh, copies = _mesh_of(oss), OffloadedCopies(oss.far)
     state: dict[int, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
         first, parameter = told.get(key(pieces[0])), oss.pieces.parameters[item]
@@ -50,7 +50,7 @@ def sharded(oss: Saving) -> dict[int, dict[str, Any]]:
     return state
 
 
-def pieced(oss: Saving, state: Mapping[int, Entries]) -> Mapping[Key, Entries]:
+def from_dtensors(oss: StateDictMixin, state: Mapping[int, Entries]) -> Mapping[Key, Entries]:
     """What this rank's pieces have of such a state; a collective."""
     found: dict[Key, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
@@ -62,7 +62,7 @@ def pieced(oss: Saving, state: Mapping[int, Entries]) -> Mapping[Key, Entries]:
     return found
 
 
-def place_of(oss: Saving, parameter: Tensor, value: Any) -> str | None:
+def place_of(oss: StateDictMixin, parameter: Tensor, value: Any) -> str | None:
     """Where an entry of a sharded state is that it should not be: in rows, or whole; None if it is right."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not _has_rows(parameter):
         return "in rows, a DTensor, and is whole in sharded_state_dict()" if isinstance(value, DTensor) else None
@@ -78,14 +78,14 @@ def place_of(oss: Saving, parameter: Tensor, value: Any) -> str | None:
     return None
 
 
-def empty(oss: Saving, item: int, dtype: torch.dtype) -> DTensor:
+def empty(oss: StateDictMixin, item: int, dtype: torch.dtype) -> DTensor:
     """Room for an entry of the shape of its parameter."""
     kind = _like(oss.pieces.parameters[item], dtype)
     rows = rows_of(kind, len(oss.watch.members))
     return _dtensor(_mesh_of(oss), kind, rows, rows.local(oss.watch.group.rank(), kind, oss.watch.device).zero_())
 
 
-def _mesh_of(oss: Saving) -> DeviceMesh:
+def _mesh_of(oss: StateDictMixin) -> DeviceMesh:
     """The ranks of the optimizer, as DTensor wants them."""
     return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
 
@@ -122,20 +122,20 @@ def _dtensor(mesh: DeviceMesh, kind: Kind, rows: Rows, local: Tensor) -> DTensor
 
 
 def _moved(
-    watch: Watch, mesh: DeviceMesh, copies: Copies, kind: Kind, parameter: Tensor, pieces: Sequence[Piece],
-    mine: Mapping[Key, Tensor],
+    watch: CollectiveWatchdog, mesh: DeviceMesh, copies: OffloadedCopies, kind: Kind, parameter: Tensor,
+    pieces: Sequence[Piece], mine: Mapping[Key, Tensor],
 ) -> DTensor:  # fmt: skip
     rows = rows_of(kind, len(watch.members))
     local = copies.room(rows.local(watch.group.rank(), kind, watch.device))
     whole = len(pieces) == 1
     flats = {at: in_order_of(value, parameter) if whole else value for at, value in mine.items()}
-    Move(watch, kind, pieces, rows).to_rows(flats, local)
+    Transfer(watch, kind, pieces, rows).to_rows(flats, local)
     return _dtensor(mesh, kind, rows, local)
 
 
-def _back(watch: Watch, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]) -> dict[Key, Tensor]:
+def _back(watch: CollectiveWatchdog, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]) -> dict[Key, Tensor]:
     kind = _like(parameter, value.dtype)
-    found = Move(watch, kind, pieces, rows_of(kind, len(watch.members))).to_pieces(value.to_local())
+    found = Transfer(watch, kind, pieces, rows_of(kind, len(watch.members))).to_pieces(value.to_local())
     if len(pieces) > 1:
         return found
     return {at: part.as_strided(kind.shape, kind.strides) for at, part in found.items()}

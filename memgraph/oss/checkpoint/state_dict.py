@@ -17,33 +17,33 @@ from typing import Any
 from torch import optim
 
 from ...errors import ShardError, StateError
-from ..comm.agreement import agree, telling
+from ..comm.agreement import check_agreement, report_errors
 from ..comm.failures import failures, in_words
-from ..comm.watchdog import Watch
-from ..offloaded_states import FarShards
-from ..shards.shard_views import Pieces
-from ..step import Updates
+from ..comm.watchdog import CollectiveWatchdog
+from ..offloaded_states import OffloadedShards
+from ..shards.shard_views import ShardViews
+from ..step import ShardedStep
 from . import validate_state
-from .full_state import Entries, cut, gather
+from .full_state import Entries, cut_state, gather_state
 from .reshard import Key
-from .sharded_state import pieced, sharded
+from .sharded_state import from_dtensors, to_dtensors
 
 ADVICE = "Load the same state dict on all ranks; nothing was changed."
 APART = ("params", "param_names")
 
 
-class Saving(optim.Optimizer):
+class StateDictMixin(optim.Optimizer):
     """State dicts of an optimizer that holds pieces."""
 
-    watch: Watch
-    pieces: Pieces
+    watch: CollectiveWatchdog
+    pieces: ShardViews
     inner: Any
     optim: type[optim.Optimizer]
     given: dict[str, Any]  # its options
     group_of: list[int]  # of each parameter
     is_cut: bool
-    far: FarShards
-    updates: Updates
+    far: OffloadedShards
+    updates: ShardedStep
     gathered: dict[int, Entries] | None = None  # a copy of the state, since the last change
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -57,11 +57,11 @@ class Saving(optim.Optimizer):
             CollectiveError: a rank did not come.
         """
         count = len(self.watch.members)
-        agree(self.watch, [f"where the state goes: to={to}"], "Give the same on all ranks")
+        check_agreement(self.watch, [f"where the state goes: to={to}"], "Give the same on all ranks")
         if to is not None and not -1 <= to < count:
             raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
         with self.watch.awaited():
-            self.gathered = gather(self, None if to == -1 else to)
+            self.gathered = gather_state(self, None if to == -1 else to)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The plain optimizer's state dict: of a copy that is as old as the last step, with the options of now.
@@ -91,13 +91,13 @@ class Saving(optim.Optimizer):
             AgreementError: the ranks were given different ones. Nothing was changed.
         """
         given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        with telling(self.watch, validate_state.WHAT, ADVICE):
+        with report_errors(self.watch, validate_state.WHAT, ADVICE):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = before(self, given)
                 given = given if changed is None else changed
             found = self._trouble(given)
         self._admit(found, list(validate_state.lines(given, found)))
-        self._install(given["param_groups"], lambda: cut(self, validate_state.by_place(given)))
+        self._install(given["param_groups"], lambda: cut_state(self, validate_state.by_place(given)))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """A state dict that torch.distributed.checkpoint saves: each rank has rows of each tensor, as a DTensor.
@@ -105,7 +105,7 @@ class Saving(optim.Optimizer):
         Every rank has to call it. It is a copy.
         """
         with self.watch.awaited():
-            return {**self._packed({}), "state": sharded(self)}
+            return {**self._packed({}), "state": to_dtensors(self)}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what torch.distributed.checkpoint has loaded into a sharded state dict; every rank has to call it.
@@ -115,7 +115,7 @@ class Saving(optim.Optimizer):
         """
         self.refuse_sharded(state_dict)
         with self.watch.awaited():
-            entries = pieced(self, validate_state.by_place(state_dict))
+            entries = from_dtensors(self, validate_state.by_place(state_dict))
         self._install(state_dict["param_groups"], lambda: entries)
 
     def refuse_sharded(self, state_dict: Mapping[str, Any]) -> None:
@@ -135,14 +135,14 @@ class Saving(optim.Optimizer):
             self.follow()
         except ShardError as error:
             return str(error)
-        return validate_state.trouble(self, given, sharded)
+        return validate_state.find_mismatch(self, given, sharded)
 
     def follow(self) -> None:
         """Look for parameters that lie elsewhere now."""
         raise NotImplementedError
 
     def _admit(self, found: str | None, lines: list[str]) -> None:
-        agree(self.watch, lines, ADVICE)
+        check_agreement(self.watch, lines, ADVICE)
         if found is not None:
             raise StateError(f"the state dict is not this optimizer's: {found}; nothing was changed")
 

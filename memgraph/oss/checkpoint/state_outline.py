@@ -51,7 +51,7 @@ def outline(value: object, where: str) -> Outline:
     raise StateError(f"{message}; sent are tensors, numbers, texts, None, and lists, tuples and dicts of them")
 
 
-def filled(given: Outline, tensors: Iterator[Tensor]) -> Any:
+def fill_outline(given: Outline, tensors: Iterator[Tensor]) -> Any:
     """The value of which this is the outline, with these tensors in their places."""
     if not isinstance(given, dict):
         return given
@@ -59,8 +59,8 @@ def filled(given: Outline, tensors: Iterator[Tensor]) -> Any:
     if kind == "tensor":
         return next(tensors)
     if kind == "dict":
-        return {filled(key, tensors): filled(each, tensors) for key, each in inner}
-    return (list if kind == "list" else tuple)(filled(each, tensors) for each in inner)
+        return {fill_outline(key, tensors): fill_outline(each, tensors) for key, each in inner}
+    return (list if kind == "list" else tuple)(fill_outline(each, tensors) for each in inner)
 
 
 def kinds(given: Outline) -> Iterator[Kind]:

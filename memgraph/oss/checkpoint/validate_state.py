@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...optim.first_state import FirstState
-from ...optim.validate_state import Group, completed, fits, group_troubles, kind_of
+from ...optim.validate_state import Group, fits, group_troubles, kind_of, with_defaults
 from ...tensors.layout import flat, is_dense
 from ..comm.agreement import checksum, written
 from .sharded_state import place_of
 
 if TYPE_CHECKING:
-    from .state_dict import Saving
+    from .state_dict import StateDictMixin
 
 WHAT = "the state dict"
 SAMPLED = 4096  # elements of a tensor that are compared between ranks
 
 
-def trouble(oss: Saving, given: object, sharded: bool = False) -> str | None:
+def find_mismatch(oss: StateDictMixin, given: object, sharded: bool = False) -> str | None:
     """What stands against loading it; None if nothing does.
 
     Args:
@@ -56,11 +56,11 @@ def lines(given: object, found: str | None, sharded: bool = False) -> Iterator[s
                 yield f"the state of parameter {place} in the state dict: {', '.join(map(_described, told))}"
 
 
-def _troubles(oss: Saving, given: object, sharded: bool) -> Iterator[str]:
+def _troubles(oss: StateDictMixin, given: object, sharded: bool) -> Iterator[str]:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
         return
-    complete = partial(completed, oss.optim, oss.inner.defaults)
+    complete = partial(with_defaults, oss.optim, oss.inner.defaults)
     yield from group_troubles(oss.param_groups, given["param_groups"], oss.optim, oss.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
@@ -73,7 +73,7 @@ def _troubles(oss: Saving, given: object, sharded: bool) -> Iterator[str]:
 class _Entries:
     """What the states of parameters have to have in them."""
 
-    def __init__(self, oss: Saving, groups: Sequence[Group], sharded: bool) -> None:
+    def __init__(self, oss: StateDictMixin, groups: Sequence[Group], sharded: bool) -> None:
         self.oss, self.groups, self.sharded = oss, groups, sharded
         self.name, self.first = oss.optim.__name__, FirstState(oss.optim, oss.given)
         self.own = {piece.item for laid in oss.pieces.laid for piece, _ in laid.own}

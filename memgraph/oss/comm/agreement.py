@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ...errors import AgreementError, MemgraphError
 from .texts import equal_texts, texts
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
 CHUNK = 1 << 22  # elements that are brought to host memory at once
 SHOWN = 300  # characters of a line in an error
 OPTIMIZER = "the optimizer"  # what the first of `parameter_lines` is about
 
 
-def agree(watch: Watch, lines: Sequence[str], advice: str) -> None:
+def check_agreement(watch: CollectiveWatchdog, lines: Sequence[str], advice: str) -> None:
     """Compare these lines on all ranks; a collective.
 
     Raises:
@@ -46,7 +46,7 @@ def agree(watch: Watch, lines: Sequence[str], advice: str) -> None:
 
 
 @contextmanager
-def telling(watch: Watch, what: str, advice: str) -> Iterator[None]:
+def report_errors(watch: CollectiveWatchdog, what: str, advice: str) -> Iterator[None]:
     """Around what comes before `agree` over lines of which the first is about `what`: what fails here on a rank, the
     others are told there.
 
@@ -56,7 +56,7 @@ def telling(watch: Watch, what: str, advice: str) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(MemgraphError):
-            agree(watch, [f"{what}: {type(error).__name__}: {error}"], advice)
+            check_agreement(watch, [f"{what}: {type(error).__name__}: {error}"], advice)
         raise
 
 

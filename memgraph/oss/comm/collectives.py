@@ -17,17 +17,17 @@ from torch import Tensor
 from passes.shards import Bucket
 
 from .parcels import narrowed, put, wire_type
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
 # Their names before torch 2.13.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Collectives:
+class CollectiveComm:
     """The collectives of a group."""
 
-    def __init__(self, watch: Watch, wire: torch.dtype | None) -> None:
+    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None) -> None:
         self.watch, self.group, self.wire = watch, watch.group, wire
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 

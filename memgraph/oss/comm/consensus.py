@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import AgreementError, CollectiveError, MemgraphError
-from .exchange import Exchange
+from .exchange import BucketComm
 
 if TYPE_CHECKING:
     from ..optimizer import OSS
@@ -29,7 +29,7 @@ KINDS = {NEW: "a new kind of call", GATHER: "a call of gather(), or a new kind o
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
-def meet(exchange: Exchange, device: torch.device, known: int) -> Callable[[], None]:
+def check_same_step(exchange: BucketComm, device: torch.device, known: int) -> Callable[[], None]:
     """Begin to compare what the ranks are about to do: the `digest` of a step, NEW, GATHER, or UNABLE.
 
     Returns:
@@ -56,14 +56,14 @@ def meet(exchange: Exchange, device: torch.device, known: int) -> Callable[[], N
     return compare
 
 
-def excuse(exchange: Exchange, device: torch.device) -> None:
+def announce_failure(exchange: BucketComm, device: torch.device) -> None:
     """Tell the others that what they are about to run can't be run here."""
     with suppress(AgreementError):
-        meet(exchange, device, UNABLE)()
+        check_same_step(exchange, device, UNABLE)()
 
 
 @contextmanager
-def telling_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
+def announcing_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Around what comes before `meet` in a call that reads these: what fails here on a rank, the others are told there,
     if they are sure to come.
 
@@ -76,7 +76,7 @@ def telling_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iter
     except Exception:
         with suppress(MemgraphError):
             if optimizer is not None and _meets(optimizer, parameters):
-                excuse(optimizer.exchange, optimizer.pieces.device)
+                announce_failure(optimizer.exchange, optimizer.pieces.device)
         raise
 
 

@@ -4,8 +4,8 @@
     gather   p of the elements that are mine    ->   p of all elements, on each rank
 
 Both are begun, and later waited for: meanwhile other buckets are packed and updated. Every rank begins them in the same
-order. On the CPU the bytes go as `Pairs`: with gloo, these move a bucket of 24 MiB between two ranks in a sixth of the
-time of its reduce-scatter and in half of that of its all-gather. From other devices they go as `Collectives`.
+order. On the CPU the bytes go as `P2PComm`: with gloo, these move a bucket of 24 MiB between two ranks in a sixth of the
+time of its reduce-scatter and in half of that of its all-gather. From other devices they go as `CollectiveComm`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from passes.shards import Bucket
 
 from ...storage.wire_cast import fits
-from .collectives import Collectives
-from .p2p import Pairs
-from .watchdog import Watch
+from .collectives import CollectiveComm
+from .p2p import P2PComm
+from .watchdog import CollectiveWatchdog
 
 T = TypeVar("T")
 Sources = Sequence[Sequence[Tensor]]  # of each rank, its stretches of a bucket, flat
@@ -30,17 +30,17 @@ Averaged = Callable[[], list[Tensor]]  # waits; the mean of each stretch of this
 Done = Callable[[], None]  # waits
 
 
-class Exchange:
+class BucketComm:
     """The ranks of a process group, and how they exchange buckets."""
 
-    def __init__(self, watch: Watch, wire: torch.dtype | None = None) -> None:
+    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None = None) -> None:
         self.watch, self.group, self.wire = watch, watch.group, wire
         self.rank, self.ranks = dist.get_rank(watch.group), dist.get_world_size(watch.group)
-        self.pairs, self.collectives = Pairs(watch, wire), Collectives(watch, wire)
+        self.pairs, self.collectives = P2PComm(watch, wire), CollectiveComm(watch, wire)
 
-    def exact(self) -> Exchange:
+    def exact(self) -> BucketComm:
         """An exchange between the same ranks in which nothing is rounded."""
-        return Exchange(self.watch)
+        return BucketComm(self.watch)
 
     def fit(self, tensors: Iterable[Tensor]) -> bool:
         """Whether no finite number of these becomes infinite on its way."""
@@ -64,7 +64,7 @@ class Exchange:
         mine = list(sources[self.rank])
         if self.is_alone:
             return lambda: mine
-        name = f"averaging of the gradients of {named(bucket.items)}"
+        name = f"averaging of the gradients of {op_name(bucket.items)}"
         with self.watch.naming(name):
             wait = self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
         return self._watched(wait, name)
@@ -75,7 +75,7 @@ class Exchange:
         Returns:
             waits, and gives this rank's part
         """
-        name = f"averaging of the gradients of {named(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
         with self.watch.naming(name):
             if whole.device.type != "cpu":
                 return self._watched(self.collectives.packed(whole), name)
@@ -86,7 +86,7 @@ class Exchange:
         """Begin to send this rank's stretches of a bucket to all, and to put those of the others into their views."""
         if self.is_alone:
             return lambda: None
-        name = f"gathering of {named(bucket.items)}"
+        name = f"gathering of {op_name(bucket.items)}"
         with self.watch.naming(name):
             wait = self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
         return self._watched(wait, name)
@@ -143,7 +143,7 @@ class Exchange:
         return torch.tensor(values, dtype=dtype, device=device if on_device else "cpu")
 
 
-def named(items: Sequence[int]) -> str:
+def op_name(items: Sequence[int]) -> str:
     """Parameters in words, by the first and the last."""
     first, last = min(items), max(items)
     return f"parameters {first} to {last}" if last > first else f"parameter {first}"

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .texts import texts
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
 SHOWN = 300  # characters of an error that others are told
 
 
-def failures(watch: Watch, mine: BaseException | str | None, what: str) -> dict[int, str]:
+def failures(watch: CollectiveWatchdog, mine: BaseException | str | None, what: str) -> dict[int, str]:
     """What the ranks say that have failed, by their global numbers; a collective, called `what` if it fails."""
     word = mine if isinstance(mine, str) else "" if mine is None else f"{type(mine).__name__}: {mine}"
     told = [each.decode() for each in texts(watch, word.encode(), what)]

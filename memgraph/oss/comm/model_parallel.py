@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import AgreementError
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class ModelParallel:
     """One group of such ranks, and which parameters are whole on each of them, by their identity."""
 
-    watch: Watch
+    watch: CollectiveWatchdog
     whole: frozenset[int]
 
     @classmethod
@@ -40,7 +40,7 @@ class ModelParallel:
         if not whole <= set(map(id, parameters)):
             raise ValueError("replicated= has a tensor that is no parameter of this optimizer; give its own")
         if group not in _watches:
-            _watches[group] = Watch(group)
+            _watches[group] = CollectiveWatchdog(group)
         return cls(_watches[group], whole)
 
     def is_replicated(self, parameter: Tensor) -> bool:

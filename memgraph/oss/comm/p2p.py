@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .parcels import joined, narrowed, put, split, wire_type
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
 TAG = 5  # of messages between two ranks; those of others in the same group have 0
 Message = tuple[dist.Work, Tensor]  # with what has to live until it has gone
 
 
-class Pairs:
+class P2PComm:
     """Messages between the ranks of a group."""
 
-    def __init__(self, watch: Watch, wire: torch.dtype | None) -> None:
+    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None) -> None:
         self.watch, self.group, self.wire = watch, watch.group, wire
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from passes.shards import Bucket, Piece
 
-from ..shards.shard_views import Laid
-from .exchange import Exchange, named
+from ..shards.shard_views import BucketViews
+from .exchange import BucketComm, op_name
 
 LEAST = 1 << 20  # bytes of a bucket that backward averages so: less is sent in the time of the two meetings
 CACHED = 1 << 19  # bytes that are read and added while they are in the cache
@@ -43,10 +43,10 @@ class Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-class Near:
+class SharedMemoryComm:
     """The ranks of a group that are all on this machine."""
 
-    def __init__(self, exchange: Exchange, processes: Sequence[int]) -> None:
+    def __init__(self, exchange: BucketComm, processes: Sequence[int]) -> None:
         self.exchange, self.processes = exchange, list(processes)
         self.gradients: list[list[int]] = []  # of each rank, where its gradients begin; 0 where there is none
         self.parameters: list[list[int]] = []
@@ -59,7 +59,7 @@ class Near:
         self.gradients = [row[: len(parameters)] for row in table]
         self.parameters = [row[len(parameters) :] for row in table]
 
-    def average(self, laid: Laid, own: Sequence[Tensor]) -> list[Tensor]:
+    def average(self, laid: BucketViews, own: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of the gradients of this rank's stretches, added in the order of ranks."""
         pieces = laid.stretches[self.exchange.rank]
         if not pieces:
@@ -79,7 +79,7 @@ class Near:
             waits, and gives this rank's part
         """
         watch, ranks = self.exchange.watch, self.exchange.ranks
-        name = f"averaging of the gradients of {named(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
         every = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
         with watch.naming(name):
             told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watch.group, async_op=True)
@@ -102,7 +102,7 @@ class Near:
 
         return wait
 
-    def gather(self, used: Sequence[Laid], failed: bool) -> bool:
+    def gather(self, used: Sequence[BucketViews], failed: bool) -> bool:
         """Read what the others own, once all have updated what they own; wait until all have read.
 
         Returns:
@@ -114,7 +114,7 @@ class Near:
         self.fetch(used)
         return self.meet(name)
 
-    def fetch(self, used: Sequence[Laid]) -> None:
+    def fetch(self, used: Sequence[BucketViews]) -> None:
         """Read what the others own, and have updated by now; it has to stay until all have met."""
         for rank in range(self.exchange.ranks):
             if rank != self.exchange.rank:
@@ -155,18 +155,18 @@ class Near:
                 part.zero_()
             elif piece.count:
                 wanted.append((part, self._at(self.gradients[rank], piece, part)))
-        with self.exchange.watch.naming(f"averaging of the gradients of {named([piece.item for piece in pieces])}"):
+        with self.exchange.watch.naming(f"averaging of the gradients of {op_name([piece.item for piece in pieces])}"):
             read(self.processes[rank], wanted)
 
     def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
         return begins[piece.item] + piece.begin * like.element_size()
 
 
-def _items(used: Iterable[Laid]) -> str:
-    return named([item for laid in used for item in laid.bucket.items] or [0])
+def _items(used: Iterable[BucketViews]) -> str:
+    return op_name([item for laid in used for item in laid.bucket.items] or [0])
 
 
-def near(exchange: Exchange) -> Near | None:
+def shared_memory_comm(exchange: BucketComm) -> SharedMemoryComm | None:
     """The ranks, if each can read the memory of each other; all ranks of the group have to ask."""
     if exchange.is_alone:
         return None
@@ -175,7 +175,7 @@ def near(exchange: Exchange) -> Near | None:
     told = exchange.each(mine).tolist()
     fails = int(not all(_reads(process, address, wanted) for process, address, *wanted in told))
     failed = bool(exchange.most(torch.tensor([fails], dtype=torch.int32)))
-    return None if failed else Near(exchange, [process for process, *_ in told])
+    return None if failed else SharedMemoryComm(exchange, [process for process, *_ in told])
 
 
 def read(process: int, wanted: Iterable[tuple[Tensor, int]]) -> None:

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .watchdog import Watch
+from .watchdog import CollectiveWatchdog
 
 
-def texts(watch: Watch, mine: bytes, what: str) -> list[bytes]:
+def texts(watch: CollectiveWatchdog, mine: bytes, what: str) -> list[bytes]:
     """The bytes of every rank, however many; a collective, called `what` if it fails."""
     counts = [int.from_bytes(each, "little") for each in equal_texts(watch, len(mine).to_bytes(8, "little"), what)]
     padded = equal_texts(watch, mine.ljust(max(counts), b"\0"), what)
     return [each[:count] for each, count in zip(padded, counts, strict=True)]
 
 
-def equal_texts(watch: Watch, mine: bytes, what: str) -> Sequence[bytes]:
+def equal_texts(watch: CollectiveWatchdog, mine: bytes, what: str) -> Sequence[bytes]:
     """The bytes of every rank, which are equally many."""
     if len(watch.members) == 1 or not mine:
         return [mine] * len(watch.members)

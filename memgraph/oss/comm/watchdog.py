@@ -36,7 +36,7 @@ SHARE = 0.4  # of a timeout that leaves none
 NEVER = 6  # the tag of a message that nobody sends
 
 
-class Watch:
+class CollectiveWatchdog:
     """Who of a group is there, as this rank sees it; ends with whoever holds it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

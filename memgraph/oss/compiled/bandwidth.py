@@ -19,11 +19,11 @@ from torch import Tensor
 from passes import Machine
 from passes.shards import Bucket
 
-from ...system.measurement_cache import keep, kept
-from ...system.setting import setting
+from ...system.measurement_cache import read_cached, write_cached
+from ...system.setting import environment_key
 from ..optimizer import OSS
-from ..sharded_grads import Sums
-from .joint_planning import Together
+from ..sharded_grads import GradReduction
+from .joint_planning import JointPlanner
 
 SIZES = (1 << 10, 4 << 20)  # bytes of a small bucket, and of a large one
 WIDTH = 512  # of the matrices that are multiplied meanwhile
@@ -33,15 +33,15 @@ Speed = tuple[float, float, float]
 _known: dict[str, Speed] = {}
 
 
-def with_network(machine: Machine, oss: OSS, together: Together) -> Machine:
+def measure_network(machine: Machine, oss: OSS, together: JointPlanner) -> Machine:
     """The machine with the network between the ranks; a collective."""
     device, exchange = torch.device(machine.device), oss.exchange
     where = f"{dist.get_backend(exchange.group)} {exchange.ranks} ranks on {together.count(platform.node())} hosts"
-    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.neighbours is not None} {setting(device)}"
-    found = _known.get(key) or _read(kept(key))
+    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.neighbours is not None} {environment_key(device)}"
+    found = _known.get(key) or _read(read_cached(key))
     if not together.least(int(found is not None)):  # a rank does not know it
-        found = _Trial(Sums(oss), exchange.ranks, device).speed()
-        keep(key, found)
+        found = _Trial(GradReduction(oss), exchange.ranks, device).speed()
+        write_cached(key, found)
     assert found is not None
     _known[key] = found
     net, latency, strain = together.first(found)
@@ -56,7 +56,7 @@ def _read(known: object) -> Speed | None:
 class _Trial:
     """Exchanges that all ranks make at the same time."""
 
-    sums: Sums
+    sums: GradReduction
     ranks: int
     device: torch.device
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from passes.ir.wire import WORKSPACE
 
 from ...graph.captured import Captured
-from ...graph.nodes import derived
+from ...graph.nodes import derived_nodes
 from ...graph.rewrite import fake_mode
 from ..optimizer import OSS
 from .step_memory import gathered_nbytes
@@ -56,7 +56,7 @@ def arrivals(oss: OSS, named: Mapping[str, Tensor]) -> list[Arrival]:
     return found
 
 
-def gathering(captured: Captured, arriving: Sequence[Arrival]) -> Captured:
+def insert_all_gathers(captured: Captured, arriving: Sequence[Arrival]) -> Captured:
     """The step that gathers these parameters in forward.
 
     The graph is changed in place.
@@ -69,7 +69,7 @@ def gathering(captured: Captured, arriving: Sequence[Arrival]) -> Captured:
     def add(op: torch._ops.OpOverload, name: str, *args: object) -> fx.Node:
         node = graph.create_node("call_function", op, args, name=name)  # type: ignore[arg-type]
         node.meta = {"phase": "forward", "where": ""}
-        node.meta["val"] = derived(node, mode)
+        node.meta["val"] = derived_nodes(node, mode)
         return node
 
     with graph.inserting_before(placeholders[-1].next):

@@ -21,21 +21,21 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from ...graph.captured import Captured, Output
-from ...graph.nodes import derived, returned
+from ...graph.nodes import derived_nodes, returned_values
 from ...graph.rewrite import fake_mode
-from ..sharded_grads import Parcel, Stretch
+from ..sharded_grads import GradBucket, Stretch
 from .packing import PACKING
 
 OPS = torch.ops.memgraph
 
 
-def exchanging(captured: Captured, parcels: Sequence[Parcel]) -> Captured:
+def insert_reduce_scatters(captured: Captured, parcels: Sequence[GradBucket]) -> Captured:
     """The step that sums the gradients of these parcels over all ranks, as far as it makes them.
 
     The graph is changed in place.
     """
     graph = captured.graph.graph
-    output, handed = graph.output_node(), returned(graph)
+    output, handed = graph.output_node(), returned_values(graph)
     made = {role.name: node for role, node in zip(captured.outputs, handed, strict=True) if role.kind == "gradient"}
     gone = {stretch.name for parcel in parcels for stretch in parcel.stretches} & made.keys()
     rest = [i for i, role in enumerate(captured.outputs) if role.kind != "gradient" or role.name not in gone]
@@ -53,7 +53,7 @@ class _Writer:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, made: Mapping[str, fx.Node]) -> None:
         self.graph, self.mode, self.made = graph, mode, made
 
-    def exchange(self, parcel: Parcel) -> fx.Node:
+    def exchange(self, parcel: GradBucket) -> fx.Node:
         """This rank's part of a parcel."""
         name, there = f"bucket_{parcel.bucket}", [one for one in parcel.stretches if one.name in self.made]
         if (only := parcel.stretches[0]).end - only.begin == parcel.size:
@@ -75,5 +75,5 @@ class _Writer:
     def _node(self, target: Any, name: str, *args: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)
         node.meta = {"phase": "backward", "where": ""}
-        node.meta["val"] = derived(node, self.mode)
+        node.meta["val"] = derived_nodes(node, self.mode)
         return node

@@ -17,14 +17,14 @@ from dataclasses import asdict, replace
 import torch
 
 import passes
-from passes import Choice, Machine, Storage, Trace
+from passes import Machine, PlanResult, Storage, Trace
 
 from ...errors import PlanError
-from ...report.reuse_plan import reused
-from ...report.saved_plan import SavedPlan, saved, unpriced
-from ..comm.agreement import agree, telling
+from ...report.reuse_plan import reuse_plan
+from ...report.saved_plan import SavedPlan, record_plan, without_prices
+from ..comm.agreement import check_agreement, report_errors
 from ..comm.consensus import ADVICE
-from ..comm.exchange import Exchange
+from ..comm.exchange import BucketComm
 from ..comm.texts import texts
 
 SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
@@ -32,15 +32,15 @@ PLANNING = "the planning of the step"
 FINE = f"{PLANNING}: without trouble"
 
 
-class Together:
+class JointPlanner:
     """The ranks of a group while they plan."""
 
-    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+    def __init__(self, exchange: BucketComm, device: torch.device) -> None:
         self.exchange, self.device = exchange, device
 
     def telling(self) -> AbstractContextManager[None]:
         """Around what comes before `trace` or `machine`: what fails here on a rank, the others are told there."""
-        return telling(self.exchange.watch, PLANNING, ADVICE)
+        return report_errors(self.exchange.watch, PLANNING, ADVICE)
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks have."""
@@ -57,7 +57,7 @@ class Together:
             AgreementError: a rank has another step, or has failed.
         """
         lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
-        agree(self.exchange.watch, lines, ADVICE)
+        check_agreement(self.exchange.watch, lines, ADVICE)
         numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
         most = self.exchange.most(self._integers(numbers)).tolist()
         us = self.first([op.us for op in trace.ops])
@@ -72,7 +72,7 @@ class Together:
         Raises:
             AgreementError: a rank has failed to find out how fast its own are.
         """
-        agree(self.exchange.watch, [FINE], ADVICE)
+        check_agreement(self.exchange.watch, [FINE], ADVICE)
         facts = asdict(machine)
         facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
         hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
@@ -84,7 +84,7 @@ class Together:
             window=-self.least(-machine.window),
         )
 
-    def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], Choice]) -> Choice:
+    def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
         """What rank 0 finds.
 
         Raises:
@@ -99,7 +99,7 @@ class Together:
             except BaseException as error:
                 self._told(json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
-            self._told(saved(found, machine).to_json())
+            self._told(record_plan(found, machine).to_json())
             return found
         told = self._told("")
         facts = json.loads(told)
@@ -107,7 +107,7 @@ class Together:
             raise passes.BudgetError(facts["error"], machine.budget, facts["smallest"])
         if "error" in facts:
             raise PlanError(f"rank 0, which plans for all, has failed: {facts['error']}")
-        return reused([SavedPlan.from_json(told)], trace, machine)
+        return reuse_plan([SavedPlan.from_json(told)], trace, machine)
 
     def first(self, numbers: Sequence[float]) -> list[float]:
         """The numbers of rank 0."""
@@ -124,7 +124,7 @@ class Together:
 
 def _bare(trace: Trace) -> Trace:
     """The step without what may differ from rank to rank: prices, and the bytes of states."""
-    bare = unpriced(trace)
+    bare = without_prices(trace)
     ops = (replace(op, makes=_states(op.makes, 0)) if op.fn == "state" else op for op in bare.ops)
     return replace(bare, ops=tuple(ops))
 

@@ -19,15 +19,15 @@ from passes.ir.wire import WORKSPACE
 
 from ...optim.optimizer_profiler import update_nbytes
 from ...optim.state_parts import StatePart, is_large
-from ...optim.trained import Trained
-from ...optim.twin import attributes, twin
-from ...optim.update_cost import with_step
-from ...optim.update_operands import nobody
-from ...optim.window_memory import Far, window_bytes
+from ...optim.trained import TrainedParameters
+from ...optim.twin import attributes, clone_optimizer
+from ...optim.update_cost import add_update_op
+from ...optim.update_operands import no_operands
+from ...optim.window_memory import OffloadedParts, window_bytes
 from ..offloaded_states import large_nbytes
 from ..optimizer import OSS
 from ..shards.param_groups import Group, options
-from ..shards.shard_views import Laid
+from ..shards.shard_views import BucketViews
 from ..step import AHEAD
 
 FLAGS = 64, 48  # bytes for what is said of each parameter before a step, and for what each rank says
@@ -36,7 +36,7 @@ _known: dict[object, tuple[int, int]] = {}  # of pieces that are alike
 _windows: dict[object, int] = {}
 
 
-def with_sharded_update(trace: Trace, oss: OSS, trained: Trained) -> Trace:
+def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Trace:
     """The trace with this rank's states among its inputs and its part of the update as its last op.
 
     All that is trained has a gradient then. Behind a call that makes no gradient comes no update: all would be averaged
@@ -54,7 +54,7 @@ def with_sharded_update(trace: Trace, oss: OSS, trained: Trained) -> Trace:
         taken = averaged + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
     sizes = [part.nbytes for part in parts]
     rest = states - _apart_nbytes(oss, parts)
-    return with_step(trace, type(oss.inner).__name__, rest + sum(sizes), taken if trained.parameters else 0, sizes)
+    return add_update_op(trace, type(oss.inner).__name__, rest + sum(sizes), taken if trained.parameters else 0, sizes)
 
 
 def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
@@ -64,7 +64,7 @@ def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
     return sum(of_ranks[oss.exchange.rank] for i, of_ranks in each if i in apart)
 
 
-def far_nbytes(oss: OSS, inside: Collection[int]) -> int:
+def offloaded_nbytes(oss: OSS, inside: Collection[int]) -> int:
     """What an update takes at most, whatever states live far."""
     updates = [max(_bucket_nbytes(oss, one)[1], _windows_nbytes(oss, one)) for one in oss.pieces.laid]
     return _step_nbytes(oss, updates, inside)
@@ -96,28 +96,28 @@ def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[i
         yield *averaged[i : i + AHEAD + 1], *gathered[max(0, i - AHEAD) : i], max(update, gathered[i])
 
 
-def _bucket_nbytes(oss: OSS, laid: Laid) -> tuple[int, int]:
+def _bucket_nbytes(oss: OSS, laid: BucketViews) -> tuple[int, int]:
     """Bytes of the states of a bucket's own pieces, and what their update takes."""
     group, key = _own_group(oss, laid)
     if key not in _known:
-        _known[key] = update_nbytes(twin(oss.inner, [group]))
+        _known[key] = update_nbytes(clone_optimizer(oss.inner, [group]))
     return _known[key]
 
 
-def _windows_nbytes(oss: OSS, laid: Laid) -> int:
+def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What the update of a bucket's own pieces takes in windows: the most of the next and of later ones."""
     group, key = _own_group(oss, laid)
     if not oss.far.can_stream or not group["params"]:
         return 0
     key = key, oss.far.window
     if key not in _windows:
-        far = Far(nobody, nobody, is_large)
-        taken = window_bytes(twin(oss.inner, [group]), oss.far.window, far, group["params"])
+        far = OffloadedParts(no_operands, no_operands, is_large)
+        taken = window_bytes(clone_optimizer(oss.inner, [group]), oss.far.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
 
 
-def _own_group(oss: OSS, laid: Laid) -> tuple[Group, object]:
+def _own_group(oss: OSS, laid: BucketViews) -> tuple[Group, object]:
     """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
     alike."""
     first, parameters = laid.bucket.items[0], oss.pieces.parameters
@@ -139,7 +139,7 @@ def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
             groups[oss.group_of[piece.item]].append(stepped)
             sure += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(twin(oss.inner, given), sure)
+    return update_nbytes(clone_optimizer(oss.inner, given), sure)
 
 
 def _trained(view: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _averaged_nbytes(oss: OSS, inside: Collection[int]) -> list[int]:
     return [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(oss.pieces.laid)]
 
 
-def _averaging_nbytes(oss: OSS, laid: Laid) -> int:
+def _averaging_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
     others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if oss.are_same:
@@ -164,7 +164,7 @@ def _averaging_nbytes(oss: OSS, laid: Laid) -> int:
     return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
 
 
-def gathered_nbytes(oss: OSS, laid: Laid) -> int:
+def gathered_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What a bucket takes while it is gathered: where it is packed and received, if it does not lie in one piece."""
     others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
     if not others or oss.neighbours is not None:
@@ -174,7 +174,7 @@ def gathered_nbytes(oss: OSS, laid: Laid) -> int:
     return (others + 1) * (_several(laid) + _cast(oss)) * part
 
 
-def _several(laid: Laid) -> bool:
+def _several(laid: BucketViews) -> bool:
     """Whether it has to be put together to be sent."""
     return any(len(of_rank) > 1 for of_rank in laid.stretches)
 
@@ -192,5 +192,5 @@ def _on_cpu(oss: OSS) -> bool:
     return oss.pieces.device.type == "cpu"
 
 
-def _part_nbytes(oss: OSS, laid: Laid) -> int:
+def _part_nbytes(oss: OSS, laid: BucketViews) -> int:
     return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from ...optim.elementwise import POINTWISE
-from ...options.argument_rules import SHARDED, read
+from ...optim.elementwise import ELEMENTWISE
+from ...options.argument_rules import SHARDED_RULES, check_arguments
 
 Group = dict[str, Any]
 
 
 def groups_of(params: Iterable[Any]) -> list[Group]:
     """The caller's groups, copied."""
-    given = list(read("params", params, SHARDED))
+    given = list(check_arguments("params", params, SHARDED_RULES))
     if not given:
         raise ValueError("optimizer got an empty parameter list")
     return list(map(copied, given)) if isinstance(given[0], dict) else [{"params": given}]
@@ -42,7 +42,7 @@ def template(kind: type[optim.Optimizer], groups: Sequence[Group], defaults: Gro
 
     It refuses what it refuses. One that is pointwise does not look at shapes, and may make its states at once.
     """
-    if kind in POINTWISE:
+    if kind in ELEMENTWISE:
         groups = [{**group, "params": list(map(_stand_in, group["params"]))} for group in groups]
     return kind(list(map(copied, groups)), **defaults)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 MARK = "memgraph_ghost"
 
 
-def ghost(parameter: Tensor) -> Tensor:
+def placeholder_grad(parameter: Tensor) -> Tensor:
     """A gradient of this parameter that is not there."""
     found = parameter.detach().new_full((), torch.nan).expand(parameter.shape)
     setattr(found, MARK, found._version)
     return found
 
 
-def is_ghost(gradient: Tensor | None) -> bool:
+def is_placeholder(gradient: Tensor | None) -> bool:
     """Whether a gradient is one, be it written to or not."""
     return gradient is not None and hasattr(gradient, MARK)
 

@@ -20,13 +20,13 @@ from passes.shards import Bucket, Piece
 
 from ...errors import ShardError
 from ...tensors.layout import flat, is_dense
-from .placeholder_grads import is_ghost
+from .placeholder_grads import is_placeholder
 
 Mark = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
-class Laid:
+class BucketViews:
     """A bucket, with views of the parameters as they lie."""
 
     bucket: Bucket
@@ -46,13 +46,13 @@ class Laid:
         return found
 
 
-class Pieces:
+class ShardViews:
     """The views of one rank, of the parameters as they lie now."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.parameters: list[Tensor] = []
-        self.laid: list[Laid] = []
+        self.laid: list[BucketViews] = []
         self.marks: list[Mark] = []
         self.checksum = 0  # the same on ranks whose parameters are laid out alike, and hardly ever on others
 
@@ -74,7 +74,7 @@ class Pieces:
         """Where what ranks tell each other about all parameters comes from."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
-    def number(self, laid: Laid) -> int:
+    def number(self, laid: BucketViews) -> int:
         """Which bucket it is."""
         return next(i for i, one in enumerate(self.laid) if one is laid)
 
@@ -100,21 +100,21 @@ class Pieces:
         pairs = zip(before, self.laid, strict=True)
         return [(a, b) for old, new in pairs for (_, a), (_, b) in zip(old.own, new.own, strict=True)]
 
-    def sources(self, laid: Laid, flats: dict[int, Tensor]) -> list[list[Tensor]]:
+    def sources(self, laid: BucketViews, flats: dict[int, Tensor]) -> list[list[Tensor]]:
         """The gradients of the stretches of a bucket, for each rank; zeros where there is none here."""
         return [self.own_sources(laid, flats, rank) for rank in range(self.ranks)]
 
     def flatten(self, flats: dict[int, Tensor]) -> None:
         """Put the gradients of all parameters into `flats`."""
         for i, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not is_ghost(parameter.grad):
+            if parameter.grad is not None and not is_placeholder(parameter.grad):
                 self._source(Piece(i, 0, 0, 0, 0), flats)
 
-    def own_sources(self, laid: Laid, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
+    def own_sources(self, laid: BucketViews, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
         """The gradients of one rank's stretches of a bucket; those that are flat by now are in `flats`."""
         return [self._source(piece, flats) for piece in laid.stretches[rank]]
 
-    def own_gradients(self, laid: Laid, flats: dict[int, Tensor], kinds: Sequence[int]) -> list[Tensor]:
+    def own_gradients(self, laid: BucketViews, flats: dict[int, Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The gradients of the own pieces of a bucket, as they are here; nothing stands for one that no rank has."""
         return [
             _in_shape_of(self._source(piece, flats), view) if kinds[piece.item] else view.new_empty(0)
@@ -123,17 +123,17 @@ class Pieces:
 
     def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:
         parameter, known = self.parameters[piece.item], flats.get(piece.item)
-        if parameter.grad is None or is_ghost(parameter.grad):
+        if parameter.grad is None or is_placeholder(parameter.grad):
             return parameter.detach().new_zeros(piece.count)
         if known is None:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             known = flats[piece.item] = in_order_of(gradient, parameter)
         return known[piece.begin : piece.end]
 
-    def _lay(self, bucket: Bucket) -> Laid:
+    def _lay(self, bucket: Bucket) -> BucketViews:
         stretches = tuple(bucket.stretches(rank) for rank in range(self.ranks))
         views = tuple(tuple(map(self._stretch, of_rank)) for of_rank in stretches)
-        return Laid(bucket, stretches, views, tuple((piece, self._own(piece)) for piece in bucket.of(self.rank)))
+        return BucketViews(bucket, stretches, views, tuple((piece, self._own(piece)) for piece in bucket.of(self.rank)))
 
     def _stretch(self, piece: Piece) -> Tensor:
         parameter = self.parameters[piece.item].detach()

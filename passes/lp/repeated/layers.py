@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Ints, Program
+from ..problem import Ints, LinearProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class EqualLayers:
     """`count` times `period` makers in a row, the first of them at index `first`."""
 
     first: int
@@ -36,25 +36,25 @@ class Layers:
         return maker + (layer - self.of(maker)) * self.period
 
 
-def layers(program: Program, least: int) -> Layers | None:
+def find_equal_layers(program: LinearProgram, least: int) -> EqualLayers | None:
     """The equal layers that hold the most makers, if there are at least so many."""
     kinds = _kinds(program)
-    best: Layers | None = None
+    best: EqualLayers | None = None
     for period in range(1, len(kinds) // least + 1):
         begin, end = _longest(kinds[period:] == kinds[:-period])
-        found = Layers(begin, period, (end - begin) // period + 1)
+        found = EqualLayers(begin, period, (end - begin) // period + 1)
         if found.count >= least and (best is None or found.period * found.count > best.period * best.count):
             best = found
     return best if best and _reads_one_back(program, best) else None
 
 
-def _kinds(program: Program) -> Ints:
+def _kinds(program: LinearProgram) -> Ints:
     """The same number for makers of which the same can be decided."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(_kind(program, o), len(numbers)) for o in range(len(program.makers))])
 
 
-def _kind(program: Program, o: int) -> object:
+def _kind(program: LinearProgram, o: int) -> object:
     maker = program.makers[o]
     made = (program.items[i] for i in maker.items)
     items = tuple((item.nbytes, item.use < program.size, tuple(w - o for w in item.readers)) for item in made)
@@ -70,7 +70,7 @@ def _longest(equal: Ints) -> tuple[int, int]:
     return int(ends[2 * best]), int(ends[2 * best + 1])
 
 
-def _reads_one_back(program: Program, found: Layers) -> bool:
+def _reads_one_back(program: LinearProgram, found: EqualLayers) -> bool:
     """Whether layers read of each other only the one before them, and else only what backward reads as well."""
     for item in program.items:
         mine, read = found.of(item.maker), [found.of(w) for w in item.readers]

@@ -14,21 +14,21 @@ from functools import cached_property
 from itertools import accumulate
 
 from ...ir.arrays import Floats
-from ...schedule.schedule import Fate, Fates
+from ...schedule.schedule import Placement, Placements
 from ...simulate.forecast import Forecast
-from ..problem import Item, Maker, Program
-from .layers import Layers
+from ..problem import LinearProgram, ProducerOp, StorageVar
+from .layers import EqualLayers
 
 NOWHERE = -1e18  # bytes at a position at which nothing is said
 
 
 @dataclass(frozen=True, eq=False)
-class Folded(Program):
+class FoldedProgram(LinearProgram):
     """The program of `full` in which the `layers` but the outer ones, `outer` at each end, are blocks of so many equal
     ones each; of a block the last layer is there."""
 
-    full: Program
-    layers: Layers
+    full: LinearProgram
+    layers: EqualLayers
     outer: int
     blocks: tuple[int, ...]
 
@@ -69,7 +69,7 @@ class Folded(Program):
         return self.outer - 1, self.last + 1
 
     @cached_property
-    def makers(self) -> tuple[Maker, ...]:
+    def makers(self) -> tuple[ProducerOp, ...]:
         found, count = [], 0
         for o in self.chosen:
             maker = self.full.makers[o]
@@ -79,7 +79,7 @@ class Folded(Program):
         return tuple(found)
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[StorageVar, ...]:
         found = []
         for k, o in enumerate(self.chosen):
             for i in self.full.makers[o].items:
@@ -149,6 +149,6 @@ class Folded(Program):
         """The maker that stands for one of `full`."""
         return self.layers.moved(o, self.window(o))
 
-    def unfolded(self, fates: Fates) -> dict[str, Fate]:
+    def unfolded(self, fates: Placements) -> dict[str, Placement]:
         """What becomes of every storage of `full`, where those of `fates` stand for all."""
         return {storage: fates[self.items[i].storage] for storage, i in self.place.items()}

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..model import Model
+from ..model import PlanModel
 from ..solver import Row
-from .problem import Folded
+from .problem import FoldedProgram
 
 Place = tuple[int, object]  # of a column: the layer, 0 if it stands for others, -1 and 1 beside it; and what it says
 Column = tuple[int | None, object, float]
 
 
-def sum_rows(model: Model, program: Folded) -> None:
+def sum_rows(model: PlanModel, program: FoldedProgram) -> None:
     """Sum the rows that have not been handed over."""
     places = _places(model, program)
     size, found = program.blocks[0], list[Row]()
@@ -33,7 +33,7 @@ def sum_rows(model: Model, program: Folded) -> None:
     model.linear.rewrite(found)
 
 
-def _places(model: Model, program: Folded) -> dict[int, Place]:
+def _places(model: PlanModel, program: FoldedProgram) -> dict[int, Place]:
     """The place of each column of the layer that stands for others, and of those beside it."""
     (stands,) = program.stands
     layers = program.layers

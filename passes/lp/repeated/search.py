@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...schedule.candidate import State, state_of
-from ...simulate.choice import Choice
+from ...schedule.candidate import Candidate, make_candidate
+from ...simulate.choice import PlanResult
 from .. import memory_rows
-from ..model import LONG, Model
+from ..model import LONG, PlanModel
 from ..occupancy import Occupancy
-from ..problem import Program
+from ..problem import LinearProgram
 from ..relax import converge, over
-from ..rounding import fates
-from ..solver import INFINITY, Effort, Solved
-from ..transient_rows import broken, event
-from .layers import Layers, layers
-from .problem import Folded
+from ..rounding import placements
+from ..solver import INFINITY, SearchLimits, Solution
+from ..transient_rows import add_event_rows, broken
+from .layers import EqualLayers, find_equal_layers
+from .problem import FoldedProgram
 from .rows import sum_rows
 
 LEAST = 64  # layers: fewer hardly take more time one by one
@@ -33,7 +33,7 @@ ENOUGH = 0.005  # of the step: a gap at which a plan is taken
 AIM = 0.95  # of this gap, so that a simulation may say a little more
 GRAIN = 0.001  # of the step: what a search leaves
 MUCH = 1e-4  # of the step: what costs so much stays as it is
-WORK = 1e7  # of one search; see `Linear.work`
+WORK = 1e7  # of one search; see `LPSolver.work`
 SIMULATED = 2  # times at most
 ROUNDS = 4  # in which whole columns are found over the budget, before a simulation
 
@@ -42,28 +42,28 @@ ROUNDS = 4  # in which whole columns are found over the budget, before a simulat
 class Least:
     """The least point of a folded program, the positions that have rows, and what any plan adds."""
 
-    model: Model
-    program: Folded
-    solved: Solved
+    model: PlanModel
+    program: FoldedProgram
+    solved: Solution
     any_us: float
 
 
-def folded(program: Program, until: float = INFINITY) -> Choice | None:
+def solve_folded(program: LinearProgram, until: float = INFINITY) -> PlanResult | None:
     """A plan that fits, with what is proven; None, if there are no such layers, or if a search of all does better."""
-    found = layers(program, LEAST) if program.size > LONG and not program.machine.out else None
+    found = find_equal_layers(program, LEAST) if program.size > LONG and not program.machine.out else None
     least = lowest(program, found, until) if found else None
     state = _rounded(program, least, until) if least else None
     if least is None or state is None:
         return None
-    return Choice(state.plan, program.captured, state.forecast, least.solved.us, least.any_us)
+    return PlanResult(state.plan, program.captured, state.forecast, least.solved.us, least.any_us)
 
 
-def lowest(program: Program, found: Layers, until: float = INFINITY) -> Least | None:
+def lowest(program: LinearProgram, found: EqualLayers, until: float = INFINITY) -> Least | None:
     """The least point that any mean of a plan of the class has; None, if none is found."""
-    one = Folded(program.gaps, program.machine, program, found, OUTER, (found.count - 2 * OUTER,))
+    one = FoldedProgram(program.gaps, program.machine, program, found, OUTER, (found.count - 2 * OUTER,))
     if found.count <= 2 * OUTER or one.base[one.boundary - 1] < 0 or one.base[one.boundary] < 0:
         return None
-    model = Model(one, program.machine.budget, until)
+    model = PlanModel(one, program.machine.budget, until)
     sum_rows(model, one)
     _write_sums(model, one.boundary - 1)
     forward = converge(model, lambda model, point: [p for p in over(model, point) if p < one.boundary], _write_sums)
@@ -74,9 +74,9 @@ def lowest(program: Program, found: Layers, until: float = INFINITY) -> Least | 
     return None if solved is None else Least(model, one, solved, max(0.0, forward.us))
 
 
-def _write_sums(model: Model, position: int) -> None:
+def _write_sums(model: PlanModel, position: int) -> None:
     """The rows of a position, summed over layers."""
-    assert isinstance(model.program, Folded)
+    assert isinstance(model.program, FoldedProgram)
     if position not in model.written:
         before = model.linear.waiting
         model.linear.rewrite([])
@@ -87,21 +87,23 @@ def _write_sums(model: Model, position: int) -> None:
         model.linear.rewrite([*before, *model.linear.waiting, held])
 
 
-def _write(model: Model, position: int) -> None:
+def _write(model: PlanModel, position: int) -> None:
     """The rows of a position as they are."""
     if position not in model.written:
         model.written.add(position)
-        (memory_rows.forward if position < model.program.boundary else memory_rows.backward)(model, position)
+        (memory_rows.add_forward_rows if position < model.program.boundary else memory_rows.add_backward_rows)(
+            model, position
+        )
 
 
-def _rounded(program: Program, least: Least, until: float) -> State | None:
+def _rounded(program: LinearProgram, least: Least, until: float) -> Candidate | None:
     """A plan with whole columns that fits, and is near if all is as its point says; None, if none is found."""
     cuts = _cuts(least)
     count = least.program.layers.count - 2
     ends = sorted({0, count, *(end for cut in cuts.values() for end in (int(cut), int(cut) + 1))})
     sizes = tuple(size for a, b in pairwise(ends) for size in (b - a - 1, 1) if size)
-    many = Folded(program.gaps, program.machine, program, least.program.layers, 1, sizes)
-    model = Model(many, program.machine.budget, until)
+    many = FoldedProgram(program.gaps, program.machine, program, least.program.layers, 1, sizes)
+    model = PlanModel(many, program.machine.budget, until)
     fixed = dict(_fixed(model, many, least, cuts))
     for position in sorted(least.model.written):
         _write(model, position)
@@ -109,11 +111,11 @@ def _rounded(program: Program, least: Least, until: float) -> State | None:
         point = _whole(model, least, fixed)
         if point is None:
             return None
-        state = state_of(program.gaps, program.machine, many.unfolded(fates(model, point)))
+        state = make_candidate(program.gaps, program.machine, many.unfolded(placements(model, point)))
         if state.peak <= program.machine.budget:
             return state
         for position, _, index in broken(program, state.forecast, program.machine.budget):
-            event(model, state.forecast, index, position)
+            add_event_rows(model, state.forecast, index, position)
     return None
 
 
@@ -141,7 +143,9 @@ def _cuts(least: Least) -> dict[float, float]:
     }
 
 
-def _fixed(model: Model, many: Folded, least: Least, cuts: dict[float, float]) -> Iterator[tuple[int, float]]:
+def _fixed(
+    model: PlanModel, many: FoldedProgram, least: Least, cuts: dict[float, float]
+) -> Iterator[tuple[int, float]]:
     """The columns of what blocks keep, and of what it costs much to keep or not to; of layers at cuts only these."""
     one, solved = least.program, least.solved
     free = {int(cut) + 1 for cut in cuts.values()}
@@ -159,11 +163,11 @@ def _fixed(model: Model, many: Folded, least: Least, cuts: dict[float, float]) -
                 yield model.kept[i], share
 
 
-def _whole(model: Model, least: Least, fixed: dict[int, float]) -> Solved | None:
+def _whole(model: PlanModel, least: Least, fixed: dict[int, float]) -> Solution | None:
     """A point with whole columns that fits as far as rows say, and is near; None, if none is found."""
     us = model.program.captured.us
     near = ENOUGH * (us + least.solved.us)
-    effort = Effort(least.solved.us + AIM * near, least.solved.us + near, GRAIN * us, WORK)
+    effort = SearchLimits(least.solved.us + AIM * near, least.solved.us + near, GRAIN * us, WORK)
     for _ in range(ROUNDS):
         points, _ = model.linear.solve_whole(model.whole, fixed, effort)
         if not points or points[0].us > least.solved.us + near:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph import Point, Sweep
 from memgraph.api.budget_sweep import POINTS
-from memgraph.report.budget_curve import missing
+from memgraph.report.budget_curve import point_of_refusal
 from passes import make_plan
 from tests.support.models import batch, net
 
@@ -102,7 +102,7 @@ def point(budget: int, us: float) -> Point:
 )
 def test_the_knee_is_furthest_below_the_chord(times: list[float], knee: int) -> None:
     points = tuple(point(100 - 10 * i, us) for i, us in enumerate(times))
-    sweep = Sweep((*points, missing(5, 50, 10.0)), 50, 100, 10.0)
+    sweep = Sweep((*points, point_of_refusal(5, 50, 10.0)), 50, 100, 10.0)
     assert sweep.knee == points[knee - 1]
 
 
@@ -110,11 +110,11 @@ def test_a_plan_for_less_takes_the_place_of_a_slower_one(monkeypatch: pytest.Mon
     room = sys.modules["memgraph.api.budget_sweep"]  # memgraph.sweep is the function
     half = (swept().smallest + swept().needs) // 2
 
-    def worse(trace: Any, machine: Any, **wishes: Any) -> Any:
+    def worse(trace: Any, machine: Any, **options: Any) -> Any:
         """A planner whose plans for more memory than half are slow, and which finds none just below the top."""
         if machine.budget == swept().needs - 1:
             raise memgraph.BudgetError("none", machine.budget, machine.budget + 1)
-        choice = make_plan(trace, machine, **wishes)
+        choice = make_plan(trace, machine, **options)
         if half <= machine.budget < swept().needs:
             return replace(choice, forecast=replace(choice.forecast, us=choice.forecast.us * 9), bound_us=1.0)
         return replace(choice, bound_us=3.0)
@@ -163,9 +163,9 @@ def test_it_counts_the_optimizer_and_takes_keyword_arguments_and_a_loss() -> Non
     model = Named()
     optimizer = torch.optim.Adam(model.parameters())
     loss = nn.functional.mse_loss
-    wishes: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "target": batch(), "x": batch(), "scale": 0.5}
-    sweep = memgraph.sweep(model, budgets=["1GB"], time_limit=0, **wishes)
-    assert sweep.needs == memgraph.plan(model, budget="1GB", **wishes).peak > swept().needs
+    options: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "target": batch(), "x": batch(), "scale": 0.5}
+    sweep = memgraph.sweep(model, budgets=["1GB"], time_limit=0, **options)
+    assert sweep.needs == memgraph.plan(model, budget="1GB", **options).peak > swept().needs
     assert sweep.smallest <= sweep.needs
 
 

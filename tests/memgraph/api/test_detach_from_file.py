@@ -15,8 +15,8 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.api.training_state import load_state, save_state
-from memgraph.profile.memory_meter import measured
-from memgraph.storage.mapped_storage import place_of
+from memgraph.profile.memory_meter import measure_peak
+from memgraph.storage.mapped_storage import buffer_slice_of
 
 FORMATS = ["run.pt", "run.safetensors"]
 
@@ -134,8 +134,8 @@ def test_states_beyond_the_budget_of_a_compiled_model_go_to_disk_at_once(tmp_pat
     for budget, far in (2_600_000, True), (10_000_000, False):
         anew = optim.Adam(model.parameters())
         compiled = memgraph.compile(model, budget, optimizer=anew)
-        _, seen = measured(partial(load_state, tmp_path / name, compiled, anew))
-        assert {place_of(value) is not None for value in states(anew) if value.dim()} == {far}
+        _, seen = measure_peak(partial(load_state, tmp_path / name, compiled, anew))
+        assert {buffer_slice_of(value) is not None for value in states(anew) if value.dim()} == {far}
         assert all(map(torch.equal, states(anew), states(optimizer)))
         assert seen is not None
         mapped = (tmp_path / name).stat().st_size  # which the allocator reports as well

@@ -20,7 +20,7 @@ import memgraph
 from memgraph.api import safetensors_file
 from memgraph.api.training_state import load_state, save_state
 from memgraph.errors import StateError
-from memgraph.storage.mapped_storage import place_of
+from memgraph.storage.mapped_storage import buffer_slice_of
 from tests.support.limits import files_of_at_most
 
 NAME = "run.safetensors"
@@ -104,7 +104,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any
     if second is compiled:
         train(again, anew, 1)  # what lives on disk by then is loaded there
         states = [tensor for state in anew.state.values() for tensor in state.values()]
-        assert any(place_of(tensor) for tensor in (*other.parameters(), *states))
+        assert any(buffer_slice_of(tensor) for tensor in (*other.parameters(), *states))
     load_state(tmp_path / NAME, other, anew)
     assert other.out.weight is other.rows.weight
     assert train(again, anew, 3) == expected
@@ -177,7 +177,7 @@ def test_all_is_read_as_it_was(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys, torch
 from memgraph.api import safetensors_file as tensor_file
-from memgraph.storage.mapped_storage import Form, Home
+from memgraph.storage.mapped_storage import TensorSpec, MappedBuffer
 forms = [Form((32, 512, 512), strides, torch.float32) for strides in ((262144, 512, 1), (262144, 1, 512))]
 home = Home(forms, sys.argv[1])
 state = {str(i): home.tensor(i) for i in range(2)}

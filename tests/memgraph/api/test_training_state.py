@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.api.training_state import load_state, save_state
 from memgraph.errors import StateError
-from memgraph.storage.mapped_storage import place_of
+from memgraph.storage.mapped_storage import buffer_slice_of
 from tests.support.limits import files_of_at_most
 
 
@@ -80,7 +80,7 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any
     if second is compiled:
         train(again, anew, 1)  # what lives on disk by then is loaded there
         states = [tensor for state in anew.state.values() for tensor in state.values()]
-        assert any(place_of(tensor) for tensor in (*other.parameters(), *states))
+        assert any(buffer_slice_of(tensor) for tensor in (*other.parameters(), *states))
     load_state(tmp_path / "run.pt", other, anew)
     assert train(again, anew, 3) == expected
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memgraph.capture.capture import Input, Output, Ref, capture, losses
+from memgraph.capture.capture import Input, Output, Ref, capture, select_losses
 from memgraph.guards.module_proxy import WithLoss
 from tests.support.captured_calls import TOKENS, Plain, X, agrees
 
@@ -189,7 +189,7 @@ def test_the_loss_can_be_inside() -> None:
 
 
 def test_backward_only_from_what_is_wanted() -> None:
-    captured = agrees(Plain(lambda m, h: (h, h.sum(), h.mean())), X, wanted=losses)
+    captured = agrees(Plain(lambda m, h: (h, h.sum(), h.mean())), X, wanted=select_losses)
     assert captured.differentiable == (0, 1, 2) and captured.tangents == (1, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture.capture import capture, losses
+from memgraph.capture.capture import capture, select_losses
 from tests.support import models as nets
 from tests.support.captured_calls import agrees
 
@@ -32,7 +32,7 @@ def test_language_models_with_their_key_value_caches(name: str) -> None:
 
 
 def test_a_language_model_under_a_padding_mask() -> None:
-    captured = agrees(MODELS["gpt2"](), input_ids=IDS, attention_mask=MASK, labels=IDS, wanted=losses)
+    captured = agrees(MODELS["gpt2"](), input_ids=IDS, attention_mask=MASK, labels=IDS, wanted=select_losses)
     assert captured.tangents == (0,) and len(captured.differentiable) > 1
 
 
@@ -50,7 +50,7 @@ def test_transformers_sees_no_tracing_where_values_are_known() -> None:
 
 
 def test_every_op_knows_where_it_comes_from() -> None:
-    captured = capture(MODELS["gpt2"](), (), {"input_ids": IDS, "labels": IDS}, wanted=losses)
+    captured = capture(MODELS["gpt2"](), (), {"input_ids": IDS, "labels": IDS}, wanted=select_losses)
     nodes = captured.graph.graph.nodes
     places = {
         (node.meta["phase"], node.meta["where"].partition(":")[0]) for node in nodes if node.op == "call_function"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.capture.capture import capture, losses
-from memgraph.capture.reentrant_forward import can_run_again, overwritten
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.capture.capture import capture, select_losses
+from memgraph.capture.reentrant_forward import can_run_again, overwritten_buffers
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.compare import ROOM, Fact, assert_alike, batch
 
 Change = Callable[[Tensor, Tensor], Tensor]  # of what the layer makes and the buffer: what is returned
@@ -110,14 +110,14 @@ def eval_norm() -> nn.Module:
 )
 def test_backward_is_planned_from_all_outputs_where_forward_cannot_run_again(module: nn.Module, again: bool) -> None:
     x = torch.randn(4, 6, 8) if isinstance(getattr(module, "norm", None), nn.InstanceNorm1d) else batch()
-    captured = capture(module, (x,), {}, wanted=losses)
+    captured = capture(module, (x,), {}, wanted=select_losses)
     assert captured.tangents == ((0,) if again else (0, 1))
     assert can_run_again(captured) == again
 
 
 def test_overwritten_is_what_forward_changes_and_nothing_else() -> None:
-    captured = capture(Normed(batch_norm), (batch(),), {}, wanted=losses)
-    names = [role.name for role in overwritten(captured).values()]
+    captured = capture(Normed(batch_norm), (batch(),), {}, wanted=select_losses)
+    names = [role.name for role in overwritten_buffers(captured).values()]
     assert names == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_writes_a_large_buffer_copies_it_no_more_than_was_forecast(c
     there = resident_bytes([*module.parameters(), *module.buffers(), x])
     compiled(x)[0].backward()
     compiled.zero_grad()
-    _, allocated = measured(lambda: compiled(x)[0].backward())
+    _, allocated = measure_peak(lambda: compiled(x)[0].backward())
     assert allocated is not None
     assert there + allocated.peak <= compiled.plan.peak
     assert compiled.plan.measured == there + allocated.peak

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.graph.captured import Captured
-from memgraph.graph.nodes import makes_nothing, tensors
+from memgraph.graph.nodes import allocates_nothing, tensors
 from tests.support.captured_calls import agrees
 
 X = torch.linspace(-1, 1, 24).view(6, 4)
@@ -39,7 +39,7 @@ class Bank(nn.Module):
 def large(captured: Captured, phase: str = "forward") -> list[fx.Node]:
     """The ops that make as many bytes as the buffer has."""
     nodes = [n for n in captured.graph.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
-    return [n for n in nodes if not makes_nothing(n) and max(t.numel() for t in tensors(n)) >= 384]
+    return [n for n in nodes if not allocates_nothing(n) and max(t.numel() for t in tensors(n)) >= 384]
 
 
 def no_grad(write: Callable[[Tensor, Tensor], object]) -> Body:

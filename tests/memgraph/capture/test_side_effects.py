@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import memgraph
-from memgraph.guards.module_attributes import Attributes
+from memgraph.guards.module_attributes import AttributeGuard
 from tests.support.compare import ROOM
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
@@ -114,7 +114,7 @@ def test_what_makes_another_call_of_the_next_one_is_refused_and_taken_back(
     then: Any, attributes: dict[str, Any], says: str
 ) -> None:
     module = Leaving(then, **copy.deepcopy(attributes))
-    attributes_of = Attributes(module)
+    attributes_of = AttributeGuard(module)
     before = attributes_of.key
     with pytest.raises(memgraph.CaptureError, match=says):
         memgraph.compile(module, ROOM)(X)

@@ -134,7 +134,7 @@ def test_an_op_has_a_price_of_its_own_where_what_it_reads_is_yet_to_be_conjugate
 ) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
-    prober, workspaces = op_profiler.Prober(10**9), {}
+    prober, workspaces = op_profiler.OpProfiler(10**9), {}
     for conjugated in order:
         graph, (mode, value) = fx.Graph(), (FakeTensorMode(), torch.zeros(64, 64, dtype=torch.complex64))
         node = graph.placeholder("x")

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from memgraph.capture.capture import capture, scalars
+from memgraph.capture.capture import capture, select_scalars
 from memgraph.graph.captured import Captured
-from memgraph.graph.fuse_updates import fusing, update_nodes
+from memgraph.graph.fuse_updates import fuse_updates, update_nodes
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
 from memgraph.optim.state_parts import state_parts
-from memgraph.optim.trained import Trained
-from memgraph.optim.update_cost import with_update
+from memgraph.optim.trained import TrainedParameters
+from memgraph.optim.update_cost import add_update
 from passes import Machine, apply, check, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.order.early_updates import early
-from passes.schedule.schedule import CAST, Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.order.early_updates import update_early
+from passes.schedule.schedule import CAST, Placement, schedule
 from tests.support.streamed_state import batch, chain, loss
 
 MACHINE = Machine(0, out=1000.0, back=1000.0, homes=True)
@@ -34,17 +34,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def fused(make: Callable[[], nn.Module], leave: str = "") -> tuple[nn.Module, Captured]:
     module = WithLoss(make(), loss)
     names = {name for name, _ in module.named_parameters()} - {leave}
-    return module, fusing(capture(module, (batch(),), {}, wanted=scalars), names)
+    return module, fuse_updates(capture(module, (batch(),), {}, wanted=select_scalars), names)
 
 
-@pytest.mark.parametrize("only", [fate for fate in Fate if fate not in CAST])
+@pytest.mark.parametrize("only", [fate for fate in Placement if fate not in CAST])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Fate) -> None:
+def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Placement) -> None:
     _, captured = fused(MODELS[name])
-    trace = early(summarize(captured.graph.graph))
-    gaps = Gaps(trace)
+    trace = update_early(summarize(captured.graph.graph))
+    gaps = ReuseGaps(trace)
     again = {s: only for s in gaps.maker if s in gaps.root and not trace.op[gaps.maker[s]].once}
-    homes = {s: only for s in gaps.streamable.value if only in (Fate.OFFLOAD, Fate.STALL)}
+    homes = {s: only for s in gaps.streamable.value if only in (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)}
     text = apply(trace, schedule(gaps, again | homes, MACHINE))
     check(text)
     assert str(summarize(rewrite(captured.graph.graph, text))) == str(text)
@@ -61,8 +61,8 @@ def test_each_update_reads_the_states_of_its_own_parameter() -> None:
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
     inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
-    trained = Trained(list(named.values()), state_parts(optimizer, each=True), inside)
-    trace = with_update(summarize(captured.graph.graph), optimizer, trained, {})
+    trained = TrainedParameters(list(named.values()), state_parts(optimizer, each=True), inside)
+    trace = add_update(summarize(captured.graph.graph), optimizer, trained, {})
     check(trace)
     states = [op for op in trace.ops if op.fn == "state"]
     large = [parameter for parameter in module.parameters() if parameter.dim() > 1]
@@ -78,8 +78,11 @@ def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
     inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
-    bare, trained = summarize(captured.graph.graph), Trained(list(named.values()), state_parts(optimizer, True), inside)
-    trace = with_update(bare, optimizer, trained, {})
+    bare, trained = (
+        summarize(captured.graph.graph),
+        TrainedParameters(list(named.values()), state_parts(optimizer, True), inside),
+    )
+    trace = add_update(bare, optimizer, trained, {})
     updates = [trace.op[name].us for name in inside]
     assert all(us > 0 for us in updates)
     assert predict(trace, MACHINE).us == pytest.approx(predict(bare, MACHINE).us + sum(updates))

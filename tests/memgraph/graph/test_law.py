@@ -24,21 +24,21 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.graph.partition import split
+from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.optim.offloaded_update import FarStates, FarUpdate
-from memgraph.optim.placement import Residence
-from memgraph.optim.tier_slots import HomeSlots, slots, unread
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
+from memgraph.optim.placement import StatePlacement
+from memgraph.optim.tier_slots import OffloadedSlots, tier_slots, unread_parameters
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.report.report import Report
 from memgraph.runtime.step import Step
 from memgraph.storage.io_threads import STAGING
 from memgraph.storage.tier import Lease
-from memgraph.storage.tiers import far_tier
-from passes import Choice, Machine, Offload, Plan, Recompute, Trace, apply, check, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import CAST, HOMEWARD, Fate, schedule
+from memgraph.storage.tiers import open_tier
+from passes import Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import CAST, STATE_OFFLOADED, Placement, schedule
 from tests.support.law_models import MODELS, Subject, eager, price, subject, traced
 from tests.support.strategies import ways
 
@@ -55,31 +55,31 @@ EXACT = ("normed", "attention", "gpt2", "slices", "views", "parts")
 
 
 @cache
-def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.SearchStrategy[dict[str, Fate]]:
+def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.SearchStrategy[dict[str, Placement]]:
     """What may become of each storage."""
-    gaps = Gaps(traced(name, adds))
+    gaps = ReuseGaps(traced(name, adds))
     return st.fixed_dictionaries(
         {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.maker}
-        | {storage: st.sampled_from((Fate.KEEP, *HOMEWARD)) for storage in gaps.streamable.value if homes}
+        | {storage: st.sampled_from((Placement.KEEP, *STATE_OFFLOADED)) for storage in gaps.streamable.value if homes}
     )
 
 
-def legal(gaps: Gaps, storage: str, wire: str = "") -> list[Fate]:
-    again = [] if gaps.trace.op[gaps.maker[storage]].once else [Fate.RECOMPUTE, Fate.BRIEF]
-    return [Fate.KEEP, *again, *ways(gaps, storage, wire)]
+def legal(gaps: ReuseGaps, storage: str, wire: str = "") -> list[Placement]:
+    again = [] if gaps.trace.op[gaps.maker[storage]].once else [Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE]
+    return [Placement.KEEP, *again, *ways(gaps, storage, wire)]
 
 
 def holds(graph: fx.Graph, trace: Trace, data: st.DataObject) -> None:
     """The law, of a step that no subject has as it is."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.maker}
     text = apply(trace, schedule(gaps, chosen, MACHINE))
     check(text)
     assert summarize(rewrite(graph, text), price) == text
 
 
-def planned(name: str, adds: bool, chosen: dict[str, Fate]) -> Plan:
-    return schedule(Gaps(traced(name, adds)), chosen, MACHINE)
+def planned(name: str, adds: bool, chosen: dict[str, Placement]) -> Plan:
+    return schedule(ReuseGaps(traced(name, adds)), chosen, MACHINE)
 
 
 @contextmanager
@@ -88,12 +88,14 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     its, trace = subject(name), traced(name, adds)
     forecast = predict(apply(trace, plan), MACHINE)
     graph = rewrite(its.graphs[adds], forecast.trace)
-    found = slots(graph, its.captured)
-    tier = far_tier(CPU, [slot.nbytes for slot in found], None)
-    report = Report(MACHINE, Choice(plan, predict(trace, MACHINE), forecast))
-    far = FarStates(FarUpdate(None))
-    home_slots = HomeSlots(Residence(its.model), found, its.captured, far, unread(graph, its.captured))
-    yield Step(its.captured, split(graph, its.captured.graph), tier, report, home_slots)
+    found = tier_slots(graph, its.captured)
+    tier = open_tier(CPU, [slot.nbytes for slot in found], None)
+    report = Report(MACHINE, PlanResult(plan, predict(trace, MACHINE), forecast))
+    far = OffloadedStates(OffloadedUpdate(None))
+    home_slots = OffloadedSlots(
+        StatePlacement(its.model), found, its.captured, far, unread_parameters(graph, its.captured)
+    )
+    yield Step(its.captured, partition(graph, its.captured.graph), tier, report, home_slots)
     if tier is not None:
         tier.close()
 
@@ -162,11 +164,11 @@ def test_no_decisions_leave_the_graph_as_it_is(name: str) -> None:
     assert summarize(rewrite(subject(name).graphs[False], apply(trace, ())), price) == trace
 
 
-@pytest.mark.parametrize("only", [fate for fate in Fate if fate not in CAST])
+@pytest.mark.parametrize("only", [fate for fate in Placement if fate not in CAST])
 @pytest.mark.parametrize("name", ["attention", "normed"])
-def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Fate) -> None:
-    gaps = Gaps(traced(name, False))
-    chosen = {storage: only if only in legal(gaps, storage) else Fate.KEEP for storage in gaps.maker}
+def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Placement) -> None:
+    gaps = ReuseGaps(traced(name, False))
+    chosen = {storage: only if only in legal(gaps, storage) else Placement.KEEP for storage in gaps.maker}
     its = subject(name)
     with step_of(name, False, planned(name, False, chosen)) as step:
         its.again()
@@ -189,9 +191,9 @@ def test_any_plan_is_bit_equal_with_eager_and_measures_itself_within_its_forecas
 
 @pytest.mark.parametrize("only", CAST)
 @pytest.mark.parametrize("name", ["attention", "normed"])
-def test_casts_round_what_they_send_and_nothing_else(name: str, only: Fate) -> None:
-    gaps, its = Gaps(traced(name, False)), subject(name)
-    plan = planned(name, False, {s: only if only in legal(gaps, s, "bf16") else Fate.KEEP for s in gaps.maker})
+def test_casts_round_what_they_send_and_nothing_else(name: str, only: Placement) -> None:
+    gaps, its = ReuseGaps(traced(name, False)), subject(name)
+    plan = planned(name, False, {s: only if only in legal(gaps, s, "bf16") else Placement.KEEP for s in gaps.maker})
     assert casts(plan)
     with step_of(name, False, plan) as step, rounding(name, False, plan) as other:
         its.again()
@@ -240,7 +242,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         assert step.home_slots is not None
         step.home_slots.settled(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
-        _, allocated = measured(lambda: step(its.tensors, lambda: refuse)[0].backward())
+        _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None
         forecast = step.report.forecast
         taken = there + allocated.peak + int(forecast.by_kind["staging"].max(initial=0))
@@ -254,8 +256,8 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
 def test_no_file_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     its = subject("normed")
-    gaps = Gaps(traced("normed", False))
-    chosen = dict.fromkeys(gaps.root, Fate.STALL)
+    gaps = ReuseGaps(traced("normed", False))
+    chosen = dict.fromkeys(gaps.root, Placement.OFFLOAD_BLOCKING)
     for _ in range(3):
         with step_of("normed", False, planned("normed", False, chosen)) as step:
             its.again()

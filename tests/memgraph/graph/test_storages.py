@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import memgraph
 from memgraph.capture import constant_fake_mode
 from memgraph.capture.capture import capture
-from memgraph.capture.constant_fake_mode import KnowingMode
+from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.graph.aten_shims import COPY_STORAGES
 from memgraph.graph.nodes import tensors
-from memgraph.graph.result_layout import Made, made_of
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.graph.result_layout import ResultLayout, layouts_of
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.models import Function
 
 X = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
@@ -69,7 +69,7 @@ def test_every_compile_forecasts_the_same_and_to_the_byte(function: Callable[[nn
         compiled(X).backward(tangent)
         model.zero_grad()
         there = resident_bytes([*model.parameters(), X, tangent])
-        _, allocated = measured(lambda compiled=compiled, tangent=tangent: compiled(X).backward(tangent))  # type: ignore[misc]
+        _, allocated = measure_peak(lambda compiled=compiled, tangent=tangent: compiled(X).backward(tangent))  # type: ignore[misc]
         assert allocated is not None
         assert there + allocated.peak == compiled.plan.measured == compiled.plan.peak <= budget
         budget = compiled.plan.peak
@@ -79,9 +79,9 @@ def test_every_compile_forecasts_the_same_and_to_the_byte(function: Callable[[nn
 
 @pytest.mark.parametrize("function", STEPS)
 def test_a_step_that_was_captured_before_is_captured_alike(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    def captured() -> list[tuple[str, list[Made]]]:
+    def captured() -> list[tuple[str, list[ResultLayout]]]:
         graph = capture(Function(function), (X,), {}).graph.graph
-        return [(node.name, list(map(made_of, tensors(node)))) for node in graph.nodes if node.op != "output"]
+        return [(node.name, list(map(layouts_of, tensors(node)))) for node in graph.nodes if node.op != "output"]
 
     assert captured() == captured()
 
@@ -102,10 +102,10 @@ def test_a_step_that_was_captured_before_is_captured_alike(function: Callable[[n
 def test_a_write_into_a_view_is_foretold_as_the_kernel_does_it(
     view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]
 ) -> None:
-    real = made_of(write(view(torch.zeros(10, 20))))
+    real = layouts_of(write(view(torch.zeros(10, 20))))
     for _ in range(2):  # torch remembers the second one
-        with KnowingMode():
-            assert made_of(write(view(torch.zeros(10, 20)))) == real
+        with ConstantFakeMode():
+            assert layouts_of(write(view(torch.zeros(10, 20)))) == real
 
 
 @pytest.mark.parametrize("make", [torch.hann_window, torch.bartlett_window, torch.blackman_window])
@@ -114,8 +114,13 @@ def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_bef
 ) -> None:
     monkeypatch.setattr(constant_fake_mode, "_noted", set())
     monkeypatch.setattr(constant_fake_mode, "_roomy", set(COPY_STORAGES))
-    real = made_of(make(8))
-    for mode in (FakeTensorMode, FakeTensorMode, KnowingMode, KnowingMode):  # torch remembers what the second one makes
+    real = layouts_of(make(8))
+    for mode in (
+        FakeTensorMode,
+        FakeTensorMode,
+        ConstantFakeMode,
+        ConstantFakeMode,
+    ):  # torch remembers what the second one makes
         with mode():
-            found = made_of(make(8))
+            found = layouts_of(make(8))
     assert found == real

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.graph.unused import without, zeros
-from memgraph.storage.mapped_storage import place_of
+from memgraph.graph.unused import drop_unused, zero_inputs
+from memgraph.storage.mapped_storage import buffer_slice_of
 from tests.support.compare import Fact, assert_alike, batch, both, tight
 from tests.support.models import Function
 
@@ -160,7 +160,7 @@ def test_gradients_that_live_far_are_neither_made_nor_added_to() -> None:
         called(wide_batch(3))[1].sum().backward()
         results.append([*(p.grad for p in module.parameters()), *module.parameters()])
         if far:
-            assert any(place_of(p.detach()) for p in module.parameters())
+            assert any(buffer_slice_of(p.detach()) for p in module.parameters())
             report: Any = called.plan
             assert report.measured <= report.peak
     for their, our in zip(*results, strict=True):
@@ -180,7 +180,7 @@ class Wide(nn.Module):
 
 def test_zeros_lie_as_they_are_asked_to() -> None:
     for like in (torch.ones(3, 4).t(), torch.ones(3, 1).expand(3, 4), torch.ones(0, 2), torch.ones(2, 3)[:, ::2]):
-        found = zeros(like.shape, like.stride(), like.dtype, like.device)
+        found = zero_inputs(like.shape, like.stride(), like.dtype, like.device)
         assert (found.shape, found.stride()) == (like.shape, like.stride())
         assert not found.any() and found.untyped_storage().nbytes() <= like.untyped_storage().nbytes()
 
@@ -192,7 +192,7 @@ def test_an_input_that_is_read_no_more_goes_before_the_first_op() -> None:
     graph.output((graph.call_function(torch.ops.aten.neg.default, (both,)),))
     for node in graph.nodes:
         node.meta["val"] = torch.ones(3)
-    half = without(torch.fx.GraphModule(nn.Module(), graph), ["first", "second"], [1])
+    half = drop_unused(torch.fx.GraphModule(nn.Module(), graph), ["first", "second"], [1])
     code = half.code
     assert code.index("second = ") < code.index(".laid")
     assert torch.equal(half(torch.ones(3), torch.ones(3))[0], -torch.ones(3))

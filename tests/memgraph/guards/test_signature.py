@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memgraph
-from memgraph.guards.module_attributes import Attributes
+from memgraph.guards.module_attributes import AttributeGuard
 from memgraph.guards.signature import signature
 
 ROOM = "1GB"
@@ -215,13 +215,13 @@ def test_a_count_that_is_a_buffer_goes_on() -> None:
 # --- what costs no new plan, and leaves nothing behind
 
 
-def key_of(module: nn.Module, attributes: Attributes | None = None) -> Any:
+def key_of(module: nn.Module, attributes: AttributeGuard | None = None) -> Any:
     return signature(module, [*module.parameters()], None, [], attributes)
 
 
 def test_equal_values_in_other_objects_are_the_same_key() -> None:
     module = Reading({"a": [1.0, "x"]}, scale_of)
-    attributes = Attributes(module)
+    attributes = AttributeGuard(module)
     before = key_of(module, attributes)
     module.held = {"a": [float("1.0"), "x"]}
     assert key_of(module, attributes) == before == key_of(module)
@@ -231,13 +231,13 @@ def test_equal_values_in_other_objects_are_the_same_key() -> None:
 def test_one_is_not_true_and_zero_has_a_sign() -> None:
     keys = {key_of(Reading(held, scale_of))[4][-1] for held in (1, True, 1.0, "1")}
     assert len(keys) == 1  # the last token is of `read`, the same for all
-    tokens = {str(Attributes(Reading(held, scale_of)).key) for held in ([1], [True], [0.0], [-0.0], [None], [1.0])}
+    tokens = {str(AttributeGuard(Reading(held, scale_of)).key) for held in ([1], [True], [0.0], [-0.0], [None], [1.0])}
     assert len(tokens) == 6
 
 
 def test_a_parameter_that_is_replaced_is_the_same_key() -> None:
     module = nn.Linear(4, 4)
-    attributes = Attributes(module)
+    attributes = AttributeGuard(module)
     before = key_of(module, attributes)
     module.weight = nn.Parameter(torch.zeros(4, 4))
     assert key_of(module, attributes) == before
@@ -245,7 +245,7 @@ def test_a_parameter_that_is_replaced_is_the_same_key() -> None:
 
 def test_a_tensor_in_an_attribute_is_not_kept_alive() -> None:
     module = Reading(torch.ones(4), scale_of)
-    attributes = Attributes(module)
+    attributes = AttributeGuard(module)
     before = attributes.key
     ref = weakref.ref(module.held)
     module.held = None
@@ -261,4 +261,4 @@ def test_a_walk_ends_where_things_are_deep_or_in_a_circle() -> None:
         held = [held]
     module = Reading(held, scale_of)
     vars(module)["me"] = [module]
-    assert Attributes(module).key is not None
+    assert AttributeGuard(module).key is not None

@@ -179,13 +179,13 @@ def test_on_a_cpu_the_twin_runs_and_nothing_is_measured() -> None:
 
 
 def test_what_was_not_measured_runs_as_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "setting", str)
+    monkeypatch.setattr(autotune, "environment_key", str)
     assert way_of("cast", GPU, 1 << 20) is None
 
 
 def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "setting", str)
+    monkeypatch.setattr(autotune, "environment_key", str)
     now: list[tuple[int, Way | None]] = []
     runs = 0
 
@@ -201,7 +201,7 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
         ((nbytes, way),) = now
         return 10.0 if way is None else 20.0 - WAYS.index(way) * 8 if nbytes > 1 << 20 else 30.0
 
-    monkeypatch.setattr(autotune, "shortest", us)
+    monkeypatch.setattr(autotune, "shortest_us", us)
     found = measured("cast", GPU, trial)
     assert list(found.values()) == [None, None, WAYS[-1], WAYS[-1]]
     assert runs == 4 * (1 + len(WAYS))
@@ -220,10 +220,10 @@ def test_the_fastest_way_is_found_once_for_each_size(monkeypatch: pytest.MonkeyP
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured for "cuda" is looked up for tensors, which know the number."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
-    monkeypatch.setattr(autotune, "setting", lambda device: "a GPU")
+    monkeypatch.setattr(autotune, "environment_key", lambda device: "a GPU")
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(autotune, "shortest", lambda run, device: 1.0 if run() else 2.0)
+    monkeypatch.setattr(autotune, "shortest_us", lambda run, device: 1.0 if run() else 2.0)
     measured("cast", torch.device("cuda"), lambda nbytes, way: lambda: way == WAYS[2])
     assert way_of("cast", GPU, 1 << 20) == WAYS[2]
     assert way_of("cast", torch.device("cuda", 1), 1 << 20) is None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.optim.offloaded_update import FarStates, FarUpdate
+from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
 from memgraph.optim.optimizer_profiler import state_tensors
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.fused_updates import ROOM, fused, smallest, steps, train
 from tests.support.streamed_state import OPTIMIZERS, WIDTH, Twins, batch, chain, far, least, loss
 
@@ -83,16 +83,16 @@ def test_states_that_come_while_others_are_trained_are_counted(fuse_update: bool
     x = batch()
     twins.ours.zero_grad()
     there = resident_bytes([*twins.module.parameters(), x, *state_tensors(twins.ours)])
-    _, allocated = measured(lambda: twins.model(x).backward())
+    _, allocated = measure_peak(lambda: twins.model(x).backward())
     assert allocated is not None and there + allocated.peak <= forecast.peak
 
 
 def test_windows_are_those_of_the_step_that_runs() -> None:
     module = Beside("parameter").requires_grad_()
-    update = FarUpdate(OPTIMIZERS["adamw"](module.parameters()))
-    all_of_it = FarStates(update, window=update.window)
+    update = OffloadedUpdate(OPTIMIZERS["adamw"](module.parameters()))
+    all_of_it = OffloadedStates(update, window=update.window)
     module.beside.requires_grad_(False)
-    layers = FarStates(update, window=update.window)
+    layers = OffloadedStates(update, window=update.window)
     assert all_of_it.window != layers.window
     for states in (all_of_it, layers, all_of_it):
         assert not states.begun

@@ -18,17 +18,17 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.optim import offloaded_update, stepping
 from memgraph.optim.host_step import stepper_on_host
-from memgraph.optim.offloaded_update import FarStates, FarUpdate
-from memgraph.optim.optimizer_clone import Stepper
+from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
+from memgraph.optim.optimizer_clone import ClonedOptimizer
 from memgraph.optim.state_parts import state_parts
 from memgraph.optim.update_cost import STATE
-from memgraph.optim.windowed_update import Update
+from memgraph.optim.windowed_update import WindowedUpdate
 from memgraph.planning import planner
-from memgraph.storage.mapped_storage import is_far
-from memgraph.storage.pinned_pool import Slabs
-from memgraph.storage.pinned_storage import Host
-from memgraph.storage.pinned_tier import beside, streams
-from memgraph.storage.transfer import bring_home
+from memgraph.storage.mapped_storage import is_offloaded
+from memgraph.storage.pinned_pool import PinnedPool
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
+from memgraph.storage.pinned_tier import copy_streams, extra_streams
+from memgraph.storage.transfer import begin_reload
 from passes import Stream
 from tests.support.late_device import Late
 from tests.support.streamed_state import OPTIMIZERS, Twins, batch, chain, facts, far, least, loss, same, streamed, train
@@ -49,19 +49,22 @@ def _rate(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture(name="host")
 def _host(monkeypatch: pytest.MonkeyPatch, late: Late) -> Late:
     """The late device, which does not do what the host does; its queues for the host's own copies have names."""
-    for queues, names in ((streams(late, CPU), ("out", "back")), (beside(late, CPU), ("leaving", "coming"))):
+    for queues, names in (
+        (copy_streams(late, CPU), ("out", "back")),
+        (extra_streams(late, CPU), ("leaving", "coming")),
+    ):
         for queue, name in zip(queues, names, strict=True):
             queue.name = name
 
-    def by_itself(work: Callable[[Update, int], Any]) -> Callable[[Update, int], Any]:
-        def worked(update: Update, at: int) -> Any:
+    def by_itself(work: Callable[[WindowedUpdate, int], Any]) -> Callable[[WindowedUpdate, int], Any]:
+        def worked(update: WindowedUpdate, at: int) -> Any:
             with late.hosting(at >= update.turn):
                 return work(update, at)
 
         return worked
 
     for name in ("_fill", "_compute", "_finish"):
-        monkeypatch.setattr(Update, name, by_itself(getattr(Update, name)))
+        monkeypatch.setattr(WindowedUpdate, name, by_itself(getattr(WindowedUpdate, name)))
     return late
 
 
@@ -129,8 +132,8 @@ def test_without_any_one_of_its_waits_it_goes_wrong(
     rate(ALL)
     twins = twins_of("momentum", 1.2)
     twins.train(2)
-    assert any(is_far(parameter) for parameter in twins.module.parameters())
-    assert any(not is_far(p) and p.nbytes > WINDOW for p in twins.module.parameters())
+    assert any(is_offloaded(parameter) for parameter in twins.module.parameters())
+    assert any(not is_offloaded(p) and p.nbytes > WINDOW for p in twins.module.parameters())
     host.deaf, host.idle = frozenset((a, b) for a, _, b in (pair.partition(" for ") for pair in missing)), True
     host.slow = frozenset(waited for _, waited in host.deaf)
     for seed in range(3):
@@ -203,7 +206,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
 @pytest.mark.usefixtures("small_windows", "host")
 def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate: Callable[[float], None]) -> None:
     rate(ALL)
-    monkeypatch.setattr(planner, "ground", lambda device, folder, *_: folder)
+    monkeypatch.setattr(planner, "buffer_location", lambda device, folder, *_: folder)
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
     assert not there(asked) and asked.machine.stepping == 0.0
@@ -240,7 +243,7 @@ def test_a_window_is_stepped_once_and_its_time_is_known_from_then_on(
         return 8.0
 
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(stepping, "shortest", shortest)
+    monkeypatch.setattr(stepping, "shortest_us", shortest)
     optimizer = OPTIMIZERS["adamw"](chain(2).parameters())
     parts, elements = state_parts(optimizer), (1 << 18) // 16
     for _ in range(3):
@@ -287,15 +290,15 @@ def shapes(dtype: torch.dtype) -> list[nn.Parameter]:
     ids=["AdamW", "Adam", "Adagrad", "AdamW bf16", "SGD", "RMSprop", "NAdam"],
 )
 def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
-    make: Callable[..., optim.Optimizer], dtype: torch.dtype, places: str, slabs: Slabs
+    make: Callable[..., optim.Optimizer], dtype: torch.dtype, places: str, slabs: PinnedPool
 ) -> None:
-    host = Host(CPU, Late(0), slabs)
+    host = PinnedBufferAllocator(CPU, Late(0), slabs)
     theirs = shapes(dtype)
     ours = [nn.Parameter(copy.deepcopy(parameter.data)) for parameter in theirs]
     optimizer = make(ours)
     plain = make(theirs, fused=True) if "fused" in optimizer.defaults else make(theirs)
     if places in ("all far", "gradients here"):
-        for parameter, home in zip(ours, bring_home([parameter.detach() for parameter in ours], host), strict=True):
+        for parameter, home in zip(ours, begin_reload([parameter.detach() for parameter in ours], host), strict=True):
             parameter.data = home
     for seed in range(3):
         torch.manual_seed(seed)
@@ -304,11 +307,11 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
             our.grad = their.grad.clone()
         if places in ("all far", "parameters here"):
             for parameter, home in zip(
-                ours, bring_home([p.grad for p in ours if p.grad is not None], host), strict=True
+                ours, begin_reload([p.grad for p in ours if p.grad is not None], host), strict=True
             ):
                 parameter.grad = home
         before = [parameter._version for parameter in ours]
-        update = Update(optimizer, WINDOW, lambda _: True, host, hosted=lambda _: True)
+        update = WindowedUpdate(optimizer, WINDOW, lambda _: True, host, hosted=lambda _: True)
         assert update.turn == 0 and len(update.windows) > 2
         with torch.no_grad():
             update.run()
@@ -320,18 +323,22 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
             assert states.keys() == known.keys()
             for key, value in known.items():
                 assert torch.equal(states[key], value) if isinstance(value, Tensor) else states[key] == value
-                assert is_far(states[key]) or not isinstance(value, Tensor) or not value.dim()
+                assert is_offloaded(states[key]) or not isinstance(value, Tensor) or not value.dim()
         del update
         assert not slabs.lent
 
 
 @pytest.mark.parametrize("what", ["a parameter with gaps", "a gradient that lies otherwise"])
-def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_device(what: str, slabs: Slabs) -> None:
+def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_device(
+    what: str, slabs: PinnedPool
+) -> None:
     parameter = nn.Parameter(torch.randn(40, 60)[:, ::2] if "gaps" in what else torch.randn(30, 40).t())
     plain = nn.Parameter(parameter.detach().clone())
     parameter.grad, plain.grad = (torch.arange(1200.0).view(40, 30) for _ in range(2))
     optimizer, other = optim.AdamW([parameter]), optim.AdamW([plain])
-    update = Update(optimizer, WINDOW, lambda _: True, Host(CPU, Late(0), slabs), hosted=lambda _: True)
+    update = WindowedUpdate(
+        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+    )
     assert update.host_step is None and update.turn == len(update.windows)
     with torch.no_grad():
         update.run()
@@ -339,7 +346,7 @@ def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_d
     assert torch.equal(parameter, plain)
 
 
-def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs: Slabs) -> None:
+def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs: PinnedPool) -> None:
     ours = [nn.Parameter(torch.randn(40, 30)) for _ in range(2)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizer = optim.SGD(ours, lr=0.1, momentum=0.9)
@@ -348,7 +355,9 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs:
         for i in range(trained):
             ours[i].grad, theirs[i].grad = torch.ones(40, 30), torch.ones(40, 30)
             plain[i].step()
-        update = Update(optimizer, WINDOW, lambda _: True, Host(CPU, Late(0), slabs), hosted=lambda _: True)
+        update = WindowedUpdate(
+            optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+        )
         assert len(update.windows) == 1
         with torch.no_grad():
             update.run()
@@ -356,25 +365,27 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs:
 
 
 def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
-    slabs: Slabs, monkeypatch: pytest.MonkeyPatch
+    slabs: PinnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stepper, "numbers", lambda *_: {"step": torch.device("meta")})
+    monkeypatch.setattr(ClonedOptimizer, "numbers", lambda *_: {"step": torch.device("meta")})
     parameter = nn.Parameter(torch.ones(40, 30))
     parameter.grad = torch.ones(40, 30)
     optimizer = optim.AdamW([parameter])
-    update = Update(optimizer, WINDOW, lambda _: True, Host(CPU, Late(0), slabs), hosted=lambda _: True)
+    update = WindowedUpdate(
+        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+    )
     with torch.no_grad():
         update.run()
-    assert optimizer.state[parameter]["step"].is_meta and is_far(optimizer.state[parameter]["exp_avg"])
+    assert optimizer.state[parameter]["step"].is_meta and is_offloaded(optimizer.state[parameter]["exp_avg"])
 
 
-def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(slabs: Slabs) -> None:
+def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(slabs: PinnedPool) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    whole = FarUpdate(optim.AdamW(parameters), where=Host(CPU, Late(0), slabs))
-    first = FarStates(whole, tuple(parameters), tuple(parameters))
+    whole = OffloadedUpdate(optim.AdamW(parameters), where=PinnedBufferAllocator(CPU, Late(0), slabs))
+    first = OffloadedStates(whole, tuple(parameters), tuple(parameters))
     first.begin()
     assert whole.hosted == set(parameters) and first.begun
-    second = FarStates(whole, tuple(parameters), (parameters[1],))
+    second = OffloadedStates(whole, tuple(parameters), (parameters[1],))
     first.end(second.owners)
     assert not second.begun
     second.begin()

@@ -188,12 +188,12 @@ def test_nothing_of_an_update_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
 
     updates: list[weakref.ref[Any]] = []
 
-    class Watched(windowed_update.Update):
+    class Watched(windowed_update.WindowedUpdate):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             updates.extend(map(weakref.ref, (self, *self.slabs)))
 
-    monkeypatch.setattr(windowed_optimizer, "Update", Watched)
+    monkeypatch.setattr(windowed_optimizer, "WindowedUpdate", Watched)
     one = training(tmp_path, OPTIMIZERS["AdamW"], SIDES["states"]).steps(1)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

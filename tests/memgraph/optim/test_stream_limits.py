@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.spill_file import SpillError
 from passes import Reload
 from tests.support.faults import failing, open_files
@@ -262,4 +262,4 @@ def test_activations_go_before_the_state_if_that_is_enough() -> None:
     model(x).backward()
     assert model.plan.plan
     assert not streams(model)
-    assert not any(is_far(parameter.detach()) for parameter in module.parameters())
+    assert not any(is_offloaded(parameter.detach()) for parameter in module.parameters())

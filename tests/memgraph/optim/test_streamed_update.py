@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.optim.fused_update import FusedUpdate
-from memgraph.optim.offloaded_update import FarUpdate
+from memgraph.optim.offloaded_update import OffloadedUpdate
 from memgraph.optim.optimizer_profiler import state_tensors
-from memgraph.optim.streamed_update import Relay
-from memgraph.optim.window_memory import Far, window_bytes
-from memgraph.profile.memory_meter import measured, resident_bytes
-from memgraph.storage.mapped_storage import place_of
+from memgraph.optim.streamed_update import StreamedUpdate
+from memgraph.optim.window_memory import OffloadedParts, window_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import SpillError
-from memgraph.storage.transfer import bring_home
+from memgraph.storage.transfer import begin_reload
 from tests.support.faults import failing
 from tests.support.fused_updates import fused, smallest, steps
 from tests.support.slow_disk import Gate, drain
@@ -37,7 +37,7 @@ def parameters(folder: Path | None) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
     tensors[2] = tensors[2].t()
-    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else bring_home(tensors, folder))]
+    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else begin_reload(tensors, folder))]
 
 
 def gradients(like: list[nn.Parameter], seed: int) -> list[Tensor]:
@@ -57,8 +57,8 @@ def nowhere(parameter: Tensor) -> bool:
     return False
 
 
-def relay(optimizer: Any, order: list[nn.Parameter], folder: Path, nbytes: int = WINDOW) -> Relay:
-    return Relay(optimizer, order, nbytes, everywhere, folder)
+def relay(optimizer: Any, order: list[nn.Parameter], folder: Path, nbytes: int = WINDOW) -> StreamedUpdate:
+    return StreamedUpdate(optimizer, order, nbytes, everywhere, folder)
 
 
 @pytest.mark.parametrize("nbytes", [WINDOW, 1 << 20])
@@ -82,7 +82,7 @@ def test_updates_one_by_one_are_the_plain_ones(tmp_path: Path, name: str, nbytes
         assert all(map(torch.equal, ours, theirs))
         states, others = ([list(o.state[p].values()) for p in row] for o, row in ((optimizer, ours), (plain, theirs)))
         assert all(same(mine, yours) for mine, yours in zip(states, others, strict=True))
-    assert all(place_of(parameter.detach()) for parameter in ours)
+    assert all(buffer_slice_of(parameter.detach()) for parameter in ours)
 
 
 def test_the_next_parameter_is_read_while_the_last_one_is_written(
@@ -126,8 +126,8 @@ def test_the_gradient_is_gone_when_its_update_returns(tmp_path: Path, monkeypatc
 def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: Callable[[Tensor], bool]) -> None:
     ours = parameters(tmp_path)
     optimizer = OPTIMIZERS["AdamW"](ours)
-    foreseen = window_bytes(optimizer, WINDOW, Far(everywhere, everywhere, states), ours, apart=True)[0]
-    one = Relay(optimizer, ours, WINDOW, states, tmp_path)
+    foreseen = window_bytes(optimizer, WINDOW, OffloadedParts(everywhere, everywhere, states), ours, apart=True)[0]
+    one = StreamedUpdate(optimizer, ours, WINDOW, states, tmp_path)
     assert resident_bytes(one.slabs) <= foreseen.windows <= foreseen.between <= foreseen.total
 
     def update() -> None:
@@ -136,7 +136,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
 
     with torch.no_grad():
         before = near_states(optimizer)
-        _, seen = measured(update)
+        _, seen = measure_peak(update)
         one.finish()
     assert seen is not None
     assert seen.peak + resident_bytes(one.slabs) - (near_states(optimizer) - before) <= foreseen.total
@@ -144,7 +144,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
 
 def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
     """However many parameters have been updated by then; none of them makes a state any more."""
-    ours = [nn.Parameter(tensor) for tensor in bring_home([torch.zeros(40_001) for _ in range(8)], tmp_path)]
+    ours = [nn.Parameter(tensor) for tensor in begin_reload([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)
     zeros = [torch.zeros(()).expand(parameter.shape) for parameter in ours]
     with torch.no_grad():
@@ -152,14 +152,16 @@ def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
         for parameter, gradient in zip(ours, zeros, strict=True):
             first.update(parameter, gradient)
         first.finish()
-        foreseen = window_bytes(optimizer, WINDOW, Far(everywhere, everywhere, everywhere), ours, apart=True)[0]
-        held, seen = measured(lambda: _most_of_them(optimizer, ours, zeros, tmp_path))
+        foreseen = window_bytes(
+            optimizer, WINDOW, OffloadedParts(everywhere, everywhere, everywhere), ours, apart=True
+        )[0]
+        held, seen = measure_peak(lambda: _most_of_them(optimizer, ours, zeros, tmp_path))
         assert seen is not None
         assert resident_bytes(held.slabs) < seen.net <= foreseen.between
         held.finish()
 
 
-def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor], folder: Path) -> Relay:
+def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor], folder: Path) -> StreamedUpdate:
     one = relay(optimizer, ours, folder)
     for parameter, gradient in zip(ours[:-1], zeros, strict=False):
         one.update(parameter, gradient)
@@ -167,7 +169,7 @@ def _most_of_them(optimizer: Any, ours: list[nn.Parameter], zeros: list[Tensor],
 
 
 def near_states(optimizer: Any) -> int:
-    return resident_bytes(tensor for tensor in state_tensors(optimizer) if place_of(tensor) is None)
+    return resident_bytes(tensor for tensor in state_tensors(optimizer) if buffer_slice_of(tensor) is None)
 
 
 def test_a_gradient_that_the_update_only_reads_is_not_written_back(
@@ -224,7 +226,7 @@ def test_a_step_whose_last_writes_fail_does_not_end_well(last: int) -> None:
 def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     steps(twins, 2)
-    made, update, relays = twins.model(batch()), FusedUpdate._update, list[Relay]()
+    made, update, relays = twins.model(batch()), FusedUpdate._update, list[StreamedUpdate]()
 
     def stop(self: FusedUpdate, name: str, gradient: Tensor) -> None:
         update(self, name, gradient)
@@ -246,7 +248,7 @@ def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: py
 def test_windows_stay_for_updates_in_backward_alone() -> None:
     trained = [nn.Parameter(torch.zeros(300, 300)) for _ in range(3)]
     optimizer = torch.optim.AdamW(trained)
-    inside, behind = (FarUpdate(optimizer, fused=fuse) for fuse in (True, False))
+    inside, behind = (OffloadedUpdate(optimizer, fused=fuse) for fuse in (True, False))
     assert 0 < inside.between(trained) <= inside.nbytes(trained)
     assert behind.between(trained) == 0
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import FusedError, UpdateError
-from memgraph.optim.elementwise import POINTWISE
-from memgraph.optim.optimizer_clone import Stepper
-from memgraph.optim.twin import twin
+from memgraph.optim.elementwise import ELEMENTWISE
+from memgraph.optim.optimizer_clone import ClonedOptimizer
+from memgraph.optim.twin import clone_optimizer
 from tests.support.streamed_state import Twins, assert_kept, batch, chain, far, loss, train
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
@@ -78,7 +78,7 @@ def test_it_streams_and_is_eagers() -> None:
 def test_a_twin_has_numbers_of_its_own_and_reaches_nothing_of_the_first() -> None:
     first: Any = Momentum([nn.Parameter(torch.ones(2))])
     first.inner = optim.SGD(first.parameters(), lr=0.1)
-    one: Any = twin(first, [], {})
+    one: Any = clone_optimizer(first, [], {})
     assert one.rates == first.rates
     assert one.rates["added"] is not first.rates["added"]
     assert not hasattr(one, "owned")  # these are parameters
@@ -90,7 +90,7 @@ def test_a_twin_has_numbers_of_its_own_and_reaches_nothing_of_the_first() -> Non
 def test_what_a_step_changes_beside_its_states_is_not_run_in_windows(first: Any) -> None:
     optimizer, before = counting(first), str(first)
     with pytest.raises(UpdateError, match=r"Counting.calls is another after a step, .*; keep it in the state of each"):
-        Stepper(optimizer).entries(0, torch.float32)
+        ClonedOptimizer(optimizer).entries(0, torch.float32)
     assert str(optimizer.calls) == before
 
 
@@ -102,11 +102,11 @@ def test_nor_is_it_updated_in_backward_one_parameter_after_the_other() -> None:
     memgraph.compile(model, 10**8, optimizer=Momentum(model.parameters()), fuse_update=True, time_limit=0)
 
 
-@pytest.mark.parametrize("kind", POINTWISE)
+@pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_what_a_step_of_torchs_own_notes_of_itself_does_not_count(kind: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     for optimizer in [kind([parameter]), *([kind([parameter], fused=True)] if kind in FUSED else [])]:
-        Stepper(optimizer).entries(0, torch.float32)
+        ClonedOptimizer(optimizer).entries(0, torch.float32)
 
 
 def test_what_a_twin_copies_is_in_the_forecast_of_an_update_in_backward() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
-from memgraph.storage.mapped_storage import is_far
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
+from memgraph.storage.mapped_storage import is_offloaded
 from tests.support.streamed_state import ADAMW, WIDTH, batch, chain, loss, streamed
 
 
@@ -43,9 +43,9 @@ def test_what_is_not_used_lives_far_and_the_budget_is_kept(grad: bool) -> None:
 
         for _ in range(3):
             step()
-        assert is_far(model.get_parameter("heads.1.weight"))
+        assert is_offloaded(model.get_parameter("heads.1.weight"))
         there = resident_bytes([*model.parameters(), batch()])
-        _, allocated = measured(step)
+        _, allocated = measure_peak(step)
     report = compiled.plan
     staging = int(report.forecast.by_kind["staging"].max(initial=0))
     assert allocated is not None
@@ -69,4 +69,4 @@ def test_it_is_trained_when_its_turn_comes() -> None:
         assert all(map(torch.equal, ours.parameters(), plain.parameters()))
     ours.get_parameter("heads.1.weight").data = ours.get_parameter("heads.1.weight").detach().clone()
     compiled(batch())
-    assert is_far(ours.get_parameter("heads.1.weight"))
+    assert is_offloaded(ours.get_parameter("heads.1.weight"))

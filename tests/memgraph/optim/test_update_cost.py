@@ -11,7 +11,7 @@ from torch import nn, optim
 import memgraph
 from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
 from memgraph.profile import op_profiler
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.optimizers import OPTIMIZERS, ROOM, batch, net, square, step
 
 
@@ -24,7 +24,7 @@ def most_measured(module: nn.Module, optimizer: optim.Optimizer, compiled: nn.Mo
     x, most = batch(), 0
     for _ in range(steps):
         there = resident_bytes([*module.parameters(), x, *state_tensors(optimizer)])
-        _, allocated = measured(lambda: step(compiled, optimizer, x))
+        _, allocated = measure_peak(lambda: step(compiled, optimizer, x))
         assert allocated is not None
         most = max(most, there + allocated.peak)
     return most
@@ -92,7 +92,7 @@ def test_a_whole_step_keeps_to_a_budget_that_takes_a_plan() -> None:
     step(compiled, optimizer, x)
     assert compiled.plan.plan
     there = resident_bytes([*module.parameters(), x, *state_tensors(optimizer)])
-    _, allocated = measured(lambda: step(compiled, optimizer, x))
+    _, allocated = measure_peak(lambda: step(compiled, optimizer, x))
     assert allocated is not None
     assert there + allocated.peak <= compiled.plan.peak <= budget
 

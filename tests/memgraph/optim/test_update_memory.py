@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from memgraph.optim.optimizer_profiler import state_tensors, update_nbytes
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.optimizers import OPTIMIZERS
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -29,7 +29,7 @@ def stepped(optimizer: optim.Optimizer, parameters: Iterable[nn.Parameter], step
         p.grad = torch.ones_like(p)
     for _ in range(steps):
         there = resident_bytes(state_tensors(optimizer))
-        _, allocated = measured(optimizer.step)
+        _, allocated = measure_peak(optimizer.step)
         assert allocated is not None
         most = max(most, there + allocated.peak)
     return most

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memgraph.optim.window_memory import window_bytes
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.windowed_training import (
     OPTIMIZERS,
     SIDES,
@@ -31,7 +31,7 @@ def test_the_bytes_of_an_update_are_known_before_and_nearly_exact(tmp_path: Path
             if parameter.grad is None:
                 parameter.grad = one.at_home(torch.zeros_like(parameter), far.gradients(parameter))
         before = resident_bytes(near_states(one))
-        _, allocated = measured(one.optimizer.step)
+        _, allocated = measure_peak(one.optimizer.step)
         assert allocated is not None
         seen.append(allocated.peak - max(0, resident_bytes(near_states(one)) - before))
         assert seen[-1] <= foreseen[i > 0].total

@@ -6,17 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memgraph.optim.window_plan import LINE, Row, boxes, cut
+from memgraph.optim.window_plan import LINE, WindowRow, aligned_boxes, plan_windows
 from memgraph.storage.spill_file import PAGE
 
 itemsizes = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3).map(tuple)
-rows = st.builds(Row, st.integers(0, 100_000), st.just((4, 4)), itemsizes, itemsizes, st.booleans())
+rows = st.builds(WindowRow, st.integers(0, 100_000), st.just((4, 4)), itemsizes, itemsizes, st.booleans())
 
 
 @given(st.lists(rows, max_size=6), st.integers(0, 1 << 20))
-def test_windows_hold_every_element_once_and_in_order(rows: list[Row], more: int) -> None:
+def test_windows_hold_every_element_once_and_in_order(rows: list[WindowRow], more: int) -> None:
     nbytes = max((row.nbytes(min(row.count, row.quantum)) for row in rows), default=0) + more
-    windows = cut(rows, nbytes)
+    windows = plan_windows(rows, nbytes)
     pieces = [piece for window in windows for piece in window]
     for window in windows:
         assert sum(rows[piece.row].nbytes(piece.count) for piece in window) <= nbytes
@@ -34,8 +34,9 @@ def test_boxes_are_a_range_of_elements_in_order(shape: list[int], data: st.DataO
     tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
     begin = data.draw(st.integers(0, tensor.numel()))
     end = data.draw(st.integers(begin, tensor.numel()))
-    found = [view.reshape(-1) for view in boxes(tensor, begin, end)]
+    found = [view.reshape(-1) for view in aligned_boxes(tensor, begin, end)]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), tensor.reshape(-1)[begin:end])
     assert all(
-        view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for view in boxes(tensor, begin, end)
+        view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        for view in aligned_boxes(tensor, begin, end)
     )

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memgraph.errors import UpdateError
-from memgraph.optim.windowed_optimizer import Windowed
+from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from tests.support.windowed_training import (
     ALL,
     LOW_PRECISION,
@@ -92,7 +92,7 @@ def low_precision(folder: Path, make: Make, threads: int, count: int, nbytes: in
             if far:
                 for parameter in parameters:
                     parameter.data = one.at_home(parameter.data, True)
-                one.windowed = Windowed(one.optimizer, nbytes, far.states, folder)
+                one.windowed = WindowedOptimizer(one.optimizer, nbytes, far.states, folder)
             both.append(one.steps(4))
         return both[0], both[1]
     finally:
@@ -174,7 +174,7 @@ def test_schedulers_do_what_they_do(tmp_path: Path, schedule: str, name: str, be
         plain.far = far or NOT
         scheduler = SCHEDULERS[schedule](plain.optimizer) if before else None
         if far:
-            plain.windowed = Windowed(plain.optimizer, SMALL, far.states, tmp_path)
+            plain.windowed = WindowedOptimizer(plain.optimizer, SMALL, far.states, tmp_path)
         scheduler = scheduler or SCHEDULERS[schedule](plain.optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -245,7 +245,7 @@ def test_writing_by_the_file_is_seen_as_a_change_of_the_parameter(tmp_path: Path
 
 
 def test_where_nothing_is_far_the_plain_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memgraph.optim.windowed_optimizer.Update", None)
+    monkeypatch.setattr("memgraph.optim.windowed_optimizer.WindowedUpdate", None)
     one = training(tmp_path, OPTIMIZERS["AdamW"], NOT).steps()
     assert_equal(one, training(tmp_path, OPTIMIZERS["AdamW"], None).steps())
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.options.argument_rules import ARGUMENTS, SHARDED, read
+from memgraph.options.argument_rules import COMPILE_RULES, SHARDED_RULES, check_arguments
 from tests.support.models import batch, net
 
 WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]
@@ -89,19 +89,19 @@ def test_what_is_of_a_wrong_type_is_refused_in_the_same_words_everywhere(name: s
     ((kind, text),) = said(name, value)
     assert kind is TypeError
     assert re.match(rf"{name} is (None|an? \w+(, .+)?|the class \w+); ", text)
-    assert text.endswith(ARGUMENTS[name].advice)
+    assert text.endswith(COMPILE_RULES[name].advice)
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_SUCH.items() for value in values])
 def test_what_makes_no_sense_is_refused_in_the_same_words_everywhere(name: str, value: Any) -> None:
-    assert said(name, value) == {(ValueError, f"{name}={value!r}; {ARGUMENTS[name].advice}")}
+    assert said(name, value) == {(ValueError, f"{name}={value!r}; {COMPILE_RULES[name].advice}")}
 
 
 def test_the_table_is_of_all_arguments() -> None:
     named = {name for way in WAYS for name in inspect.signature(way).parameters} - {"args", "kwargs"}
-    assert named == ARGUMENTS.keys() == WRONG_TYPE.keys()
+    assert named == COMPILE_RULES.keys() == WRONG_TYPE.keys()
     others = inspect.signature(memgraph.OSS).parameters.keys() - {"group", "defaults"}
-    assert others == SHARDED.keys() == WRONG_OF_SHARDS.keys()
+    assert others == SHARDED_RULES.keys() == WRONG_OF_SHARDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_the_table_is_of_all_arguments() -> None:
 def test_so_is_what_the_sharded_optimizer_does_not_take(wrong: type[Exception], values: dict[str, list[Any]]) -> None:
     for name, several in values.items():
         for value in several:
-            with pytest.raises(wrong, match=f"^{name}(=| is ).*; {re.escape(SHARDED[name].advice)}$"):
-                read(name, value, SHARDED)
+            with pytest.raises(wrong, match=f"^{name}(=| is ).*; {re.escape(SHARDED_RULES[name].advice)}$"):
+                check_arguments(name, value, SHARDED_RULES)
 
 
 def test_a_list_of_parameters_is_one_though_it_is_a_module() -> None:
     several = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
-    assert read("params", several, SHARDED) is several
+    assert check_arguments("params", several, SHARDED_RULES) is several
 
 
 def test_numbers_and_truth_values_may_be_of_numpy() -> None:
@@ -128,19 +128,19 @@ def test_numbers_and_truth_values_may_be_of_numpy() -> None:
         "fuse_update": np.True_, "cuda_graphs": np.False_, "strict": np.False_,
     }  # fmt: skip
     planners = [memgraph.compile(model, optimizer=optimizer, **given)._planner for given in (plain, other)]
-    assert repr(planners[0].wishes) == repr(planners[1].wishes)
+    assert repr(planners[0].options) == repr(planners[1].options)
     assert type(planners[1].budget) is int
     assert [type(planner.module._count) for planner in planners] == [int, int]
 
 
 @pytest.mark.parametrize("limit", [0, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2), math.inf])
 def test_a_limit_is_so_many_seconds(limit: Any) -> None:
-    assert memgraph.compile(net(), time_limit=limit)._planner.wishes.seconds == limit
-    assert memgraph.compile(net())._planner.wishes.seconds == math.inf
+    assert memgraph.compile(net(), time_limit=limit)._planner.options.time_limit == limit
+    assert memgraph.compile(net())._planner.options.time_limit == math.inf
 
 
 def test_several_plans_may_be_given() -> None:
     plan = memgraph.SavedPlan.from_json(memgraph.plan(net(), batch(), budget="1GB", time_limit=0).to_json())
     several: list[Any] = [[plan, plan.to_json()], (plan, plan)]
     for given in several:
-        assert memgraph.compile(net(), plan=given)._planner.wishes.plans == (plan, plan)
+        assert memgraph.compile(net(), plan=given)._planner.options.plans == (plan, plan)

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 import memgraph
 from memgraph.oss import optimizer
 from memgraph.oss.comm import exchange
-from memgraph.profile.memory_meter import measured
+from memgraph.profile.memory_meter import measure_peak
 from tests.support.ranks import on_ranks
 
 
@@ -48,7 +48,7 @@ SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 def go(way: str) -> None:
     """How this process exchanges buckets from now on."""
     if way != "near":
-        pytest.MonkeyPatch().setattr(optimizer, "near", lambda exchange: None)
+        pytest.MonkeyPatch().setattr(optimizer, "shared_memory_comm", lambda exchange: None)
     if way == "collectives":
         pytest.MonkeyPatch().setattr(exchange, "_on_cpu", lambda sources: False)
 
@@ -317,7 +317,7 @@ def _allocates(rank: int, way: str) -> None:
     ours = tensors((1000, 500), (300, 1000), *[(1000,)] * 200)
     spread = memgraph.OSS(ours, optim.SGD, bucket_bytes=BUCKET)
     give(ours, 0, 2, rank)
-    _, seen = measured(spread.step)
+    _, seen = measure_peak(spread.step)
     assert seen is not None
     way = way if spread.near or way != "near" else "pairs"  # where the kernel lets nobody read
     assert 0 < seen.peak < {"near": 2, "pairs": 8}[way] * BUCKET

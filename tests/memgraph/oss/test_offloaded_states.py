@@ -21,7 +21,7 @@ import memgraph
 from memgraph.errors import AgreementError, BudgetError, ShardError
 from memgraph.optim import offloaded_update
 from memgraph.oss.offloaded_states import shard_parts
-from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.spill_file import SpillError
 from passes import Stream
 from tests.memgraph.oss.checkpoint.test_full_state import same
@@ -105,7 +105,7 @@ def begun_again(model: Any, ours: Any) -> tuple[Any, Any]:
 def far(optimizer: Any) -> list[bool]:
     """Of each state of this rank that has elements, whether it is far."""
     states = (value for state in optimizer.inner.state.values() for value in state.values())
-    return [is_far(value) for value in states if isinstance(value, Tensor) and value.numel() > 1]
+    return [is_offloaded(value) for value in states if isinstance(value, Tensor) and value.numel() > 1]
 
 
 def in_home(tensor: Tensor) -> bool:

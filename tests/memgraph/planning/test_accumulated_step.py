@@ -14,9 +14,9 @@ import memgraph
 import passes
 from memgraph.capture.capture import capture
 from memgraph.planning import step_graph
-from memgraph.planning.accumulated_step import else_known
+from memgraph.planning.accumulated_step import or_known
 from memgraph.profile.memory_meter import resident_bytes
-from passes import Choice, Machine, Trace, parse, predict
+from passes import Machine, PlanResult, Trace, parse, predict
 from tests.support.compare import same_gradients
 from tests.support.models import Net
 from tests.support.smallest_budget import smallest_of
@@ -147,12 +147,12 @@ def test_a_step_whose_room_for_gradients_was_told_has_a_plan_although_a_search_f
         "return gradient c\n"
     )
 
-    def search(trace: Trace, machine: Machine) -> Choice:
+    def search(trace: Trace, machine: Machine) -> PlanResult:
         raise passes.BudgetError("none", machine.budget, 0)
 
     peak = predict(trace, Machine(1000)).peak
-    assert else_known(search, ())(trace, Machine(peak)).forecast.peak == peak
+    assert or_known(search, ())(trace, Machine(peak)).forecast.peak == peak
     with pytest.raises(passes.BudgetError):
-        else_known(search, ())(trace, Machine(peak - 1))
+        or_known(search, ())(trace, Machine(peak - 1))
     with pytest.raises(passes.BudgetError):
-        else_known(search, None)(trace, Machine(peak))
+        or_known(search, None)(trace, Machine(peak))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning.call_kinds import Kinds
+from memgraph.planning.call_kinds import CallKinds
 
 
 class Scaled(nn.Module):
@@ -24,12 +24,12 @@ class Scaled(nn.Module):
         return found
 
 
-def said(*calls: Callable[[Kinds], str]) -> list[str]:
-    kinds = Kinds(Scaled())
+def said(*calls: Callable[[CallKinds], str]) -> list[str]:
+    kinds = CallKinds(Scaled())
     return [call(kinds) for call in calls]
 
 
-def given(*args: Any, **kwargs: Any) -> Callable[[Kinds], str]:
+def given(*args: Any, **kwargs: Any) -> Callable[[CallKinds], str]:
     return lambda kinds: kinds.warning(args, kwargs)
 
 

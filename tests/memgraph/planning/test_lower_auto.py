@@ -20,7 +20,7 @@ from memgraph.graph.summarize import summarize
 from memgraph.planning.lowering import Lowering
 from memgraph.planning.planner import Planner
 from memgraph.profile import op_profiler
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict
 from passes.segments import Price
 from tests.support.law_models import subject
@@ -54,7 +54,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
         tried.append(part)
         raise LoweringError("no compiler at net.py:3")
 
-    monkeypatch.setattr(inductor, "compiled", compiled)
+    monkeypatch.setattr(inductor, "compile_segment", compiled)
     monkeypatch.setattr(Planner, "_lowers", property(lambda planner: True))
     return tried
 
@@ -103,12 +103,12 @@ def test_a_word_comes_before_the_first_that_is_compiled(
 
 
 def test_what_is_in_no_segment_is_stated_at_its_own_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    def price(lowering: Lowering, segment: Any, prober: Prober) -> Price:
+    def price(lowering: Lowering, segment: Any, prober: OpProfiler) -> Price:
         return Price(0.01)
 
     monkeypatch.setattr(Lowering, "_price", price)
-    monkeypatch.setattr(inductor, "compiled", lambda part: Segment("none", lambda: ()))
-    graph, prober = subject("attention").graphs[False], Prober(1 << 30)
+    monkeypatch.setattr(inductor, "compile_segment", lambda part: Segment("none", lambda: ()))
+    graph, prober = subject("attention").graphs[False], OpProfiler(1 << 30)
     alone = summarize(graph, prober)
     cheap = Lowering(graph, alone, prober).shared()
     machine = Machine(predict(cheap, LARGE).peak * 8 // 10)
@@ -139,8 +139,8 @@ def test_what_tuning_takes_is_none_of_a_segments_workspace_and_no_step_tunes(mon
     for each in graph.nodes:
         each.meta["val"] = torch.empty(1000)
     node.meta["val"] = (torch.empty(1000),)
-    cost = Prober(1 << 30)(node)
+    cost = OpProfiler(1 << 30)(node)
     assert cost.workspace == 0 and len(runs) > 2
     monkeypatch.setattr(op_profiler, "_known", {})  # as in a process that begins anew
     runs.clear()
-    assert Prober(1 << 30)(node).workspace == 0 and len(runs) > 2
+    assert OpProfiler(1 << 30)(node).workspace == 0 and len(runs) > 2

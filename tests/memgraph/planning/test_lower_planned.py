@@ -10,7 +10,7 @@ import memgraph
 from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
 from memgraph.planning.lowering import Lowering
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict
 from passes.segments import Price
 from passes.segments import Segment as Stretch
@@ -20,12 +20,12 @@ LARGE = Machine(1 << 40)
 
 
 def test_what_makes_ops_cheap_in_the_plan_is_faster_than_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def price(lowering: Lowering, segment: Stretch, prober: Prober) -> Price:
+    def price(lowering: Lowering, segment: Stretch, prober: OpProfiler) -> Price:
         return Price(0.01)
 
     monkeypatch.setattr(Lowering, "_price", price)
-    monkeypatch.setattr("memgraph.graph.inductor.compiled", lambda part: Segment("none", lambda: ()))
-    graph, prober = subject("attention").graphs[False], Prober(1 << 30)
+    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda: ()))
+    graph, prober = subject("attention").graphs[False], OpProfiler(1 << 30)
     priced = Lowering(graph, traced("attention", False), prober).shared()
     choice = make_plan(priced, Machine(predict(priced, LARGE).peak * 8 // 10))
     assert choice.plan
@@ -38,11 +38,11 @@ def test_what_makes_ops_cheap_in_the_plan_is_faster_than_they_are(monkeypatch: p
 
 
 def test_the_report_says_that_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dear(lowering: Lowering, segment: Stretch, prober: Prober) -> Price:
+    def dear(lowering: Lowering, segment: Stretch, prober: OpProfiler) -> Price:
         return Price(1e9)
 
     monkeypatch.setattr(Lowering, "_price", dear)
-    monkeypatch.setattr("memgraph.graph.inductor.compiled", lambda part: Segment("none", lambda: ()))
+    monkeypatch.setattr("memgraph.graph.inductor.compile_segment", lambda part: Segment("none", lambda: ()))
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8))
     report = memgraph.plan(model, torch.ones(4, 8), budget="1GB", lower="inductor")
     assert "nothing is compiled, as no segment is faster than its ops and within the budget" in str(report)

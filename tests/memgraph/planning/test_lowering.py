@@ -14,7 +14,7 @@ import memgraph
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.planning.lowering import Lowering
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, Trace, make_plan, predict
 from tests.support.law_models import subject, traced
 from tests.support.zoo import CASES, fresh
@@ -67,7 +67,7 @@ def test_the_law_holds_of_segments(name: str) -> None:
     trace = traced(name, False)
     choice = make_plan(trace, Machine(predict(trace, Machine(1 << 40)).peak * 8 // 10))
     planned = rewrite(subject(name).graphs[False], choice.forecast.trace)
-    lowering = Lowering(planned, choice.forecast.trace, Prober(1 << 30))
+    lowering = Lowering(planned, choice.forecast.trace, OpProfiler(1 << 30))
     # Ops of this size are not faster in segments: it is said that they are, so that there are any.
     lowering.trace = dear(lowering.trace)
     graph, text = lowering.lowered(Machine(1 << 40))

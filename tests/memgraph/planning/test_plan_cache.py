@@ -16,7 +16,7 @@ import memgraph
 from memgraph.api import compiled_module
 from memgraph.planning import plan_cache, planner
 from memgraph.system import measurement_cache
-from passes import Choice, Machine, Op, Storage, Trace, make_plan
+from passes import Machine, Op, PlanResult, Storage, Trace, make_plan
 from passes.pipeline import FAIR
 from tests.oracle.network import layers
 
@@ -43,7 +43,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     monkeypatch.setattr(compiled_module, "NODES", 0)
     found: list[Trace] = []
 
-    def counted(trace: Trace, machine: Machine, **given: Any) -> Choice:
+    def counted(trace: Trace, machine: Machine, **given: Any) -> PlanResult:
         found.append(trace)
         return make_plan(trace, machine, **given)
 
@@ -107,8 +107,8 @@ def passes_peak() -> int:
     return make_plan(TRACE, Machine(1 << 40)).forecast.peak
 
 
-def once(found: list[Choice]) -> Callable[[Trace, Machine], Choice]:
-    def search(trace: Trace, machine: Machine) -> Choice:
+def once(found: list[PlanResult]) -> Callable[[Trace, Machine], PlanResult]:
+    def search(trace: Trace, machine: Machine) -> PlanResult:
         found.append(make_plan(trace, machine))
         return found[-1]
 
@@ -116,16 +116,16 @@ def once(found: list[Choice]) -> Callable[[Trace, Machine], Choice]:
 
 
 def test_other_prices_options_or_budgets_are_searched_for() -> None:
-    found: list[Choice] = []
+    found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for _ in range(2):
-        assert plan_cache.planned(TRACE, tight, (), search).plan == found[0].plan != ()
+        assert plan_cache.find_plan(TRACE, tight, (), search).plan == found[0].plan != ()
     assert len(found) == 1
-    plan_cache.planned(TRACE, tight, ("other",), search)
-    plan_cache.planned(TRACE, machine(0.72), (), search)
+    plan_cache.find_plan(TRACE, tight, ("other",), search)
+    plan_cache.find_plan(TRACE, machine(0.72), (), search)
     dearer = replace(TRACE, ops=tuple(replace(op, us=op.us * 3) for op in TRACE.ops))
     plan_cache._near.clear()
-    plan_cache.planned(dearer, tight, (), search)
+    plan_cache.find_plan(dearer, tight, (), search)
     assert len(found) == 4
 
 
@@ -140,11 +140,11 @@ def of_length(length: int) -> Trace:
 
 
 def test_the_plan_of_a_neighbour_is_taken_where_it_is_near_what_is_proven() -> None:
-    found: list[Choice] = []
+    found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for length in (62, 66):
-        plan_cache.planned(of_length(length), tight, (), search)
-    between = plan_cache.planned(of_length(64), tight, (), search)
+        plan_cache.find_plan(of_length(length), tight, (), search)
+    between = plan_cache.find_plan(of_length(64), tight, (), search)
     assert len(found) == 2
     assert between.plan == found[1].plan
     assert between.forecast.peak <= tight.budget
@@ -152,27 +152,27 @@ def test_the_plan_of_a_neighbour_is_taken_where_it_is_near_what_is_proven() -> N
 
 
 def test_the_plan_of_a_neighbour_that_is_far_or_too_small_is_not() -> None:
-    found: list[Choice] = []
+    found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for length in (88, 60, 64):
-        choice = plan_cache.planned(of_length(length), tight, (), search)
+        choice = plan_cache.find_plan(of_length(length), tight, (), search)
         assert choice.forecast.peak <= tight.budget
     assert len(found) == 3
     assert found[2].overhead + FAIR < found[0].overhead
 
 
 def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:
-    found: list[Choice] = []
+    found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
-    plan_cache.planned(TRACE, tight, (), search)
+    plan_cache.find_plan(TRACE, tight, (), search)
     key = plan_cache._key(TRACE, tight, ())
-    good = measurement_cache.kept(key, plan_cache.FILE)
+    good = measurement_cache.read_cached(key, plan_cache.FILE)
     damaged: list[object] = [[], {}, {**good, "decisions": ["recompute nothing"]}, {**good, "sliced": 3, "prices": 5}]
     for bad in damaged:
         plan_cache._texts.clear()
         plan_cache._near.clear()
-        measurement_cache.keep(key, bad, plan_cache.FILE)
-        assert plan_cache.planned(TRACE, tight, (), search).plan == found[0].plan
+        measurement_cache.write_cached(key, bad, plan_cache.FILE)
+        assert plan_cache.find_plan(TRACE, tight, (), search).plan == found[0].plan
     assert len(found) == 5
 
 
@@ -184,5 +184,5 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(map(len, plan_cache._texts.values())) <= 5_000
     assert list(plan_cache._texts)[-1] == "key 99"
     assert Path(os.environ["MEMGRAPH_CACHE"], plan_cache.FILE).stat().st_size <= 250_000
-    there = [i for i in range(100) if measurement_cache.kept(f"key {i}", plan_cache.FILE)]
+    there = [i for i in range(100) if measurement_cache.read_cached(f"key {i}", plan_cache.FILE)]
     assert 10 <= len(there) < 100

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.profile import link_bandwidth, op_profiler
-from memgraph.profile.link_bandwidth import SIZES, disk_links
+from memgraph.profile.link_bandwidth import SIZES, measure_disk
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import STAGING
-from memgraph.system.timer import CACHE, cool
+from memgraph.system.timer import CACHE, flush_caches
 from tests.support.planning_memory import anonymous_nbytes
 
 
@@ -33,7 +33,7 @@ def test_a_process_that_plans_keeps_its_anonymous_memory_within_the_budget(tmp_p
 
 def test_caches_are_emptied_without_memory_of_the_process() -> None:
     begin = anonymous_nbytes()
-    empty = cool(torch.device("cpu"))
+    empty = flush_caches(torch.device("cpu"))
     empty()
     assert anonymous_nbytes() - begin < CACHE // 8
 
@@ -51,7 +51,7 @@ def test_the_disk_is_measured_in_the_room_there_is(
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(link_bandwidth, "_known", {})
     monkeypatch.setattr(link_bandwidth, "_copied", copied)
-    disk_links(tmp_path, room)
+    measure_disk(tmp_path, room)
     if room is None:
         assert seen == [(nbytes,) * count for nbytes, count in SIZES.items()]
     else:

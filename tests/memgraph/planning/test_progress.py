@@ -58,7 +58,7 @@ def test_a_line_says_phase_count_what_is_left_and_how_to_shorten_it() -> None:
 def test_planning_is_told_phase_by_phase_in_the_log(
     soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "say", lambda line: progress.LOG.info(line))
+    monkeypatch.setattr(progress, "log_progress", lambda line: progress.LOG.info(line))
     phases: list[str] = []
     phase = Progress.phase
 
@@ -88,7 +88,7 @@ def test_what_fails_while_it_is_told_harms_nothing(soon: None, monkeypatch: pyte
         tried.set()
         raise OSError("the terminal is gone")
 
-    monkeypatch.setattr(progress, "say", broken)
+    monkeypatch.setattr(progress, "log_progress", broken)
     with Progress():
         assert tried.wait(10)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no threads")))

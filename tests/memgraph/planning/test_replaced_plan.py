@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from memgraph.optim.placement import Residence, spread
-from memgraph.optim.tier_slots import HomeSlots
-from memgraph.storage.mapped_storage import is_far
+from memgraph.optim.placement import StatePlacement, state_tensors
+from memgraph.optim.tier_slots import OffloadedSlots
+from memgraph.storage.mapped_storage import is_offloaded
 from tests.support.streamed_state import Twins, batch, far
 
 
@@ -25,16 +25,16 @@ def trained() -> Twins:
     return twins
 
 
-def home_slots(twins: Twins) -> HomeSlots:
+def home_slots(twins: Twins) -> OffloadedSlots:
     found = twins.model.__dict__["_latest"].home_slots
-    assert isinstance(found, HomeSlots)
+    assert isinstance(found, OffloadedSlots)
     return found
 
 
 def states(twins: Twins) -> list[Tensor]:
     """Those that the plan has far, wherever they are."""
     parameters = home_slots(twins).states.owners
-    return [value for parameter in parameters for value in spread(twins.ours.state[parameter]).values()]
+    return [value for parameter in parameters for value in state_tensors(twins.ours.state[parameter]).values()]
 
 
 def bind_anew(twins: Twins) -> None:
@@ -58,7 +58,7 @@ def clear_states(twins: Twins) -> None:
 def test_while_nothing_moves_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(Residence, "settle", lambda *given: pytest.fail("looked for what has not moved"))
+        patch.setattr(StatePlacement, "settle", lambda *given: pytest.fail("looked for what has not moved"))
         twins.train(2)
 
 
@@ -70,7 +70,7 @@ def test_what_has_moved_is_brought_to_its_home(move: Callable[[Twins], None]) ->
     twins.model(batch())
     assert far(twins.module, twins.ours) >= {"parameter", "state"}
     assert states(twins)
-    assert all(map(is_far, states(twins)))
+    assert all(map(is_offloaded, states(twins)))
     twins.train(2)
 
 
@@ -106,6 +106,10 @@ def test_what_the_next_plan_has_far_stays_there() -> None:
     found.replaced(other)
     assert addresses == [parameter.data_ptr() for parameter in twins.module.parameters()]
     assert found.states.update.far_states == set(found.states.owners[:1])
-    kept = [parameter for parameter, state in twins.ours.state.items() if any(map(is_far, spread(state).values()))]
+    kept = [
+        parameter
+        for parameter, state in twins.ours.state.items()
+        if any(map(is_offloaded, state_tensors(state).values()))
+    ]
     assert [id(parameter) for parameter in kept] == [id(found.states.owners[0])]
     twins.assert_same()

@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.planning import planner
-from memgraph.planning.replan import as_measured, replanned, repriced
+from memgraph.planning.replan import replanned, reprice, with_measured_times
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
-from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
-from memgraph.profile.step_timer import Clock, Times, Wall
+from memgraph.profile.step_timer import Clock, StepTimes, WallTimes
 from memgraph.report.step_times import LENGTH
 from memgraph.runtime.step import Step
 from memgraph.storage import io_threads
@@ -31,7 +31,7 @@ from memgraph.storage.async_copy import rates
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.system import measurement_cache
 from memgraph.system.device import return_freed_memory
-from passes import BudgetError, Choice, Machine, Op, Recompute, Trace, apply, predict
+from passes import BudgetError, Machine, Op, PlanResult, Recompute, Trace, apply, predict
 from passes.pipeline import make_plan
 from passes.simulate.forecast import update_nbytes
 from tests.passes.simulate.test_forecast import AWAY, MACHINE, STEP
@@ -200,8 +200,10 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
     monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_links", lambda folder, room: (FAST, FAST))
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_toll", lambda folder, links, room: Toll())
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (FAST, FAST))
+    monkeypatch.setattr(
+        "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
+    )
     monkeypatch.setattr("memgraph.profile.machine_profile.STAGING", 0)  # more than this step has
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
@@ -230,7 +232,7 @@ def test_ops_that_are_alike_take_the_mean_of_all_their_runs_but_interrupted_ones
     trace = priced(memgraph.plan(net(), x, budget=1 << 30, loss=loss).forecast.trace, truth)
     gelus = [op.name for op in trace.ops if op.fn == "aten.gelu.default"]
     ops = dict.fromkeys(gelus, 30.0) | {gelus[0]: 9000.0, gelus[1]: 60.0}
-    found = repriced(trace, trace, Times(ops, 1.0))
+    found = reprice(trace, trace, StepTimes(ops, 1.0))
     assert {found.op[name].us for name in gelus} == {round((30 * (len(gelus) - 2) + 60) / (len(gelus) - 1), 1)}
     assert all(op == found.op[op.name] for op in trace.ops if op.name not in gelus)
 
@@ -243,7 +245,7 @@ def test_what_interrupts_some_ops_makes_all_of_them_dearer_but_for_the_longest_o
     matmuls = [name for name in ops if ran.op[name].fn == "aten.addmm.default"]
 
     def forecast_us(late: dict[str, float]) -> float:
-        trace, machine = as_measured(choice, report.machine, Times(ops | late, 1.0))
+        trace, machine = with_measured_times(choice, report.machine, StepTimes(ops | late, 1.0))
         return predict(apply(trace, choice.plan), machine).us
 
     usual = forecast_us({})
@@ -255,12 +257,12 @@ def test_what_interrupts_some_ops_makes_all_of_them_dearer_but_for_the_longest_o
 
 def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
     machine = replace(MACHINE, call=10.0, drag=0.1)
-    choice = Choice(AWAY, predict(STEP, machine), predict(apply(STEP, AWAY), machine))
+    choice = PlanResult(AWAY, predict(STEP, machine), predict(apply(STEP, AWAY), machine))
     ran = choice.forecast.trace.ops
     starts = [op.name for op in ran if op.fn in ("memgraph.offload.default", "memgraph.reload.default")]
     ops = {op.name: 1000.0 for op in ran if not op.is_input and not op.fn.startswith("memgraph.")}
-    quiet, _ = as_measured(choice, machine, Times(ops | dict.fromkeys(starts, 10.0), 1.0))
-    busy, found = as_measured(choice, machine, Times(ops | dict.fromkeys(starts, 1010.0), 1.0))
+    quiet, _ = with_measured_times(choice, machine, StepTimes(ops | dict.fromkeys(starts, 10.0), 1.0))
+    busy, found = with_measured_times(choice, machine, StepTimes(ops | dict.fromkeys(starts, 1010.0), 1.0))
     assert {op.us for op in quiet.ops if op.us} == {1000.0}
     share = 1 + (len(starts) - 1) / len(ops)  # the longest start is left out
     assert {op.us for op in busy.ops if op.us} == {round(1000.0 * share, 1)}
@@ -272,20 +274,22 @@ def test_a_gain_of_two_percent_or_less_is_not_searched_for(x: Tensor) -> None:
     trace = priced(report.choice.captured.trace, truth)
     machine = report.machine
     choice = make_plan(trace, machine)
-    times = Times({op.name: op.us for op in choice.forecast.trace.ops}, choice.forecast.us)
+    times = StepTimes({op.name: op.us for op in choice.forecast.trace.ops}, choice.forecast.us)
     assert choice.overhead < 0.02
-    assert replanned(choice, *as_measured(choice, machine, times), lambda *args: pytest.fail("searched")) is None
+    assert (
+        replanned(choice, *with_measured_times(choice, machine, times), lambda *args: pytest.fail("searched")) is None
+    )
 
 
 def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
     report = memgraph.plan(net(), x, budget=budget_of(x, 0.75), loss=loss, offload=None)
 
-    def fails(trace: Trace, machine: Machine) -> Choice:
+    def fails(trace: Trace, machine: Machine) -> PlanResult:
         raise BudgetError("none", machine.budget, machine.budget + 1)
 
     slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.again), 1e6)
     plain = {op.name: 0.1 for op in report.choice.captured.trace.ops}
-    measured = as_measured(report.choice, report.machine, Times(plain | slow, 1.0))
+    measured = with_measured_times(report.choice, report.machine, StepTimes(plain | slow, 1.0))
     assert replanned(report.choice, *measured, fails) is None
 
 
@@ -305,16 +309,16 @@ def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
 def test_copies_of_the_update_tell_of_the_links_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuse: bool
 ) -> None:
-    seen: list[tuple[Times, int, int]] = []
+    seen: list[tuple[StepTimes, int, int]] = []
 
-    def note(choice: Choice, machine: Machine, times: Times) -> Any:
+    def note(choice: PlanResult, machine: Machine, times: StepTimes) -> Any:
         moved = sum(part.nbytes for parts in times.moved[-1].values() for part in parts)
         ran = choice.forecast.trace  # which another plan may replace
         far = sum(sum(update_nbytes(ran, op)) for op in ran.ops if op.phase == "update")
         seen.append((times, moved, far))
-        return as_measured(choice, machine, times)
+        return with_measured_times(choice, machine, times)
 
-    monkeypatch.setattr(planner, "as_measured", note)
+    monkeypatch.setattr(planner, "with_measured_times", note)
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     states = 2 * sum(parameter.nbytes for parameter in module.parameters())
     adam = torch.optim.Adam(module.parameters())
@@ -365,7 +369,7 @@ def test_a_plan_is_looked_at_again_once_its_steps_take_longer_for_good(
     first = module._latest
     assert "aten.gelu.default" not in again(module.plan)
     monkeypatch.setitem(TRUE, "aten.gelu.default", 10.0)  # from now on, whenever somebody looks
-    monkeypatch.setattr(Wall, "us", 1e9)
+    monkeypatch.setattr(WallTimes, "us", 1e9)
     for _ in range(LENGTH):
         assert module._latest is first and "at the median" not in str(module.plan)
         assert same(step(module, x), expected)
@@ -383,7 +387,7 @@ def test_a_report_says_when_later_steps_are_off_their_forecast(
 ) -> None:
     module = compiled(TRUE, 1 << 30)
     for _ in range(3 + LENGTH):
-        monkeypatch.setattr(Wall, "us", off * module._latest.forecast_us if module._latest else 0.0)
+        monkeypatch.setattr(WallTimes, "us", off * module._latest.forecast_us if module._latest else 0.0)
         step(module, x)
     assert (f"the latest {LENGTH} steps took" in str(module.plan)) is said
     assert (f"{off - 1:+.0%} on the forecast of" in str(module.plan)) is said

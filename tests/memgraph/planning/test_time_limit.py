@@ -13,8 +13,8 @@ from torch import nn
 import memgraph
 from memgraph.planning import budget_error, planner
 from memgraph.profile import op_profiler
-from memgraph.system.timer import shortest
-from passes import BudgetError, Choice, Machine, Trace, make_plan
+from memgraph.system.timer import shortest_us
+from passes import BudgetError, Machine, PlanResult, Trace, make_plan
 from passes.pipeline import Log
 
 
@@ -30,9 +30,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def noted(*given: Any) -> float:
         found.append(given)
-        return shortest(*given)
+        return shortest_us(*given)
 
-    monkeypatch.setattr(op_profiler, "shortest", noted)
+    monkeypatch.setattr(op_profiler, "shortest_us", noted)
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     return found
@@ -76,7 +76,7 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
         calls.append(given)
         return error
 
-    monkeypatch.setattr(planner, "advised", noted)
+    monkeypatch.setattr(planner, "suggest_microbatches", noted)
     with pytest.raises(memgraph.BudgetError):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
     assert len(calls) == asked
@@ -85,7 +85,7 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
 def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[float] = []
 
-    def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> Choice:
+    def spent(trace: Trace, machine: Machine, log: Log, seconds: float) -> PlanResult:
         left.append(seconds)
         time.sleep(0.3)
         return make_plan(trace, machine, log=log, seconds=seconds)

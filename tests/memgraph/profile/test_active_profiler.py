@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import memgraph
-from memgraph.optim.optimizer_profiler import Trial
+from memgraph.optim.optimizer_profiler import OptimizerProfiler
 from memgraph.profile import op_profiler
-from memgraph.profile.memory_meter import Allocation, measured
+from memgraph.profile.memory_meter import Allocation, measure_peak
 from memgraph.system import profiler_thread as apart_module
-from memgraph.system.profiler_thread import apart, is_apart, is_profiled
+from memgraph.system.profiler_thread import is_profiled, is_unprofiled, run_unprofiled
 
 MIB = 2**20
 
@@ -102,7 +102,7 @@ def test_an_update_is_priced_within_a_profiler_as_without() -> None:
     def workspace() -> object:
         parameter = nn.Parameter(torch.ones(300, 70))
         parameter.grad = torch.ones_like(parameter)
-        return Trial(torch.optim.Adam([parameter], foreach=False)).workspace([[parameter]], {id(parameter)})
+        return OptimizerProfiler(torch.optim.Adam([parameter], foreach=False)).workspace([[parameter]], {id(parameter)})
 
     with profiled():
         within = workspace()
@@ -116,19 +116,19 @@ def test_blocks_are_counted_apart_as_they_are_without_a_profiler() -> None:
         return second
 
     with profiled():
-        _, allocated = apart(lambda: measured(work))
-        assert measured(work)[1] is None
+        _, allocated = run_unprofiled(lambda: measure_peak(work))
+        assert measure_peak(work)[1] is None
     assert allocated == Allocation(peak=4 * MIB, net=3 * MIB)
 
 
 def test_apart_is_here_without_a_profiler_and_errors_come_back() -> None:
     assert not is_profiled()
-    assert apart(threading.get_ident) == threading.get_ident()
+    assert run_unprofiled(threading.get_ident) == threading.get_ident()
     with profiled():
         assert is_profiled()
-        assert apart(threading.get_ident) != threading.get_ident()
-        assert apart(is_apart)
+        assert run_unprofiled(threading.get_ident) != threading.get_ident()
+        assert run_unprofiled(is_unprofiled)
         with pytest.raises(ZeroDivisionError):
-            apart(lambda: 1 // 0)
-    assert not is_apart()
+            run_unprofiled(lambda: 1 // 0)
+    assert not is_unprofiled()
     assert vars(apart_module._here) == {}

@@ -10,9 +10,9 @@ import torch
 
 import memgraph
 from memgraph.profile import copy_overhead, machine_profile
-from memgraph.profile.copy_overhead import Toll, disk_toll
+from memgraph.profile.copy_overhead import CopyOverhead, measure_copy_overhead
 from memgraph.profile.link_bandwidth import Link
-from memgraph.profile.machine_profile import linked
+from memgraph.profile.machine_profile import measure_links
 from memgraph.system import measurement_cache
 from passes import Machine
 
@@ -29,25 +29,25 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_toll_is_measured_once_for_a_file_system_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.get_rng_state()
-    found = disk_toll(tmp_path, (LINK, LINK))
+    found = measure_copy_overhead(tmp_path, (LINK, LINK))
     assert found.call > 0.0
     assert found.drag >= 0.0
     assert torch.equal(torch.get_rng_state(), random)
     monkeypatch.setattr(copy_overhead, "_known", {})
     monkeypatch.setattr(copy_overhead, "_measure", lambda *given: pytest.fail("measured again"))
-    assert disk_toll(tmp_path, (LINK, LINK)) == found
+    assert measure_copy_overhead(tmp_path, (LINK, LINK)) == found
 
 
 def test_a_disk_that_takes_long_is_not_asked_for_its_drag(tmp_path: Path) -> None:
-    assert disk_toll(tmp_path, (SLOW, LINK)).drag == 0.0
+    assert measure_copy_overhead(tmp_path, (SLOW, LINK)).drag == 0.0
 
 
 def test_a_disk_has_a_toll_and_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_profile, "disk_links", lambda folder, room: (LINK, LINK))
-    monkeypatch.setattr(machine_profile, "host_links", lambda device: (LINK, LINK))
-    monkeypatch.setattr(machine_profile, "disk_toll", lambda folder, links, room: Toll(60.0, 1e-4))
-    disk = linked(Machine(1), "disk", torch.device("cpu"), tmp_path)
-    host = linked(Machine(1, "cuda"), "host", torch.device("cuda"), None)
+    monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (LINK, LINK))
+    monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda folder, links, room: CopyOverhead(60.0, 1e-4))
+    disk = measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path)
+    host = measure_links(Machine(1, "cuda"), "host", torch.device("cuda"), None)
     assert (disk.call, disk.drag, disk.toll_us(1000)) == (60.0, 1e-4, 60.1)
     assert (host.call, host.drag) == (0.0, 0.0)
 

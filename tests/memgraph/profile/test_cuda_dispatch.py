@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memgraph
-from memgraph.capture.constant_fake_mode import KnowingMode
+from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.graph.nodes import aten
 from memgraph.graph.summarize import summarize
-from memgraph.optim.offloaded_update import FarUpdate
-from memgraph.optim.update_operands import PARAMETER, Strand, Subject
-from memgraph.optim.window_plan import cut
+from memgraph.optim.offloaded_update import OffloadedUpdate
+from memgraph.optim.update_operands import PARAMETER, ParameterUpdate, UpdateOperand
+from memgraph.optim.window_plan import plan_windows
 from memgraph.planning import planner
 from memgraph.profile import op_profiler
 from tests.support.forced_plans import all_given_up
@@ -37,7 +37,7 @@ def node_of(graph: fx.GraphModule, target: Any) -> fx.Node:
 
 
 def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    with KnowingMode(), torch.no_grad():
+    with ConstantFakeMode(), torch.no_grad():
         graph = make_fx(attention)(torch.empty(2, 4, 8, 16, device=GPU))
     forward = node_of(graph, aten._scaled_dot_product_efficient_attention.default)
     assert [value.device for value in forward.meta["val"]] == [GPU, GPU, CPU, CPU]
@@ -51,7 +51,7 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
 
 def test_the_seeds_count_as_blocks_of_the_device_where_a_recording_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memgraph.graph.summarize.state_nbytes", lambda device: 16)
-    with KnowingMode(), torch.no_grad():
+    with ConstantFakeMode(), torch.no_grad():
         graph = make_fx(attention)(torch.empty(2, 4, 8, 16, device=GPU))
     for node in graph.graph.find_nodes(op="placeholder"):
         node.meta["kind"] = "input"
@@ -123,7 +123,7 @@ def test_cudnns_batch_norm_runs_once_where_it_updates_statistics(training: bool)
         later = mean + 0
         return [aten.cudnn_batch_norm(x, w, w, mean, var, training, 0.1, 1e-5)[0], later]
 
-    with KnowingMode(), torch.no_grad():
+    with ConstantFakeMode(), torch.no_grad():
         x, w = torch.empty(2, 4, 8, 8), torch.empty(4)
         graph = make_fx(step)(x, w, w.clone(), w.clone())
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -137,13 +137,13 @@ def test_cudnns_batch_norm_runs_once_where_it_updates_statistics(training: bool)
 def test_an_update_in_low_precision_is_cut_as_finely_as_a_cpu_wants_it_on_a_cpu_alone(
     device: torch.device, hosted: bool, most: int
 ) -> None:
-    with KnowingMode():
+    with ConstantFakeMode():
         weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device=device)
         states = [torch.empty(4096, 4096, device=device) for _ in range(2)]
     tensors = dict(zip((PARAMETER, "exp_avg", "exp_avg_sq"), (weight, *states), strict=True))
-    strands = {name: Strand(tensor, None, (0, 1), written=True) for name, tensor in tensors.items()}
-    subject = Subject(weight, 0, {}, {}, strands, hosted=hosted)
-    windows = cut([subject.row], 16 << 20)
+    strands = {name: UpdateOperand(tensor, None, (0, 1), written=True) for name, tensor in tensors.items()}
+    subject = ParameterUpdate(weight, 0, {}, {}, strands, hosted=hosted)
+    windows = plan_windows([subject.row], 16 << 20)
     pieces = [piece for window in windows for piece in window]
     assert most / 2 < len(pieces) <= most if most > 20 else len(pieces) == len(windows) <= most
     assert sum(piece.count for piece in pieces) == weight.numel()
@@ -151,6 +151,6 @@ def test_an_update_in_low_precision_is_cut_as_finely_as_a_cpu_wants_it_on_a_cpu_
 
 @pytest.mark.parametrize(("device", "nbytes"), [(GPU, 128 << 20), (CPU, 16 << 20)])
 def test_windows_of_a_gpu_are_large_enough_for_its_link(device: torch.device, nbytes: int) -> None:
-    with KnowingMode():
+    with ConstantFakeMode():
         weight = nn.Parameter(torch.empty(1 << 16, 1 << 16, device=device))
-    assert FarUpdate(torch.optim.SGD([weight])).window == nbytes
+    assert OffloadedUpdate(torch.optim.SGD([weight])).window == nbytes

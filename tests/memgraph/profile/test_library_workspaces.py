@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memgraph.profile import library_workspaces
-from memgraph.profile.library_workspaces import libraries_nbytes, with_libraries
+from memgraph.profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from memgraph.profile.memory_meter import Allocation
 from passes import Op, Storage, Trace
-from passes.cuda_graph_memory import kept_nbytes, with_kept
+from passes.cuda_graph_memory import add_replay_memory, kept_nbytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
@@ -31,7 +31,7 @@ def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(library_workspaces, "_known", {})
     monkeypatch.setattr(library_workspaces, "_here", threading.local())
-    monkeypatch.setattr(library_workspaces, "measured", measured)
+    monkeypatch.setattr(library_workspaces, "measure_peak", measured)
     monkeypatch.setattr(library_workspaces, "_multiply", lambda device: found.append(threading.current_thread().name))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: found.append("cleared"), raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
@@ -39,7 +39,7 @@ def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    assert libraries_nbytes(CPU) == 0 and with_libraries(STEP, CPU) is STEP
+    assert libraries_nbytes(CPU) == 0 and add_library_workspaces(STEP, CPU) is STEP
 
 
 def test_they_are_measured_once_and_each_thread_has_its_own(multiplied: list[Any]) -> None:
@@ -53,10 +53,10 @@ def test_they_are_measured_once_and_each_thread_has_its_own(multiplied: list[Any
 
 @pytest.mark.usefixtures("multiplied")
 def test_a_step_counts_them_throughout_and_a_recording_half_of_them_again() -> None:
-    step = with_libraries(STEP, GPU)
+    step = add_library_workspaces(STEP, GPU)
     assert str(step.ops[0]) == "libraries = buffer()  # makes libraries:1000 | at cuBLAS"
     assert (kept_nbytes(STEP), kept_nbytes(step)) == (512, 512 + 500)
-    assert with_kept(step).ops[0].nbytes == 1012
+    assert add_replay_memory(step).ops[0].nbytes == 1012
 
 
 class Products(TorchDispatchMode):

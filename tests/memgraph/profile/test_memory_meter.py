@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from memgraph.profile.memory_meter import Allocation, CpuMeter, CudaMeter, _account, measured, resident_bytes
+from memgraph.profile.memory_meter import Allocation, CpuMeter, CudaMeter, _account, measure_peak, resident_bytes
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -28,7 +28,7 @@ def test_two_blocks_of_which_one_is_freed() -> None:
         del first
         return second
 
-    result, allocation = measured(work)
+    result, allocation = measure_peak(work)
     assert result.shape == (MIB,)
     assert allocation == Allocation(peak=2 * MIB, net=MIB)
 
@@ -38,17 +38,17 @@ def test_one_block_after_the_other_peaks_at_one() -> None:
         block()
         block()
 
-    assert measured(work)[1] == Allocation(peak=MIB, net=0)
+    assert measure_peak(work)[1] == Allocation(peak=MIB, net=0)
 
 
 def test_nothing() -> None:
-    assert measured(lambda: 7) == (7, Allocation(0, 0))
+    assert measure_peak(lambda: 7) == (7, Allocation(0, 0))
 
 
 def test_a_temporary_inside_an_op_counts() -> None:
     x = torch.zeros(8, 16, 32, 32)
     convolution = torch.nn.Conv2d(16, 16, 3, padding=1).requires_grad_(False)
-    y, allocation = measured(lambda: convolution(x))
+    y, allocation = measure_peak(lambda: convolution(x))
     assert allocation is not None
     assert allocation.net == resident_bytes([y])
     assert allocation.peak >= allocation.net
@@ -61,7 +61,7 @@ def test_forward_and_backward_to_the_byte() -> None:
     def work() -> None:
         ((x @ weight) * 2).sum().backward()
 
-    _, allocation = measured(work)
+    _, allocation = measure_peak(work)
     assert allocation is not None
     assert allocation.net == weight.nbytes
     product, gradient = 64 * 256 * 4, weight.nbytes
@@ -75,9 +75,9 @@ def test_freeing_what_was_there_before_never_lowers_the_figure() -> None:
         held.clear()
         return block()
 
-    assert measured(work)[1] == Allocation(peak=MIB, net=MIB)
-    kept = [measured(block)[0]]
-    assert measured(kept.clear)[1] == Allocation(0, 0)
+    assert measure_peak(work)[1] == Allocation(peak=MIB, net=MIB)
+    kept = [measure_peak(block)[0]]
+    assert measure_peak(kept.clear)[1] == Allocation(0, 0)
 
 
 def test_a_size_remembered_for_an_address_is_not_believed() -> None:
@@ -103,7 +103,7 @@ def test_threads_of_others_are_not_counted() -> None:
         thread.start()
         thread.join()
 
-    assert measured(work)[1] == Allocation(0, 0)
+    assert measure_peak(work)[1] == Allocation(0, 0)
 
 
 def test_an_exception_passes_and_the_profiler_is_stopped() -> None:
@@ -111,20 +111,20 @@ def test_an_exception_passes_and_the_profiler_is_stopped() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        measured(work)
-    assert measured(block)[1] == Allocation(MIB, MIB)
+        measure_peak(work)
+    assert measure_peak(block)[1] == Allocation(MIB, MIB)
 
 
 def test_a_running_profiler_is_left_alone() -> None:
     with (outer := profile(use_kineto=True)):
-        result, allocation = measured(block)
+        result, allocation = measure_peak(block)
     assert allocation is None
     assert result.shape == (MIB,)
     assert any(event.name == "aten::empty" for event in outer.function_events or ())
 
 
 def test_measuring_inside_a_measurement() -> None:
-    (_, inner), outer = measured(lambda: measured(block))
+    (_, inner), outer = measure_peak(lambda: measure_peak(block))
     assert inner is None
     assert outer == Allocation(MIB, MIB)
 
@@ -135,13 +135,13 @@ def test_work_that_profiles_itself_is_not_measured() -> None:
             block()
         return 7
 
-    assert measured(work) == (7, None)
-    assert measured(block)[1] == Allocation(MIB, MIB)
+    assert measure_peak(work) == (7, None)
+    assert measure_peak(block)[1] == Allocation(MIB, MIB)
 
 
 def test_another_device_is_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
-        measured(block, device="meta")
+        measure_peak(block, device="meta")
 
 
 def test_resident_bytes_counts_a_storage_once() -> None:
@@ -152,7 +152,7 @@ def test_resident_bytes_counts_a_storage_once() -> None:
 
 
 def test_it_is_silent_and_leaves_the_environment_alone() -> None:
-    code = "import os; from memgraph.profile.memory_meter import measured; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
+    code = "import os; from memgraph.profile.memory_meter import measure_peak; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
@@ -192,7 +192,7 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
 def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_words_are_heard() -> None:
     script = """
 import torch
-from memgraph.profile.memory_meter import _log_level, measured
+from memgraph.profile.memory_meter import _log_level, measure_peak
 before, held = _log_level().value, [torch.ones(1000)]
 measured(held.clear)
 print(_log_level().value == before)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memgraph.profile import page_faults
-from memgraph.profile.page_faults import pages_us
+from memgraph.profile.page_faults import page_faults_us
 from passes import Machine, parse, predict
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ STEP = """
 """
 ASK = f"""
 from memgraph.system.device import return_freed_memory
-from memgraph.profile.page_faults import new_nbytes
+from memgraph.profile.page_faults import fresh_nbytes
 from passes import parse
 import torch
 hole = torch.empty(120_000, dtype=torch.uint8)
@@ -45,21 +45,21 @@ def test_values_of_the_size_that_goes_back_at_once_take_new_pages() -> None:
 
 def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: True)
-    monkeypatch.setattr(page_faults, "new_nbytes", lambda trace: {"a": 8192, "g": 4096})
-    monkeypatch.setattr(page_faults, "page_us", lambda: 2.0)
+    monkeypatch.setattr(page_faults, "fresh_nbytes", lambda trace: {"a": 8192, "g": 4096})
+    monkeypatch.setattr(page_faults, "page_fault_us", lambda: 2.0)
     machine = Machine(1 << 30)
     forecast = predict(parse(STEP), machine)
-    assert pages_us(forecast, machine) == 6.0
-    assert pages_us(forecast, Machine(1 << 30, "cuda")) == 0.0
+    assert page_faults_us(forecast, machine) == 6.0
+    assert page_faults_us(forecast, Machine(1 << 30, "cuda")) == 0.0
     monkeypatch.setattr(page_faults, "returns_freed_memory", lambda: False)
-    assert pages_us(forecast, machine) == 0.0
+    assert page_faults_us(forecast, machine) == 0.0
 
 
 def test_a_page_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
     monkeypatch.setattr(page_faults, "_known", {})
-    us = page_faults.page_us()
+    us = page_faults.page_fault_us()
     assert us >= 0.0
     monkeypatch.setattr(page_faults, "_known", {})
     monkeypatch.setattr(page_faults, "_measure", lambda: pytest.fail("measured again"))
-    assert page_faults.page_us() == us
+    assert page_faults.page_fault_us() == us

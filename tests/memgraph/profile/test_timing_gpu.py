@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from memgraph.profile.step_timer import Clock
 from memgraph.storage.pinned_tier import pinned_speed
 from memgraph.system import timer
-from memgraph.system.timer import LINE, shortest
+from memgraph.system.timer import LINE, shortest_us
 
 GPU = torch.device("cuda", 0)
 WAIT, LAUNCH = 20.0, 5.0  # microseconds: to be waited for, and of an op on the host
@@ -46,7 +46,7 @@ def test_short_work_takes_what_it_does_behind_other_work(
     device = Device(us)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: device.host / 1e6))
-    assert least <= shortest(device.run, GPU) <= least + (WAIT + LAUNCH) * (1 if us > 6e3 else 2 / LINE)
+    assert least <= shortest_us(device.run, GPU) <= least + (WAIT + LAUNCH) * (1 if us > 6e3 else 2 / LINE)
     assert set(device.waits) == {GPU}  # which need not be the current one
 
 

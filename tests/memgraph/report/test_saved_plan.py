@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import memgraph
 from memgraph.planning import planner
 from memgraph.report import saved_plan as saved
-from memgraph.report.saved_plan import priced, saved_plan
+from memgraph.report.saved_plan import saved_plan, with_saved_prices
 from passes import Machine, parse, parse_plan
 from tests.support.models import batch, net
 from tests.support.zoo import CASES, fresh
@@ -118,10 +118,10 @@ def test_a_step_that_fits_as_it_is_runs_as_it_is() -> None:
 
 def test_what_was_proven_holds_for_the_same_prices_and_no_larger_budget() -> None:
     trace = parse("a = relu()  # f32[2] | makes a:8 | 3.0 us\nreturn\n")
-    same = priced(trace, Machine(1, capacity=100))
-    assert priced(trace, Machine(2, capacity=200)) == same
-    assert priced(trace, Machine(1, out=5.0)) != same
-    assert priced(parse(str(trace).replace("3.0", "4.0")), Machine(1)) != same
+    same = with_saved_prices(trace, Machine(1, capacity=100))
+    assert with_saved_prices(trace, Machine(2, capacity=200)) == same
+    assert with_saved_prices(trace, Machine(1, out=5.0)) != same
+    assert with_saved_prices(parse(str(trace).replace("3.0", "4.0")), Machine(1)) != same
     proven = replace(given(), bound_us=1.0, any_us=1.0)
     small = memgraph.plan(net(), batch(), budget=pressed().budget, plan=proven, offload=None)
     large = memgraph.plan(net(), batch(), budget=pressed().budget + 1, plan=proven, offload=None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.runtime import company
-from memgraph.runtime.step_run import Flight
+from memgraph.runtime.step_run import StepRun
 
 ROOM = "1GB"
 
@@ -116,13 +116,13 @@ def test_two_modules_with_a_common_weight_accumulate() -> None:
 def flights(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each backward, whether its flight was shared."""
     found: list[bool] = []
-    backward = Flight.backward
+    backward = StepRun.backward
 
-    def noting(self: Flight, *args: Any) -> Any:
+    def noting(self: StepRun, *args: Any) -> Any:
         found.append(self.shared)
         return backward(self, *args)
 
-    monkeypatch.setattr(Flight, "backward", noting)
+    monkeypatch.setattr(StepRun, "backward", noting)
     return found
 
 
@@ -166,6 +166,6 @@ def test_a_forward_without_a_backward_lets_go_of_what_it_has_saved_when_its_outp
     for _ in range(2):
         model(torch.randn(4, 8))[0].backward()
     outputs = model(torch.randn(4, 8))
-    assert len(company.beside(net.parameters())) == 1
+    assert len(company.concurrent_runs(net.parameters())) == 1
     del outputs
-    assert company.beside(net.parameters()) == []
+    assert company.concurrent_runs(net.parameters()) == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.runtime import step
 from tests.support.compare import same_gradients
 from tests.support.smallest_budget import smallest_of
@@ -56,7 +56,7 @@ def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, cou
                 one.zero_grad()
                 loop(one, given)
         ours.zero_grad()
-        _, allocated = measured(lambda: loop(model, given))  # all that torch gives, the loss included
+        _, allocated = measure_peak(lambda: loop(model, given))  # all that torch gives, the loss included
     assert same_gradients(ours, theirs)
     report = model.plan
     assert allocated is not None and report.measured is not None
@@ -75,7 +75,7 @@ def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
         summed(theirs, given)
     gradients = [p.grad for p in ours.parameters() if p.grad is not None]
     there = resident_bytes([*ours.parameters(), *given, *gradients])
-    _, allocated = measured(lambda: summed(model, given))
+    _, allocated = measure_peak(lambda: summed(model, given))
     summed(theirs, given)
     assert same_gradients(ours, theirs)
     assert allocated is not None and there + allocated.peak <= model.plan.peak <= budget

@@ -14,10 +14,10 @@ import memgraph
 import passes
 from memgraph.planning import planner
 from memgraph.runtime import cuda_graphs
-from memgraph.runtime.cuda_graphs import Recording
-from memgraph.storage.pinned_pool import Slabs
+from memgraph.runtime.cuda_graphs import CudaGraphPair
+from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_tier import PinnedLease, PinnedTier
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 from tests.support.late_cuda_graphs import Tapes
 from tests.support.late_device import Late, Pinned
@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self) -> None:
         self.late = Late(0)
-        self.slabs = Slabs(lambda: 1 << 30, Pinned())
+        self.slabs = PinnedPool(lambda: 1 << 30, Pinned())
         self.tapes: list[Tapes] = []
 
     def recorder(self) -> Tapes:
@@ -62,8 +62,8 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
     monkeypatch.setattr(planner, "recorder_of", lambda _: device.recorder)
-    monkeypatch.setattr(planner, "far_tier", device.tier)
-    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+    monkeypatch.setattr(planner, "open_tier", device.tier)
+    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     yield device
     device.late.finish()
 
@@ -100,7 +100,7 @@ class Pair:
         return self
 
 
-@pytest.mark.parametrize("plan", [given_up(Fate.STALL), all_given_up], ids=["offload", "mixed"])
+@pytest.mark.parametrize("plan", [given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["offload", "mixed"])
 def test_replays_are_eager_to_the_bit_however_late_the_streams_are(
     plan: Any, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +252,7 @@ def test_what_the_device_cant_record_is_an_error_or_runs_op_by_op(
     assert "not recorded: the device can't record this step" in str(lenient.ours.plan)
 
 
-def _recording(pair: Pair) -> Recording:
+def _recording(pair: Pair) -> CudaGraphPair:
     replays = pair.ours._latest.replays
     assert replays is not None and replays.recording is not None
     return replays.recording

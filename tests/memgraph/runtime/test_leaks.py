@@ -10,20 +10,20 @@ import pytest
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.runtime.step_run import Flight
-from passes.schedule.schedule import Fate
+from memgraph.runtime.step_run import StepRun
+from passes.schedule.schedule import Placement
 from tests.support.faults import batch, fresh, living, open_files, step
 
 
-def test_what_is_saved_for_backward_dies_with_backward(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
-    flights: list[Flight] = []
-    real = Flight.forward
+def test_what_is_saved_for_backward_dies_with_backward(fate: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    flights: list[StepRun] = []
+    real = StepRun.forward
 
-    def watched(self: Flight, *args: Any) -> Any:
+    def watched(self: StepRun, *args: Any) -> Any:
         flights.append(self)
         return real(self, *args)
 
-    monkeypatch.setattr(Flight, "forward", watched)
+    monkeypatch.setattr(StepRun, "forward", watched)
     _, compiled = fresh()
     step(compiled)
     assert [flight.saved for flight in flights] == [None]
@@ -37,7 +37,7 @@ def test_what_is_saved_for_backward_dies_with_backward(fate: Fate, monkeypatch: 
     assert living() <= before
 
 
-def test_a_compiled_module_that_is_dropped_gives_back_its_files(fate: Fate) -> None:
+def test_a_compiled_module_that_is_dropped_gives_back_its_files(fate: Placement) -> None:
     before = open_files()
     for _ in range(2):
         _, compiled = fresh()
@@ -61,7 +61,7 @@ def test_a_flight_that_gets_no_room_goes_without_a_word(monkeypatch: pytest.Monk
     lost: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", lost.append)
     with pytest.raises(memgraph.SpillError):
-        Flight(mock.Mock(), Full())
-    Flight.__new__(Flight)
+        StepRun(mock.Mock(), Full())
+    StepRun.__new__(StepRun)
     gc.collect()
     assert not lost

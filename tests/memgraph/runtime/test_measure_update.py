@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim.offloaded_update import FarUpdate
-from memgraph.system.locks import ALONE
+from memgraph.optim.offloaded_update import OffloadedUpdate
+from memgraph.system.locks import PLANNING_LOCK
 from tests.support.optimizers import OPTIMIZERS, ROOM, batch, net, square, step
 
 
@@ -39,7 +39,7 @@ def test_a_budget_error_lists_the_workspace_of_the_update() -> None:
         memgraph.plan(module, torch.randn(8, 256), budget=1000, optimizer=optim.AdamW(module.parameters()), loss=square)
     assert "It needs most at optimizer_step (AdamW.step)" in str(caught.value)
     # At the smallest budget it runs in windows.
-    window = FarUpdate(optim.AdamW(module.parameters())).nbytes(list(module.parameters()))
+    window = OffloadedUpdate(optim.AdamW(module.parameters())).nbytes(list(module.parameters()))
     assert f"{window} bytes  workspace  of optimizer_step itself" in str(caught.value)
     listed = re.findall(r"^ +(\d+) bytes  ", str(caught.value).partition("No plan")[0], re.MULTILINE)
     smallest = re.search(r"smallest budget for which a plan was found is (\d+)", str(caught.value))
@@ -94,7 +94,7 @@ def test_an_update_that_fails_is_not_measured_and_leaves_the_optimizer_as_it_was
     assert "step" not in vars(optimizer)
     optimizer.step()
     assert compiled.plan.measured == before
-    assert not ALONE._is_owned()  # type: ignore[attr-defined]
+    assert not PLANNING_LOCK._is_owned()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("first", [True, False])

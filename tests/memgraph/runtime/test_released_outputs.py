@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.runtime.released_outputs import HANDS_OVER
 from passes.ir.liveness import RELEASED
 from tests.support.compare import ROOM
@@ -126,7 +126,7 @@ def eagers(make: Callable[[], nn.Module], x: Tensor, loss: Loss) -> int:
     torch.manual_seed(0)
     model = make()
     there = resident_bytes([*model.parameters(), *model.buffers(), x])
-    _, allocated = measured(lambda: loss(model, x).backward())
+    _, allocated = measure_peak(lambda: loss(model, x).backward())
     assert allocated is not None
     return there + allocated.peak
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.runtime.shortage import explained
-from memgraph.runtime.step_run import Flight
+from memgraph.runtime.shortage import explain_out_of_memory
+from memgraph.runtime.step_run import StepRun
 from tests.support.models import net
 
 GPU = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ def _report(monkeypatch: pytest.MonkeyPatch) -> memgraph.Report:
 
 
 def test_a_want_of_memory_is_explained(report: memgraph.Report) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as error, explained(report, GPU):
+    with pytest.raises(torch.OutOfMemoryError) as error, explain_out_of_memory(report, GPU):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     first, second = str(error.value).splitlines()
     assert first == "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -38,9 +38,9 @@ def test_a_flight_explains_both_its_halves(report: memgraph.Report, monkeypatch:
         raise torch.OutOfMemoryError("no")
 
     step = memgraph.compile(net(), 1 << 30)
-    monkeypatch.setattr(Flight, "explained", staticmethod(partial(explained, report, GPU)))
+    monkeypatch.setattr(StepRun, "explained", staticmethod(partial(explain_out_of_memory, report, GPU)))
     loss = step(torch.randn(4, 32)).sum()
-    monkeypatch.setattr(Flight, "_run", refuses)
+    monkeypatch.setattr(StepRun, "_run", refuses)
     for half in (loss.backward, lambda: step(torch.randn(4, 32))):
         with pytest.raises(torch.OutOfMemoryError, match="holds 300 more"):
             half()

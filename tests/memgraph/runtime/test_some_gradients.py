@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.models import batch, net
 
 
@@ -27,6 +27,6 @@ def test_what_it_measures_is_what_is_measured_from_outside(which: slice) -> None
     for _ in range(3):  # plain, one that measures itself, one that is timed
         step(compiled, x, parameters[which])
     there = resident_bytes([*parameters, x, *(p.grad for p in parameters if p.grad is not None)])
-    _, allocated = measured(lambda: step(compiled, x, ()))
+    _, allocated = measure_peak(lambda: step(compiled, x, ()))
     assert allocated is not None
     assert compiled.plan.measured == there + allocated.peak <= compiled.plan.peak

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from memgraph.profile import step_timer
-from memgraph.profile.step_timer import Wall
+from memgraph.profile.step_timer import WallTimes
 from memgraph.report.step_times import LENGTH
-from memgraph.runtime.step_history import LOOKS, Recent
+from memgraph.runtime.step_history import LOOKS, StepHistory
 
 CPU = torch.device("cpu")
 
 
-def wall(us: float) -> Wall:
-    found = Wall(CPU)
+def wall(us: float) -> WallTimes:
+    found = WallTimes(CPU)
     found.spans.append((0.0, us / 1e6))
     return found
 
 
-def steps(us: float, count: int = LENGTH) -> Recent:
-    recent = Recent()
+def steps(us: float, count: int = LENGTH) -> StepHistory:
+    recent = StepHistory()
     for _ in range(count):
         recent.add(wall(us))
     return recent
@@ -41,7 +41,7 @@ def test_a_few_slow_steps_change_nothing() -> None:
 
 
 def test_it_is_judged_once_a_window() -> None:
-    recent = Recent()
+    recent = StepHistory()
     judged = [recent.add(wall(1.0)) for _ in range(3 * LENGTH)]
     assert [place for place, due in enumerate(judged, 1) if due] == [LENGTH, 2 * LENGTH, 3 * LENGTH]
 
@@ -65,7 +65,7 @@ def test_a_look_is_called_for_where_it_may_pay(
 
 
 def test_looks_are_few() -> None:
-    recent = Recent()
+    recent = StepHistory()
     for _ in range(LOOKS):
         for _ in range(LENGTH):
             recent.add(wall(500.0))
@@ -79,7 +79,7 @@ def test_looks_are_few() -> None:
 def test_halves_are_timed_without_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.chain([0.0, 1.0, 5.0, 7.0])
     monkeypatch.setattr(step_timer, "now", lambda device: next(ticks))
-    whole = Wall(CPU)
+    whole = WallTimes(CPU)
     for _ in range(2):
         with whole:
             pass

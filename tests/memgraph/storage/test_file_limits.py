@@ -14,7 +14,7 @@ import memgraph
 from memgraph import SpillError, StateError
 from memgraph.storage.async_copy import Copy
 from memgraph.storage.io_threads import write
-from memgraph.storage.mapped_storage import Form, Home
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
 from memgraph.storage.spill_file import nameless_file
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
 from tests.support.limits import files_left, files_of_at_most
@@ -48,10 +48,10 @@ def test_too_many_open_files_are_told_by_saving_and_loading(tmp_path: Path, name
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_home_that_finds_no_file_is_an_error_of_the_disk(tmp_path: Path, count: int) -> None:
-    forms = [Form((1000,), (1,), torch.float32)]
+    forms = [TensorSpec((1000,), (1,), torch.float32)]
     with files_left(count), pytest.raises(SpillError, match=r"too many files are open: raise the limit \(ulimit -n"):
-        Home(forms, tmp_path)
-    Home(forms, tmp_path)
+        MappedBuffer(forms, tmp_path)
+    MappedBuffer(forms, tmp_path)
 
 
 @pytest.mark.parametrize("count", range(4))

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import Part
-from memgraph.storage.mapped_storage import Form, Home, form_of, place_of
+from memgraph.storage.async_copy import CopyPart
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, buffer_slice_of, tensor_spec_of
 from memgraph.storage.spill_file import PAGE, SpillError
-from memgraph.storage.transfer import bring_home, fetch, part_of, store
+from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices, slice_of
 
 SHM = Path("/dev/shm")
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]
@@ -39,8 +39,8 @@ LAYOUTS = {
 MB = 1 << 20
 
 
-def form(*shape: int, dtype: torch.dtype = torch.float32) -> Form:
-    return form_of(torch.empty(shape, dtype=dtype, device="meta"))
+def form(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return tensor_spec_of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def noise(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,28 +70,28 @@ def anonymous() -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_comes_home_as_it_is(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
     there = noise(LAYOUTS[layout], dtype)
-    home, other = bring_home([there, noise(LAYOUTS["flat"], dtype)], tmp_path)
+    home, other = begin_reload([there, noise(LAYOUTS["flat"], dtype)], tmp_path)
     assert torch.equal(home, there)
-    assert form_of(home) == form_of(there)
-    assert (place_of(home) is None) == (not there.numel())
+    assert tensor_spec_of(home) == tensor_spec_of(there)
+    assert (buffer_slice_of(home) is None) == (not there.numel())
     home.copy_(home.logical_not())
     assert torch.equal(home, there.logical_not().to(dtype))
     assert other.data_ptr() != home.data_ptr()
 
 
 def test_a_new_home_is_all_zeros(tmp_path: Path) -> None:
-    home = Home([form(5000), form(3)], tmp_path)
+    home = MappedBuffer([form(5000), form(3)], tmp_path)
     assert not home.tensor(0).any() and not home.tensor(1).any()
 
 
 @pytest.mark.parametrize("strides", [(2,), (0,)], ids=["gaps", "overlap"])
 def test_a_form_that_is_not_dense_is_refused(tmp_path: Path, strides: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a home takes dense tensors, not shape"):
-        Home([Form((5,), strides, torch.float32)], tmp_path)
+        MappedBuffer([TensorSpec((5,), strides, torch.float32)], tmp_path)
 
 
 def moved(module: nn.Module, folder: Path) -> nn.Module:
-    for parameter, home in zip(module.parameters(), bring_home(list(module.parameters()), folder), strict=True):
+    for parameter, home in zip(module.parameters(), begin_reload(list(module.parameters()), folder), strict=True):
         parameter.data = home
     return module
 
@@ -111,7 +111,7 @@ def test_a_module_that_lies_at_home_trains_loads_and_saves_as_ever(tmp_path: Pat
     assert all(map(torch.equal, plain.state_dict().values(), home.state_dict().values()))
     values = {name: value.clone().zero_() for name, value in home.state_dict().items()}
     home.load_state_dict(values)
-    assert all(place_of(p) is not None and not p.any() for p in home.parameters())
+    assert all(buffer_slice_of(p) is not None and not p.any() for p in home.parameters())
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -131,9 +131,9 @@ def saved(held: Any) -> bytes:
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_plain_memory_and_no_larger_than_its_tensor(tmp_path: Path, way: str) -> None:
     parameter = nn.Parameter(torch.randn(300, 7))
-    parameter.data, _ = bring_home([parameter.data, torch.zeros(MB)], tmp_path)
+    parameter.data, _ = begin_reload([parameter.data, torch.zeros(MB)], tmp_path)
     again = COPIES[way](parameter)
-    assert torch.equal(again, parameter) and place_of(again) is None
+    assert torch.equal(again, parameter) and buffer_slice_of(again) is None
     assert again.untyped_storage().nbytes() == parameter.nbytes
     assert len(saved(parameter)) < 2 * parameter.nbytes
 
@@ -142,35 +142,35 @@ def test_a_copy_is_plain_memory_and_no_larger_than_its_tensor(tmp_path: Path, wa
 
 
 def test_the_place_of_a_tensor_is_found_by_its_address(tmp_path: Path) -> None:
-    home = Home([form(3), form(5000), form(0), form(7)], tmp_path)
+    home = MappedBuffer([form(3), form(5000), form(0), form(7)], tmp_path)
     tensors = [home.tensor(i) for i in range(4)]
-    assert [place_of(tensor) for tensor in tensors] == [home.place(0), home.place(1), None, home.place(3)]
+    assert [buffer_slice_of(tensor) for tensor in tensors] == [home.place(0), home.place(1), None, home.place(3)]
     parameter = nn.Parameter(torch.zeros(5000))
-    assert place_of(parameter) is None
+    assert buffer_slice_of(parameter) is None
     parameter.data = tensors[1]
-    assert place_of(parameter) == place_of(parameter.view(50, 100).t()) == home.place(1)
+    assert buffer_slice_of(parameter) == buffer_slice_of(parameter.view(50, 100).t()) == home.place(1)
     parameter.data = torch.zeros(5000)
-    assert place_of(parameter) is None
+    assert buffer_slice_of(parameter) is None
 
 
 def test_a_part_has_a_place_only_where_whole_pages_are_its_own(tmp_path: Path) -> None:
-    (tensor,) = bring_home([torch.zeros(5000)], tmp_path)
-    place, page = place_of(tensor), PAGE // 4
+    (tensor,) = begin_reload([torch.zeros(5000)], tmp_path)
+    place, page = buffer_slice_of(tensor), PAGE // 4
     assert place is not None
-    assert place_of(tensor[page : 3 * page]) == part_of(place, PAGE, 2 * PAGE)
-    assert place_of(tensor[page:]) == part_of(place, PAGE, 20000 - PAGE)
+    assert buffer_slice_of(tensor[page : 3 * page]) == slice_of(place, PAGE, 2 * PAGE)
+    assert buffer_slice_of(tensor[page:]) == slice_of(place, PAGE, 20000 - PAGE)
     for other in (tensor[1:], tensor[:-1], tensor[::2], tensor[:0], tensor.expand(2, 5000), tensor.clone()):
-        assert place_of(other) is None
+        assert buffer_slice_of(other) is None
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
 def test_what_is_no_plain_memory_has_no_place(other: Tensor) -> None:
-    assert place_of(other) is None
+    assert buffer_slice_of(other) is None
 
 
 def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
-    (tensor,) = bring_home([torch.zeros(5000)], tmp_path)
-    again, other = bring_home([tensor, torch.ones(2)], tmp_path)
+    (tensor,) = begin_reload([torch.zeros(5000)], tmp_path)
+    again, other = begin_reload([tensor, torch.ones(2)], tmp_path)
     assert again is tensor and other.sum() == 2
 
 
@@ -180,7 +180,7 @@ def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [None, SHM], ids=["disk", "ram"])
 def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Path | None) -> None:
     count, draw = 3 * MB // 4 + 17, random.Random(0)
-    home = Home([form(count, dtype=torch.int32)], folder or tmp_path)
+    home = MappedBuffer([form(count, dtype=torch.int32)], folder or tmp_path)
     mapped, place, expected = home.tensor(0), home.place(0), torch.zeros(count, dtype=torch.int32)
     memory = torch.empty_like(expected)
     for i in range(200):
@@ -191,20 +191,20 @@ def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Pa
             mapped[begin:end] = expected[begin:end] = i
         elif action == "write file":
             expected[begin:end] = -i
-            store(place, memory.copy_(expected)).end()
+            offload_slices(place, memory.copy_(expected)).end()
         elif action == "read file":
-            fetch(place, memory.zero_()).end()
+            reload_slices(place, memory.zero_()).end()
             assert torch.equal(memory, expected)
         else:
             assert torch.equal(mapped, expected)
 
 
 def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
-    first, second = bring_home([torch.ones(3), torch.ones(5)], tmp_path)
+    first, second = begin_reload([torch.ones(3), torch.ones(5)], tmp_path)
     for tensor in (first, second):
-        place = place_of(tensor)
+        place = buffer_slice_of(tensor)
         assert place is not None
-        store(place, torch.full_like(tensor, 7)).end()
+        offload_slices(place, torch.full_like(tensor, 7)).end()
     assert first.tolist() == [7] * 3 and second.tolist() == [7] * 5
 
 
@@ -213,7 +213,7 @@ def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
 
 def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(100 * MB // 4))
-    bring_home([torch.ones(MB)], tmp_path)  # so that the threads have their buffers
+    begin_reload([torch.ones(MB)], tmp_path)  # so that the threads have their buffers
     before = most = anonymous()
     done = threading.Event()
 
@@ -224,7 +224,7 @@ def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    (home,) = bring_home([parameter.data], tmp_path)
+    (home,) = begin_reload([parameter.data], tmp_path)
     done.set()
     watcher.join()
     assert most - before < 5 * MB  # and not another 100
@@ -238,7 +238,7 @@ def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
 def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
-    home = Home([form(5000), form(3)], tmp_path)
+    home = MappedBuffer([form(5000), form(3)], tmp_path)
     tensor = home.tensor(0)
     view = tensor[7:]
     del home, tensor
@@ -258,10 +258,10 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
         assert opened.wait(60)
         transfer(*where)
 
-    home = Home([form(5000)], tmp_path)
+    home = MappedBuffer([form(5000)], tmp_path)
     place, memory = home.place(0), torch.ones(5000)
     monkeypatch.setattr(io_threads, "transfer", waits)
-    copying = fetch(place, memory)
+    copying = reload_slices(place, memory)
     assert reached.wait(60)
     del home, place
     assert len(maps(tmp_path)) == 1
@@ -275,17 +275,17 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, plain = threading.Event(), Part.open
+    opened, plain = threading.Event(), CopyPart.open
 
-    def late(part: Part) -> None:
+    def late(part: CopyPart) -> None:
         plain(part)
         assert opened.wait(60)
 
-    monkeypatch.setattr(Part, "open", late)
-    home, memory = Home([form(5000)], tmp_path), torch.ones(5000)
+    monkeypatch.setattr(CopyPart, "open", late)
+    home, memory = MappedBuffer([form(5000)], tmp_path), torch.ones(5000)
     seen = weakref.ref(memory)
     try:
-        store(home.place(0), memory).end()
+        offload_slices(home.place(0), memory).end()
         del home, memory
         assert seen() is None and not maps(tmp_path)
     finally:
@@ -296,7 +296,7 @@ def test_many_homes_come_and_go(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
     for _ in range(300):
-        assert bring_home([torch.ones(10)], tmp_path)[0].sum() == 10
+        assert begin_reload([torch.ones(10)], tmp_path)[0].sum() == 10
     assert fds() == before
 
 
@@ -307,7 +307,7 @@ def test_a_home_that_the_disk_has_no_room_for_is_refused(tmp_path: Path) -> None
     gc.collect()
     before = fds()
     with pytest.raises(SpillError, match=r"bytes are wanted for the state in .*, .* are available"):
-        Home([form(1 << 50)], tmp_path)
+        MappedBuffer([form(1 << 50)], tmp_path)
     assert fds() == before
 
 
@@ -322,27 +322,27 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(SpillError, match="No space left on device"):
-                bring_home([tensor], tmp_path)
-    assert place_of(tensor) is None and tensor.sum() == 5000
+                begin_reload([tensor], tmp_path)
+    assert buffer_slice_of(tensor) is None and tensor.sum() == 5000
     gc.collect()
     assert fds() == before and not maps(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork")
 def test_a_forked_child_has_homes_of_its_own_and_what_it_writes_to_its_parents_is_its_own_too(tmp_path: Path) -> None:
-    (tensor,) = bring_home([torch.ones(5000)], tmp_path)
+    (tensor,) = begin_reload([torch.ones(5000)], tmp_path)
     child = os.fork()
     if not child:
         code = 1
         try:
-            known = place_of(tensor)
+            known = buffer_slice_of(tensor)
             tensor += 1
-            (own,) = bring_home([tensor], tmp_path)
-            place, memory = place_of(own), torch.zeros(5000)
+            (own,) = begin_reload([tensor], tmp_path)
+            place, memory = buffer_slice_of(own), torch.zeros(5000)
             assert place is not None
-            fetch(place, memory).end()
+            reload_slices(place, memory).end()
             code = 0 if known is None and memory.tolist() == tensor.tolist() == [2] * 5000 else 2
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(bring_home([tensor], tmp_path)[0], torch.ones(5000))
+    assert torch.equal(begin_reload([tensor], tmp_path)[0], torch.ones(5000))

@@ -13,9 +13,9 @@ from memgraph.errors import MemgraphError
 from memgraph.profile import machine_profile
 from memgraph.profile.link_bandwidth import Link
 from memgraph.storage import pinned_pool
-from memgraph.storage.mapped_storage import Form, Home
-from memgraph.storage.pinned_pool import PinnedError, Slabs, pinned_nbytes
-from memgraph.storage.pinned_storage import Host
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
+from memgraph.storage.pinned_pool import PinnedError, PinnedPool, pinned_nbytes
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import PinnedTier
 from memgraph.storage.spill_file import PAGE
 from passes import Machine
@@ -51,16 +51,16 @@ def test_what_makes_no_sense_is_refused_by_its_own_name(pinned: Any, kind: type[
 def test_a_plan_sends_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pinned_pool.VARIABLE, "64MB")
     link = Link(((1000, 1.0),))
-    monkeypatch.setattr(machine_profile, "host_links", lambda device: (link, link))
-    machine = machine_profile.linked(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
+    machine = machine_profile.measure_links(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)
     assert 0.99 * 10**6 < machine.capacity < 10**6
 
 
 def test_the_callers_cap_takes_the_place_of_the_processs_for_all_that_is_pinned() -> None:
-    slabs = Slabs(lambda: PAGE, Pinned())
+    slabs = PinnedPool(lambda: PAGE, Pinned())
     tier = PinnedTier([3 * PAGE], CPU, Late(0), slabs, cap=8 * PAGE)
-    host = Host(CPU, Late(0), slabs, cap=8 * PAGE)
-    home = Home([Form((PAGE,), (1,), torch.uint8)], host)
+    host = PinnedBufferAllocator(CPU, Late(0), slabs, cap=8 * PAGE)
+    home = MappedBuffer([TensorSpec((PAGE,), (1,), torch.uint8)], host)
     leases = [tier.lease(), tier.lease()]
     assert slabs.nbytes == 7 * PAGE
     with pytest.raises(PinnedError, match=r"12288 bytes .* 28672 are taken \(by 2 .*\) and 32768 allowed; .*pinned="):
@@ -68,6 +68,6 @@ def test_the_callers_cap_takes_the_place_of_the_processs_for_all_that_is_pinned(
     with pytest.raises(PinnedError, match="and 4096 allowed"):
         slabs.claim(PAGE)
     with pytest.raises(PinnedError, match="and 32768 allowed"):
-        Home([Form((2 * PAGE,), (1,), torch.uint8)], host)
+        MappedBuffer([TensorSpec((2 * PAGE,), (1,), torch.uint8)], host)
     assert issubclass(PinnedError, MemgraphError)
     del home, leases

@@ -13,7 +13,7 @@ from torch import Tensor
 from memgraph.errors import MemgraphError
 from memgraph.profile import machine_profile
 from memgraph.profile.link_bandwidth import Link
-from memgraph.storage.pinned_pool import PinnedError, Slabs, cap_nbytes
+from memgraph.storage.pinned_pool import PinnedError, PinnedPool, cap_nbytes
 from memgraph.storage.pinned_tier import PinnedTier
 from memgraph.storage.spill_file import PAGE
 from passes import Machine
@@ -38,9 +38,9 @@ class Counted(Pinned):
         del self.there[flat.data_ptr()]
 
 
-def some(cap: int = 1 << 30, limit: int = 1 << 40) -> tuple[Slabs, Counted]:
+def some(cap: int = 1 << 30, limit: int = 1 << 40) -> tuple[PinnedPool, Counted]:
     pins = Counted(limit)
-    return Slabs(lambda: cap, pins), pins
+    return PinnedPool(lambda: cap, pins), pins
 
 
 def test_a_slab_is_whole_pages_and_no_more() -> None:
@@ -172,7 +172,7 @@ def test_the_cap_is_half_of_the_host_or_what_is_named(monkeypatch: pytest.Monkey
 def test_a_plan_sends_no_more_to_the_host_than_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGRAPH_PINNED", "64MB")
     link = Link(((1000, 1.0),))
-    monkeypatch.setattr(machine_profile, "host_links", lambda device: (link, link))
-    machine = machine_profile.linked(Machine(1 << 30, "cuda:0"), "host", GPU, None)
+    monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
+    machine = machine_profile.measure_links(Machine(1 << 30, "cuda:0"), "host", GPU, None)
     slots = [70_000] * (machine.capacity // 70_000)
     assert sum(-(-slot // 256) * 256 for slot in slots) <= 64_000_000 < machine.capacity * 1.02

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.planning import planner
-from memgraph.storage.pinned_pool import Slabs
+from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_tier import PinnedTier
-from passes.schedule.schedule import Fate
+from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 from tests.support.late_device import Late, Pinned
 
@@ -48,7 +48,7 @@ def _planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
 
-def tier(cuda: Any, slabs: Slabs, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
+def tier(cuda: Any, slabs: PinnedPool, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
     return PinnedTier(slots, device, cuda, slabs) if slots else None
 
 
@@ -63,15 +63,15 @@ def batch(turn: int) -> Tensor:
     return torch.randn(300, 48, generator=torch.Generator().manual_seed(turn))
 
 
-@pytest.fixture(params=[given_up(Fate.STALL), all_given_up], ids=["offload", "mixed"], name="planned")
+@pytest.fixture(params=[given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["offload", "mixed"], name="planned")
 def _planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "make_plan", request.param)
 
 
 def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
     """Whether all gradients of late steps are eager's, whatever the seed."""
-    slabs = Slabs(lambda: 1 << 30, Pinned())
-    monkeypatch.setattr(planner, "far_tier", partial(tier, late, slabs))
+    slabs = PinnedPool(lambda: 1 << 30, Pinned())
+    monkeypatch.setattr(planner, "open_tier", partial(tier, late, slabs))
     plain, model = Layers(), Layers()
     ours = memgraph.compile(model, "1GB")
     gradients(model, ours, batch(0))  # plans, and is measured
@@ -95,7 +95,7 @@ def test_gradients_are_eagers_however_late_the_streams_are(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("missing", WAITS)
 def test_without_any_one_of_the_waits_they_are_not(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Fate.STALL))
+    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     assert not right(monkeypatch, Late(0, frozenset({WAITS[missing]})))
 
 
@@ -107,7 +107,7 @@ def test_what_comes_back_has_left_before(deaf: frozenset[tuple[str, str]]) -> No
     equal = True
     for seed in SEEDS:
         late = Late(seed, deaf)
-        lease = PinnedTier([40_000], CPU, late, Slabs(lambda: 1 << 30, Pinned())).lease()
+        lease = PinnedTier([40_000], CPU, late, PinnedPool(lambda: 1 << 30, Pinned())).lease()
         with late.noting():
             x = torch.ones(10_000) * seed
             back = torch.empty(10_000)
@@ -126,7 +126,7 @@ def test_a_step_on_another_stream_takes_the_slab_only_when_the_last_one_has_read
     equal = True
     for seed in SEEDS:
         late = Late(seed, deaf)
-        tier = PinnedTier([40_000], CPU, late, Slabs(lambda: 1 << 30, Pinned()))
+        tier = PinnedTier([40_000], CPU, late, PinnedPool(lambda: 1 << 30, Pinned()))
         with late.noting():
             first = tier.lease()
             sent, back = torch.ones(10_000) * 3, torch.empty(10_000)
@@ -147,7 +147,7 @@ def test_a_step_on_another_stream_takes_the_slab_only_when_the_last_one_has_read
 def test_a_step_that_is_left_in_the_middle_ends_its_copies_before_their_bytes_are_somebody_elses() -> None:
     for seed in SEEDS:
         late = Late(seed)
-        tier = PinnedTier([40_000], CPU, late, Slabs(lambda: 1 << 30, Pinned()))
+        tier = PinnedTier([40_000], CPU, late, PinnedPool(lambda: 1 << 30, Pinned()))
         with late.noting():
             lease = tier.lease()
             sent, back = torch.ones(10_000) * 3, torch.empty(10_000)

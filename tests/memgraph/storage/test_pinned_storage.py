@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memgraph.storage.mapped_storage import Form, Home, is_far, place_of
-from memgraph.storage.pinned_pool import PinnedError, Slabs
-from memgraph.storage.pinned_storage import Host
-from memgraph.storage.transfer import fetch, settled, store
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, buffer_slice_of, is_offloaded
+from memgraph.storage.pinned_pool import PinnedError, PinnedPool
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
+from memgraph.storage.transfer import offload_slices, reload_slices, wait_all
 from tests.support.late_device import Late, Pinned
 from tests.support.streamed_state import OPTIMIZERS, Twins, batch, far, least, streams
 
 CPU = torch.device("cpu")
-FORM = Form((30, 50), (50, 1), torch.float32)
+FORM = TensorSpec((30, 50), (50, 1), torch.float32)
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -85,12 +85,12 @@ def test_what_is_loaded_goes_home_again() -> None:
 # --- one home
 
 
-def test_a_home_gives_its_pages_back_with_the_last_tensor_there(slabs: Slabs) -> None:
-    home = Home([FORM, FORM], Host(CPU, Late(0), slabs))
+def test_a_home_gives_its_pages_back_with_the_last_tensor_there(slabs: PinnedPool) -> None:
+    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
     tensor = home.tensor(1)
     assert slabs.claimed == slabs.nbytes == 2 * 8192
-    assert place_of(tensor) == home.place(1)
-    assert is_far(tensor)
+    assert buffer_slice_of(tensor) == home.place(1)
+    assert is_offloaded(tensor)
     del home
     gc.collect()
     assert slabs.claimed
@@ -99,32 +99,32 @@ def test_a_home_gives_its_pages_back_with_the_last_tensor_there(slabs: Slabs) ->
     assert not slabs.claimed
 
 
-def test_bytes_go_there_and_back(slabs: Slabs) -> None:
-    home = Home([FORM, FORM], Host(CPU, Late(0), slabs))
+def test_bytes_go_there_and_back(slabs: PinnedPool) -> None:
+    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
     sent, back = torch.randn(30, 50), torch.empty(30, 50)
-    settled([store(home.place(1), sent)])
-    settled([fetch(home.place(1), back)])
+    wait_all([offload_slices(home.place(1), sent)])
+    wait_all([reload_slices(home.place(1), back)])
     assert torch.equal(sent, back)
     assert torch.equal(sent, home.tensor(1))
     assert not home.tensor(0).any()
 
 
-def test_a_copy_comes_behind_another_one(slabs: Slabs) -> None:
+def test_a_copy_comes_behind_another_one(slabs: PinnedPool) -> None:
     for seed in range(16):
         late = Late(seed)
-        home = Home([FORM], Host(CPU, late, slabs))
+        home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, late, slabs))
         with late.noting():
-            out = store(home.place(0), torch.full((30, 50), float(seed)))
+            out = offload_slices(home.place(0), torch.full((30, 50), float(seed)))
             back = torch.empty(30, 50)
-            settled([fetch(home.place(0), back, out.parts)])
+            wait_all([reload_slices(home.place(0), back, out.parts)])
             found = back * 1
         assert torch.equal(found, torch.full((30, 50), float(seed)))
 
 
 def test_more_than_is_allowed_is_an_error_and_takes_nothing() -> None:
-    slabs = Slabs(lambda: 8192, Pinned())
+    slabs = PinnedPool(lambda: 8192, Pinned())
     with pytest.raises(PinnedError, match=r"16384 bytes of pinned host memory are wanted, .* and 8192 allowed"):
-        Home([FORM, FORM], Host(CPU, Late(0), slabs))
+        MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
     assert not slabs.claimed
 
 
@@ -133,15 +133,15 @@ def test_a_host_that_does_not_pin_is_an_error_and_takes_nothing() -> None:
         def register(self, flat: Tensor, device: torch.device) -> str:
             return "no locked memory is left"
 
-    slabs = Slabs(lambda: 1 << 30, Refusing())
+    slabs = PinnedPool(lambda: 1 << 30, Refusing())
     with pytest.raises(
         PinnedError, match=r"8192 bytes .* can't be pinned \(no locked memory is left\); allow .*ulimit"
     ):
-        Home([FORM], Host(CPU, Late(0), slabs))
+        MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
     assert not slabs.claimed
 
 
-def test_a_gpu_sees_pinned_bytes_where_they_are(slabs: Slabs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_sees_pinned_bytes_where_they_are(slabs: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def as_tensor(seen: Any, device: torch.device) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_gpu_sees_pinned_bytes_where_they_are(slabs: Slabs, monkeypatch: pytes
         return flat
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    home = Home([FORM], Host(CPU, Late(0), slabs))
+    home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
     home.mapping.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch, "empty", lambda *args, dtype, device: torch.zeros(*args, dtype=dtype))
     tensor = home.tensor(0)

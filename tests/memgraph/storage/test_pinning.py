@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.storage.mapped_storage import Form, Home
-from memgraph.storage.pinned_pool import SHARED, CudaPins, Slabs
-from memgraph.storage.pinned_storage import Host
+from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
+from memgraph.storage.pinned_pool import SHARED, CudaPinnedAllocator, PinnedPool
+from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from tests.support.late_device import Late, Pinned
 
 GPU = torch.device("cuda", 1)
@@ -43,14 +43,14 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_pages_are_pinned_for_their_device_and_given_back_once_it_has_done_all(asked: list[Any]) -> None:
     """Memory is said to be of the device that is the current one; and kernels may read it that nobody waits for."""
-    pins, flat = CudaPins(), torch.zeros(4096, dtype=torch.uint8)
+    pins, flat = CudaPinnedAllocator(), torch.zeros(4096, dtype=torch.uint8)
     assert pins.register(flat, GPU) == ""
     pins.unregister(flat)
     assert asked == [("on", GPU), ("register", 4096, SHARED), ("all is done on", GPU), ("unregister",)]
 
 
 def test_a_child_of_fork_gives_nothing_back(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pins, flat = CudaPins(), torch.zeros(4096, dtype=torch.uint8)
+    pins, flat = CudaPinnedAllocator(), torch.zeros(4096, dtype=torch.uint8)
     pins.register(flat, GPU)
     asked.clear()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
@@ -66,8 +66,8 @@ def covers(span: str, address: int) -> bool:
 
 def test_a_home_is_pages_of_the_process_alone() -> None:
     """Shared ones take several times as long to be had; after a fork, the device would be left with the old ones."""
-    host = Host(torch.device("cpu"), Late(0), Slabs(lambda: 1 << 30, Pinned()))
-    home = Home([Form((1 << 20,), (1,), torch.float32)], host)
+    host = PinnedBufferAllocator(torch.device("cpu"), Late(0), PinnedPool(lambda: 1 << 30, Pinned()))
+    home = MappedBuffer([TensorSpec((1 << 20,), (1,), torch.float32)], host)
     address = home.tensor(0).data_ptr()
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     first = next(line for line in lines if covers(line.split()[0], address))

@@ -13,15 +13,15 @@ import memgraph
 from memgraph.planning import planner
 from memgraph.profile import link_bandwidth as links
 from memgraph.profile import op_profiler
-from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
-from memgraph.profile.memory_meter import measured
+from memgraph.profile.memory_meter import measure_peak
 from memgraph.storage.wire_cast import LARGEST, narrow, widen
-from passes import Choice, Machine, Offload, Trace, apply, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes import Machine, Offload, PlanResult, Trace, apply, predict
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.wire import WORKSPACE
 from passes.lp.problem import SMALLEST_TRIP
-from passes.schedule.schedule import Fate, schedule
+from passes.schedule.schedule import Placement, schedule
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 1040, 72  # a shape that no other test prices
@@ -45,13 +45,13 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-def cast_all(trace: Trace, machine: Machine, **_: Any) -> Choice:
+def cast_all(trace: Trace, machine: Machine, **_: Any) -> PlanResult:
     """In the place of the search: all that may be cast is."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     may = {s for s in gaps.uses if s in gaps.root and gaps.wire_nbytes(s, machine.wire)}
-    fates = {s: Fate.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_TRIP}
+    fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_TRIP}
     plan = schedule(gaps, fates, machine)
-    return Choice(plan, predict(trace, machine), predict(apply(trace, plan), machine))
+    return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
 
 
 def cast_values(report: memgraph.Report) -> set[str]:
@@ -109,7 +109,7 @@ def test_a_cast_takes_no_more_beside_its_result_than_its_workspace(odd: float) -
     x = torch.randn(300, 1000)
     x[5, 5] = odd
     narrow(x)
-    y, allocated = measured(lambda: narrow(x), CPU)
+    y, allocated = measure_peak(lambda: narrow(x), CPU)
     assert allocated is not None and y.nbytes <= allocated.peak <= y.nbytes + WORKSPACE
 
 
@@ -175,15 +175,17 @@ def rounded(model: Layers, cast: set[str]) -> Tensor:
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op takes 5 ms, and a copy of a value as long as two of them; a cast takes nothing
     to speak of."""
-    monkeypatch.setattr(op_profiler, "shortest", lambda *_, **__: 5000.0)
-    monkeypatch.setattr(op_profiler, "keep", lambda key, value: None)
-    monkeypatch.setattr(op_profiler, "kept", lambda key: None)
+    monkeypatch.setattr(op_profiler, "shortest_us", lambda *_, **__: 5000.0)
+    monkeypatch.setattr(op_profiler, "write_cached", lambda key, value: None)
+    monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(links, "_known", {})
     slow, fast = Link(((1000, 30.0),)), Link(((1000, 0.1),))
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_links", lambda folder, room: (slow, slow))
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_toll", lambda folder, links, room: Toll())
-    monkeypatch.setattr("memgraph.profile.machine_profile.casts", lambda device: (fast, fast))
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (slow, slow))
+    monkeypatch.setattr(
+        "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
+    )
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_casts", lambda device: (fast, fast))
     monkeypatch.setattr(planner, "replanned", lambda *_: None)
 
 

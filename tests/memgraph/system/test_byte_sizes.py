@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import memgraph
 import passes
 from memgraph.profile import op_profiler
-from memgraph.profile.copy_overhead import Toll
+from memgraph.profile.copy_overhead import CopyOverhead
 from memgraph.profile.link_bandwidth import Link
-from memgraph.profile.memory_meter import measured, resident_bytes
+from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.system.byte_sizes import UNITS, WHOLE, budget_nbytes
 from memgraph.system.device import device_of, memory_nbytes, unused_nbytes
 from tests.support.models import batch, net
@@ -257,9 +257,13 @@ def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPa
     """At given prices: at others a search may find a plan below the smallest that the error knew."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
-    monkeypatch.setattr(op_profiler, "shortest", lambda *_: 100.0)
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_links", lambda folder, room: (Link(((1000, 5.0),)),) * 2)
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_toll", lambda folder, links, room: Toll())
+    monkeypatch.setattr(op_profiler, "shortest_us", lambda *_: 100.0)
+    monkeypatch.setattr(
+        "memgraph.profile.machine_profile.measure_disk", lambda folder, room: (Link(((1000, 5.0),)),) * 2
+    )
+    monkeypatch.setattr(
+        "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
+    )
     module, x = nn.Sequential(net(), Total()), batch()  # nothing but a number, or less would do if it is let go of
     smallest = smallest_of(module, x).smallest
     for p in module.parameters():  # with gradients to add to, the step needs most
@@ -346,7 +350,7 @@ def test_a_budget_error_does_not_spoil_the_forecasts_after_it(monkeypatch: pytes
     compiled = memgraph.compile(module, smallest)
     there = resident_bytes([*module.parameters(), x])
     compiled(x)
-    _, allocated = measured(lambda: compiled(x).backward())
+    _, allocated = measure_peak(lambda: compiled(x).backward())
     assert allocated is not None
     staging = int(compiled.plan.forecast.by_kind["staging"].max(initial=0))
     assert there + allocated.peak + staging <= smallest

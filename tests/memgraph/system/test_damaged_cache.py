@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memgraph.system.measurement_cache import Costs
+from memgraph.system.measurement_cache import CostDatabase
 
 
 @pytest.mark.parametrize("damage", [0xFF, 0x80, 0x00])
 def test_one_letter_that_is_none_stops_nothing(tmp_path: Path, damage: int) -> None:
-    costs = Costs(tmp_path / "costs.sqlite")
+    costs = CostDatabase(tmp_path / "costs.sqlite")
     for key in ("one", "other"):
         costs.put(key, [1.5, "words"])
     whole = costs.path.read_bytes()
@@ -30,11 +30,11 @@ def test_one_letter_that_is_none_stops_nothing(tmp_path: Path, damage: int) -> N
 def test_a_byte_that_is_damaged_anywhere_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "costs.sqlite"
     for i in range(20):
-        Costs(path).put(f"op {i}", [i, "words"])
+        CostDatabase(path).put(f"op {i}", [i, "words"])
     whole = path.read_bytes()
     for at in range(0, len(whole), 53):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        costs = Costs(path)
+        costs = CostDatabase(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for i in range(0, 20, 7):
@@ -43,7 +43,7 @@ def test_a_byte_that_is_damaged_anywhere_is_no_error(tmp_path: Path) -> None:
 
 
 def test_damaged_costs_are_forgotten_said_once_and_kept_anew(tmp_path: Path) -> None:
-    costs = Costs(tmp_path / "costs.sqlite")
+    costs = CostDatabase(tmp_path / "costs.sqlite")
     for key in ("one", "other"):
         costs.put(key, 1.5)
     with closing(sqlite3.connect(costs.path)) as file, file:
@@ -54,4 +54,4 @@ def test_damaged_costs_are_forgotten_said_once_and_kept_anew(tmp_path: Path) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         costs.put("one", 2.5)
-        assert Costs(costs.path).get("one") == 2.5
+        assert CostDatabase(costs.path).get("one") == 2.5

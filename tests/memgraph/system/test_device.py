@@ -15,7 +15,7 @@ import memgraph
 from memgraph.capture.explain_errors import is_elsewhere
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile import op_profiler
-from memgraph.profile.op_profiler import Probed, Prober
+from memgraph.profile.op_profiler import OpCost, OpProfiler
 from memgraph.system.byte_sizes import budget_nbytes
 from memgraph.system.device import block_nbytes, headroom_nbytes, hold_to, unused_nbytes
 from tests.support.models import net
@@ -94,10 +94,10 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
 ) -> None:
     found, released = [torch.OutOfMemoryError()] * failures, list[torch.device]()
 
-    def run(node: fx.Node, before: object) -> Probed:
+    def run(node: fx.Node, before: object) -> OpCost:
         if found:
             raise found.pop()
-        return Probed(Cost(5.0, 100), ())
+        return OpCost(Cost(5.0, 100), ())
 
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -106,14 +106,14 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
         x.meta["val"], node.meta["val"] = torch.empty(30, device=GPU), torch.empty(30, device=GPU)
     monkeypatch.setattr(op_profiler, "_probe", run)
     monkeypatch.setattr(op_profiler, "release_cached", released.append)
-    monkeypatch.setattr(op_profiler, "kept", lambda key: None)
-    monkeypatch.setattr(op_profiler, "setting", str)
+    monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
+    monkeypatch.setattr(op_profiler, "environment_key", str)
     monkeypatch.setattr(op_profiler, "roofline", lambda *_: 7.0)
-    monkeypatch.setattr(op_profiler, "cool", lambda _: None)
+    monkeypatch.setattr(op_profiler, "flush_caches", lambda _: None)
     monkeypatch.setattr(op_profiler, "_known", {})
     priced = nullcontext() if failures == 1 else pytest.warns(RuntimeWarning, match=r"aten.mul.Tensor .* is guessed")
     with priced:
-        cost = Prober(1 << 30)(node)
+        cost = OpProfiler(1 << 30)(node)
     assert cost == (Cost(5.0, 100) if failures == 1 else Cost(7.0, 120))
     assert released == [GPU] * failures
 

@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 import memgraph
 from memgraph.capture.capture import capture
 from memgraph.profile import copy_overhead, link_bandwidth, op_profiler, roofline
-from memgraph.profile.link_bandwidth import SIZES, Link, disk_links
-from memgraph.profile.machine_profile import linked
-from memgraph.profile.op_profiler import Prober
+from memgraph.profile.link_bandwidth import SIZES, Link, measure_disk
+from memgraph.profile.machine_profile import measure_links
+from memgraph.profile.op_profiler import OpProfiler
 from memgraph.system import measurement_cache
-from memgraph.system.measurement_cache import Costs, cache_folder, keep, kept
+from memgraph.system.measurement_cache import CostDatabase, cache_folder, read_cached, write_cached
 from passes import Machine
 
 ROOT = Path(__file__).parents[3]
@@ -71,21 +71,21 @@ def rows(folder: Path) -> dict[str, str]:
 
 def test_what_is_kept_is_found_again_exactly(folder: Path) -> None:
     value = {"us": 0.1 + 0.2, "workspace": 2**60 + 1, "made": [["float32", [2, 3], [3, 1]]]}
-    keep("a", value)
-    assert kept("a") == value
-    assert kept("b") is None
-    keep("a", [1])
-    assert kept("a") == [1]
+    write_cached("a", value)
+    assert read_cached("a") == value
+    assert read_cached("b") is None
+    write_cached("a", [1])
+    assert read_cached("a") == [1]
 
 
 def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = square()["sort"]
-    found = Prober(1 << 30)._probed(sort)
+    found = OpProfiler(1 << 30)._probed(sort)
     assert found.cost.workspace > 0
     forget(monkeypatch)
     monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
-    assert Prober(1 << 30)._probed(sort) == found
-    assert Prober(0)._probed(sort) == found  # though it would not fit now
+    assert OpProfiler(1 << 30)._probed(sort) == found
+    assert OpProfiler(0)._probed(sort) == found  # though it would not fit now
 
 
 STEP = """
@@ -124,21 +124,21 @@ def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
 
 
 def test_many_processes_begin_and_fill_a_cache_at_once(folder: Path) -> None:
-    code = "import sys; from memgraph.system.measurement_cache import keep\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
+    code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
     there = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-W", "error", "-c", code]
     folder.mkdir()
     (folder / "costs.sqlite").write_bytes(b"")
     all_of_them = [subprocess.Popen([*run, str(i)], env=there) for i in range(3)]
     assert [one.wait() for one in all_of_them] == [0, 0, 0]
-    assert all(kept(f"{process} {i}") == i for process in range(3) for i in range(50))
+    assert all(read_cached(f"{process} {i}") == i for process in range(3) for i in range(50))
 
 
 def test_an_empty_name_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     assert cache_folder() is None
-    keep("a", 1)
-    assert kept("a") is None
+    write_cached("a", 1)
+    assert read_cached("a") is None
     monkeypatch.delenv("MEMGRAPH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "memgraph"
@@ -169,7 +169,7 @@ def test_the_key_tells_shapes_dtypes_strides_threads_and_modes_apart() -> None:
 
 
 def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) -> None:
-    Prober(1 << 30)(square()["mm"])
+    OpProfiler(1 << 30)(square()["mm"])
     (key,) = rows(folder)
     assert torch.__version__ in key
     assert torch.backends.cpu.get_cpu_capability() in key
@@ -178,7 +178,7 @@ def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) ->
 def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
     mm = square()["mm"]
     with torch.autocast("cpu", torch.bfloat16):
-        made = Prober(1 << 30).made(mm)
+        made = OpProfiler(1 << 30).made(mm)
     assert made is not None
     assert made[0].layout[0] is torch.float32
 
@@ -191,32 +191,32 @@ def test_a_corrupted_cache_is_put_aside_and_begun_anew(folder: Path) -> None:
     path = folder / "costs.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.warns(RuntimeWarning, match=r"put|\.unreadable now, and ops are measured anew") as said:
-        keep("a", 1)
-        keep("b", 2)
+        write_cached("a", 1)
+        write_cached("b", 2)
     assert len(said) == 1
-    assert (kept("a"), kept("b")) == (1, 2)
+    assert (read_cached("a"), read_cached("b")) == (1, 2)
     assert (folder / "costs.sqlite.unreadable").read_bytes().startswith(b"no database")
 
 
 def test_a_cache_that_is_torn_in_the_middle_is_begun_anew(folder: Path) -> None:
     for i in range(300):
-        keep(f"{i} {'x' * 200}", i)
+        write_cached(f"{i} {'x' * 200}", i)
     path = folder / "costs.sqlite"
     data = path.read_bytes()
     path.write_bytes(data[:4096] + os.urandom(len(data) - 4096))
     with pytest.warns(RuntimeWarning, match="measured anew") as said:
-        assert kept(f"7 {'x' * 200}") is None
+        assert read_cached(f"7 {'x' * 200}") is None
     assert len(said) == 1
-    keep("a", 1)
-    assert kept("a") == 1
+    write_cached("a", 1)
+    assert read_cached("a") == 1
 
 
 def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
-    keep("a", {"workspace": 4096})
+    write_cached("a", {"workspace": 4096})
     with sqlite3.connect(folder / "costs.sqlite") as file:
         file.execute("UPDATE costs SET value = ?", (json.dumps({"workspace": 0}),))
     with pytest.warns(RuntimeWarning, match="were damaged"):
-        assert kept("a") is None
+        assert read_cached("a") is None
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_a_foreign_file_is_put_aside_whole(folder: Path, statements: tuple[str, 
             file.execute(statement)
     before = (folder / "costs.sqlite").read_bytes()
     with pytest.warns(RuntimeWarning, match="no file of costs that can be read") as said:
-        assert kept("a") is None
-        keep("a", 1)
+        assert read_cached("a") is None
+        write_cached("a", 1)
     assert len(said) == 1
-    assert kept("a") == 1
+    assert read_cached("a") == 1
     assert (folder / "costs.sqlite.unreadable").read_bytes() == before
 
 
@@ -250,10 +250,10 @@ def test_a_folder_that_can_not_be_made_is_said_once(tmp_path: Path, monkeypatch:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "file" / "below"))
     with pytest.warns(RuntimeWarning, match="can't be used .*MEMGRAPH_CACHE") as said:
-        keep("a", 1)
-        keep("b", 1)
+        write_cached("a", 1)
+        write_cached("b", 1)
     assert len(said) == 1
-    assert kept("a") is None
+    assert read_cached("a") is None
     assert memgraph.plan(nn.Linear(4, 4), torch.ones(2, 4), budget=1 << 30).plan == ()
 
 
@@ -268,31 +268,31 @@ def nobody() -> Iterator[int]:
 def test_a_cache_that_can_not_be_written_is_still_read(nobody: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("MEMGRAPH_CACHE", name)
-        keep("a", 1)
+        write_cached("a", 1)
         Path(name, "costs.sqlite").chmod(0o444)
         Path(name).chmod(0o555)
         os.seteuid(nobody)
         with pytest.warns(RuntimeWarning, match="can't be used") as said:
-            keep("b", 1)
+            write_cached("b", 1)
         assert len(said) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert (kept("a"), kept("b")) == (1, None)
-            keep("c", 1)
+            assert (read_cached("a"), read_cached("b")) == (1, None)
+            write_cached("c", 1)
         if os.getuid() == 0:
             os.seteuid(0)
         Path(name).chmod(0o755)
 
 
 def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep("a", 1)
+    write_cached("a", 1)
     monkeypatch.setattr(measurement_cache, "WAIT", 0.1)
     with sqlite3.connect(folder / "costs.sqlite", isolation_level=None) as file:
         file.execute("BEGIN EXCLUSIVE")
         with pytest.warns(RuntimeWarning, match="locked"):
-            keep("b", 1)
+            write_cached("b", 1)
         file.execute("ROLLBACK")
-    assert Costs(folder / "costs.sqlite").get("a") == 1
+    assert CostDatabase(folder / "costs.sqlite").get("a") == 1
 
 
 # --- ops that are not run
@@ -304,7 +304,7 @@ def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: 
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
     assert roofline.roofline(large, 3 * 4 * 1024**2, 1 << 30) == round(2 * 1024**3 / 1000.0, 1)
-    assert Prober(0)(small).us == round(max(2 * 8**3 / 20_000, 3 * 4 * 8**2 / 5000), 1)
+    assert OpProfiler(0)(small).us == round(max(2 * 8**3 / 20_000, 3 * 4 * 8**2 / 5000), 1)
     assert roofline.flops(square()["sort"]) == 0.0
 
 
@@ -327,18 +327,18 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "SIZES", {4096: 4, 65536: 2})
     random = torch.get_rng_state()
-    found = disk_links(tmp_path)
+    found = measure_disk(tmp_path)
     assert all(us > 0 for link in found for _, us in link.points)
     assert torch.equal(torch.get_rng_state(), random)
     forget(monkeypatch)
     monkeypatch.setattr(link_bandwidth, "_measure_disk", lambda *given: pytest.fail("measured again"))
     (tmp_path / "below").mkdir()
-    assert disk_links(tmp_path / "below") == found
+    assert measure_disk(tmp_path / "below") == found
 
 
 def test_a_slow_disk_is_not_asked_for_large_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_bandwidth, "_copied", lambda tier: (2e5, 2e5))
-    assert [nbytes for nbytes, _ in disk_links(tmp_path)[0].points] == list(SIZES)[:1]
+    assert [nbytes for nbytes, _ in measure_disk(tmp_path)[0].points] == list(SIZES)[:1]
 
 
 @pytest.mark.parametrize("available", [20 << 20, 1 << 20, 1 << 14])
@@ -349,12 +349,12 @@ def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     full = SimpleNamespace(f_bavail=available // 512, f_frsize=512, f_blocks=plain.f_blocks)
     monkeypatch.setattr(os, "statvfs", lambda folder: full)
     forget(monkeypatch)
-    out, back = disk_links(tmp_path)
+    out, back = measure_disk(tmp_path)
     assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
-    assert copy_overhead.disk_toll(tmp_path, (out, back)).drag >= 0
+    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).drag >= 0
     monkeypatch.undo()
     forget(monkeypatch)
-    assert len(disk_links(tmp_path)[0].points) > 1  # measured as ever, once there is room
+    assert len(measure_disk(tmp_path)[0].points) > 1  # measured as ever, once there is room
 
 
 def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +363,6 @@ def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypa
     assert link.rate([1000] * 9) == 50.0
     sizes = [500, 1500, 6000]
     assert sum(sizes) / link.rate(sizes) == sum(map(link.us, sizes))
-    monkeypatch.setattr("memgraph.profile.machine_profile.disk_links", lambda folder, room: (link, link))
-    assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).out == 50.0
-    assert linked(Machine(1), "disk", torch.device("cpu"), tmp_path).out == link.rate([4 << 20])
+    monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (link, link))
+    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).out == 50.0
+    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path).out == link.rate([4 << 20])

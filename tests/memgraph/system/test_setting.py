@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memgraph.system.setting import driver, setting
+from memgraph.system.setting import driver, environment_key
 
 GPU = torch.device("cuda", 0)
 
@@ -29,7 +29,7 @@ def test_a_setting_on_a_gpu_names_the_device_and_its_driver(monkeypatch: pytest.
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    there = setting.__wrapped__(GPU)
+    there = environment_key.__wrapped__(GPU)
     assert "NVIDIA H200 | 9.0 | driver 580.159.03, cuDNN 91900" in there
 
 

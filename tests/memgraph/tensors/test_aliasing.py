@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.storage.mapped_storage import is_far
+from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.tensors.aliasing import overlap
 from tests.support.streamed_state import ADAMW, batch, chain, loss, streamed
 
@@ -63,7 +63,7 @@ def test_what_lies_far_is_not_parted_from_what_is_bound_to_its_like() -> None:
     compiled(batch()).backward()
     optimizer.zero_grad()
     first, second = (model.get_parameter(f"{i}.weight") for i in TWO)
-    assert is_far(first)
+    assert is_offloaded(first)
     first.data = second.data = second.detach().clone()
     with pytest.raises(memgraph.UpdateError, match=r"[04]\.weight and [04]\.weight share their memory"):
         compiled(batch())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.capture.capture import capture, losses
+from memgraph.capture.capture import capture, select_losses
 
 ROOM = "1GB"
 
@@ -56,7 +56,7 @@ def batch(seed: int = 0) -> Tensor:
 def test_wanted_are_scalars_and_what_has_parameters_of_its_own(
     function: Callable[..., Any], places: tuple[int, ...]
 ) -> None:
-    assert capture(Returning(function), (batch(),), {}, wanted=losses).tangents == places
+    assert capture(Returning(function), (batch(),), {}, wanted=select_losses).tangents == places
 
 
 def losses_of(module: Any, loss: Callable[[Any], Tensor], count: int = 3) -> tuple[list[Tensor | None], int]:
@@ -112,7 +112,7 @@ def test_logits_of_a_tied_head_beside_a_penalty_are_wanted() -> None:
             h = self.embedding(x).tanh()
             return h @ self.embedding.weight.t(), h.square().mean()
 
-    assert capture(Tied(), (torch.arange(6),), {}, wanted=losses).tangents == (0, 1)
+    assert capture(Tied(), (torch.arange(6),), {}, wanted=select_losses).tangents == (0, 1)
 
 
 def test_an_output_that_no_loss_is_made_of_beside_a_scalar_brings_no_nan() -> None:

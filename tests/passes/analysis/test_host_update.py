@@ -23,10 +23,10 @@ from passes import (
     parse_plan,
     predict,
 )
-from passes.analysis.host_update import hosted
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.host_update import hosted_states
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import residents
-from passes.schedule.schedule import Fate, schedule
+from passes.schedule.schedule import Placement, schedule
 from passes.search import greedy
 from passes.simulate.forecast import update_nbytes
 
@@ -56,7 +56,7 @@ def trace_of(each: int) -> Trace:
 
 TRACE = trace_of(2)
 MACHINE = Machine(0, out=10.0, back=10.0, homes=True, window=50, stepping=100.0)
-GAPS = Gaps(TRACE)
+GAPS = ReuseGaps(TRACE)
 STATES = tuple(f"s{i}" for i in range(3))
 
 
@@ -67,7 +67,7 @@ def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(far: set[str], machine: Machine = MACHINE) -> Plan:
-    return schedule(GAPS, dict.fromkeys(sorted(far), Fate.STALL), machine)
+    return schedule(GAPS, dict.fromkeys(sorted(far), Placement.OFFLOAD_BLOCKING), machine)
 
 
 def update_us(plan: Plan, machine: Machine = MACHINE) -> float:
@@ -106,14 +106,14 @@ def test_the_update_takes_as_long_as_the_longest_of_device_links_and_host() -> N
 )
 def test_the_slower_the_host_the_less_it_updates(stepping: float, found: set[str]) -> None:
     everything = {*STATES, *(f"w{i}" for i in range(3)), *(f"e{i}" for i in range(3))}
-    assert hosted(TRACE, replace(MACHINE, stepping=stepping), everything) == found
+    assert hosted_states(TRACE, replace(MACHINE, stepping=stepping), everything) == found
 
 
 def test_what_has_more_to_bring_there_than_it_spares_stays_on_the_device() -> None:
     momentum = trace_of(1)
-    assert hosted(momentum, MACHINE, set(STATES)) == set()
-    assert hosted(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
-    assert hosted(momentum, MACHINE, {"w0", "e0"}) == set()
+    assert hosted_states(momentum, MACHINE, set(STATES)) == set()
+    assert hosted_states(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
+    assert hosted_states(momentum, MACHINE, {"w0", "e0"}) == set()
 
 
 @given(

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import Trace, parse
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.trace import ITEMSIZE, type_nbytes
 from tests.support.strategies import traces
 
@@ -32,7 +32,7 @@ STEP = parse("""
     h = mul(f, a)  # f32[4, 4] | makes h:64 | 10.0 us
     return output o, gradient g, gradient h
 """)
-GAPS = Gaps(STEP)
+GAPS = ReuseGaps(STEP)
 
 
 def names(found: dict[str, int]) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_every_dtype_says_its_size_in_its_name() -> None:
 
 @given(traces())
 def test_nobody_has_a_use_for_a_storage_inside_of_its_gap(trace: Trace) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     for storage in gaps.maker:
         readers = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
         forward = [gaps.index[gaps.maker[storage]], *(i for i in readers if i < trace.boundary)]
@@ -99,7 +99,7 @@ def test_nobody_has_a_use_for_a_storage_inside_of_its_gap(trace: Trace) -> None:
 
 @given(traces())
 def test_what_can_be_sent_away_is_one_whole_storage(trace: Trace) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     for storage, value in gaps.root.items():
         assert trace.op[value].holds == (storage,)
         assert trace.nbytes[storage] == type_nbytes(trace.op[value].type) > 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Recompute, Trace, apply, check, make_plan, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.anneal import anneal
 from passes.lp import solver
 from passes.search.optimize import optimize
@@ -93,7 +93,7 @@ def test_without_highs_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_to_decide_is_nothing_to_anneal() -> None:
     assert anneal(Trace(()), Machine(-1)) == ()
-    once = replace(STEP, ops=tuple(replace(op, once=op.name in Gaps(STEP).held) for op in STEP.ops))
+    once = replace(STEP, ops=tuple(replace(op, once=op.name in ReuseGaps(STEP).held) for op in STEP.ops))
     assert anneal(once, Machine(5107)) == ()
 
 

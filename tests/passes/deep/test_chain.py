@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from passes import Machine, Trace, apply, check, parse, predict
 from passes.analysis.chain_slices import Slices
-from passes.analysis.reuse_gaps import Gaps
-from passes.deep.chain import rerun_slices
-from passes.search.greedy import descend
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.deep.chain import rerun_chain
+from passes.search.greedy import greedy_plan
 from tests.support.interpreter import run
 from tests.support.processes import printed
 from tests.support.strategies import decoded, machines, traces
@@ -46,7 +46,7 @@ def revolve(steps: int, checkpoints: int) -> int:
 
 def planned(trace: Trace, budget: int, machine: Machine = ALONE) -> tuple[Trace, int, float]:
     """The trace as it will run, its peak, and its time beyond that of the captured one."""
-    applied = apply(trace, rerun_slices(trace, replace(machine, budget=budget)))
+    applied = apply(trace, rerun_chain(trace, replace(machine, budget=budget)))
     check(applied)
     forecast = predict(applied, machine)
     return applied, forecast.peak, forecast.us - predict(trace, machine).us
@@ -56,7 +56,7 @@ def test_a_plain_chain() -> None:
     trace = plain(6)
     assert_expected_inline(
         "\n".join(
-            f"{budget}:\n" + "\n".join(map(str, rerun_slices(trace, Machine(budget)))) for budget in (8, 7, 6, 5, 4)
+            f"{budget}:\n" + "\n".join(map(str, rerun_chain(trace, Machine(budget)))) for budget in (8, 7, 6, 5, 4)
         ),
         """\
 8:
@@ -116,7 +116,7 @@ def test_slices_begin_where_forward_is_narrow() -> None:
         g5 = norm_backward(g4, x, a1)  # makes g5:10 | 1.0 us
         return output h, gradient g5
     """)
-    slices = Slices(Gaps(trace), 160)
+    slices = Slices(ReuseGaps(trace), 160)
     lines = []
     for j, (begin, end) in enumerate(itertools.pairwise(slices.cuts)):
         ops = " ".join(op.name for op in trace.ops[begin:end])
@@ -132,7 +132,7 @@ e f: from ['c'] keeps ['f'] for g2
 h: from ['f'] keeps [] for g1""",
     )
     assert_expected_inline(
-        "\n".join(map(str, rerun_slices(trace, Machine(130)))),
+        "\n".join(map(str, rerun_chain(trace, Machine(130)))),
         """\
 recompute a: before g3
 recompute a0: before g3
@@ -147,16 +147,16 @@ recompute a1: before g4""",
 @pytest.mark.parametrize("budget", range(4, 40, 5))
 def test_a_chain_takes_no_longer_than_the_greedy_way_down(budget: int) -> None:
     trace = plain(40)
-    greedy = predict(apply(trace, descend(trace, Machine(budget))), Machine(budget))
+    greedy = predict(apply(trace, greedy_plan(trace, Machine(budget))), Machine(budget))
     _, peak, us = planned(trace, budget)
     assert peak <= budget
     assert us <= greedy.us - predict(trace, ALONE).us
 
 
 def test_what_is_no_chain_is_left_alone() -> None:
-    assert rerun_slices(plain(2), Machine(0)) == ()
-    assert rerun_slices(Trace(()), Machine(-1)) == ()
-    assert rerun_slices(parse("x = input()  # makes x:9\nreturn output x"), Machine(0)) == ()
+    assert rerun_chain(plain(2), Machine(0)) == ()
+    assert rerun_chain(Trace(()), Machine(-1)) == ()
+    assert rerun_chain(parse("x = input()  # makes x:9\nreturn output x"), Machine(0)) == ()
 
 
 @settings(max_examples=40)
@@ -186,15 +186,15 @@ def test_the_lowest_peak_is_a_budget_that_is_met(trace: Trace, machine: Machine)
 def test_what_may_run_once_runs_once(trace: Trace, machine: Machine) -> None:
     whole = [op.makes and not op.is_input and op.fn != "aten.slice.default" for op in trace.ops]
     once = replace(trace, ops=tuple(replace(op, once=bool(alone)) for op, alone in zip(trace.ops, whole, strict=True)))
-    assert not any(once.op[decision.value].once for decision in rerun_slices(once, machine))
+    assert not any(once.op[decision.value].once for decision in rerun_chain(once, machine))
 
 
 PLAN_EACH = """
 import sys
 from passes import Machine, parse
-from passes.deep.chain import rerun_slices
+from passes.deep.chain import rerun_chain
 for text in sys.stdin.read().split("=====\\n"):
-    print(*rerun_slices(parse(text), Machine(0)), sep="\\n", end="\\n\\n")
+    print(*rerun_chain(parse(text), Machine(0)), sep="\\n", end="\\n\\n")
 """
 
 

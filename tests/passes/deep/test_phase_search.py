@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Plan, Recompute, Trace, apply, check, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep import phase_lp
 from passes.deep.phase_lp import Phases, Pieces
 from passes.deep.phase_search import cut_backward
 from passes.lp import solver
-from passes.lp.problem import Program
-from passes.lp.solver import INFINITY, Effort
+from passes.lp.problem import LinearProgram
+from passes.lp.solver import INFINITY, SearchLimits
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import cheapest_of_all
 from tests.oracle.network import layers
@@ -85,18 +85,18 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     cuts = data.draw(st.sets(st.sampled_from(places), max_size=6)) if places else set[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase_lp, "CRUMBS", crumbs)
-        model = Phases(Pieces(Program(Gaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
+        model = Phases(Pieces(LinearProgram(ReuseGaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
         assume(model.linear.costs)
         solved = model.solve()
         assert solved is not None and solved.us <= added_us(trace, plan) + SMALL
-        _, bound = model.whole(Effort(-INFINITY, INFINITY, 0.0, INFINITY))
+        _, bound = model.whole(SearchLimits(-INFINITY, INFINITY, 0.0, INFINITY))
     assert bound <= added_us(trace, plan) + SMALL
 
 
 @settings(max_examples=60)
 @given(traces(max_forward=10), st.floats(0.0, 1.0))
 def test_no_choice_of_fates_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(Gaps(trace).maker) <= 6)
+    assume(0 < len(ReuseGaps(trace).maker) <= 6)
     budget = between(trace, share)
     best = cheapest_of_all(trace, replace(ALONE, budget=budget))
     assert best is None or cut_backward(trace, replace(ALONE, budget=budget)).any_us <= best + SMALL
@@ -162,6 +162,6 @@ def test_the_same_step_has_the_same_plan() -> None:
 
 def between(trace: Trace, share: float) -> int:
     """A budget between what no plan can lower and what is needed if nothing is done."""
-    found = Program(Gaps(trace), ALONE)
+    found = LinearProgram(ReuseGaps(trace), ALONE)
     least, most = int(found.floor.max()), found.captured.peak
     return least + int((most - least) * share)

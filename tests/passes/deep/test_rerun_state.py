@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Trace, apply, check, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep import phase_lp
 from passes.deep.phase_lp import Pieces
-from passes.deep.rerun_state import Moments
-from passes.lp.problem import Program
+from passes.deep.rerun_state import RerunState
+from passes.lp.problem import LinearProgram
 from tests.passes.search.test_greedy import STEP
 from tests.support.interpreter import run
 from tests.support.strategies import traces
@@ -23,11 +23,11 @@ from tests.support.strategies import traces
 ALONE = Machine(0)
 
 
-def moments(trace: Trace, budget: int = 0) -> Moments:
-    return Moments(Pieces(Program(Gaps(trace), replace(ALONE, budget=budget)), budget), budget)
+def moments(trace: Trace, budget: int = 0) -> RerunState:
+    return RerunState(Pieces(LinearProgram(ReuseGaps(trace), replace(ALONE, budget=budget)), budget), budget)
 
 
-def keys(data: st.DataObject, found: Moments) -> list[int]:
+def keys(data: st.DataObject, found: RerunState) -> list[int]:
     """Of some re-runs."""
     program = found.program
     again = [o for o in found.pieces.made if not program.makers[o].once]
@@ -36,7 +36,7 @@ def keys(data: st.DataObject, found: Moments) -> list[int]:
     return [place * found.stride + o for o, place in data.draw(st.lists(pair, max_size=8, unique=True))]
 
 
-def said(found: Moments) -> str:
+def said(found: RerunState) -> str:
     """The bytes at each moment; re-runs are in brackets."""
     words = []
     for key, nbytes in zip(found.keys, found.beyond, strict=True):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from passes import Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.ir.wire import narrowed
 from passes.lp import problem
-from passes.search.greedy import descend
+from passes.search.greedy import greedy_plan
 from passes.search.optimize import optimize
 
 # All of a, b and c have to go for p, and none of them is cheap to make again.
@@ -95,16 +95,16 @@ def test_a_plan_that_may_cast_is_no_slower(rate: float) -> None:
 
 def test_the_greedy_pass_casts_as_well() -> None:
     slow = machine(80.0)
-    plan = descend(STEP, slow)
+    plan = greedy_plan(STEP, slow)
     assert any(isinstance(decision, Offload) and decision.wire for decision in plan)
     assert predict(apply(STEP, plan), slow).peak <= slow.budget
-    without = predict(apply(STEP, descend(STEP, replace(slow, wire=""))), slow)
+    without = predict(apply(STEP, greedy_plan(STEP, replace(slow, wire=""))), slow)
     assert predict(apply(STEP, plan), slow).us <= without.us
 
 
 def test_the_far_tier_needs_room_for_what_is_sent_only() -> None:
     small = replace(machine(80.0), capacity=80_000)  # 20000 + 20000 + 40000
-    plan = descend(STEP, small)
+    plan = greedy_plan(STEP, small)
     assert predict(apply(STEP, plan), small).peak <= small.budget
 
 
@@ -135,10 +135,10 @@ def test_only_float32_is_cast(type: str, wire: str, found: str) -> None:
 def test_what_a_view_takes_for_another_type_is_not_cast() -> None:
     lines = str(STEP).replace("q = f(c)", "v = view(a)  # TYPE[10000] | holds a\nq = f(c)")
     for type, nbytes in (("i32", 0), ("c64", 0), ("f32", 20_000), ("f32[2], f32", 20_000), ("f32[2], i32", 0)):
-        assert Gaps(parse(lines.replace("TYPE", type))).wire_nbytes("a", "bf16") == nbytes
+        assert ReuseGaps(parse(lines.replace("TYPE", type))).wire_nbytes("a", "bf16") == nbytes
 
 
 def test_a_storage_that_no_value_is_all_of_is_not_cast() -> None:
     piece = replace(STEP, ops=tuple(replace(op, type="f32[9]") if op.name == "a" else op for op in STEP.ops))
-    assert "a" not in Gaps(piece).root
+    assert "a" not in ReuseGaps(piece).root
     assert "a" not in sent(piece, machine(80.0))

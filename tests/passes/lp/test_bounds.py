@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import BudgetError, Choice, Machine, Recompute, Trace, apply, make_plan, predict
+from passes import BudgetError, Machine, PlanResult, Recompute, Trace, apply, make_plan, predict
 from tests.support.strategies import machines, plans, traces
 
 SMALL = 1e-6
@@ -32,5 +32,5 @@ def test_no_random_plan_beats_the_bound_of_a_budget_that_it_just_fits(
         return
     assert choice.forecast.peak <= forecast.peak
     assert choice.forecast.us >= choice.lower_bound - SMALL
-    other = Choice(plan, choice.captured, forecast, choice.bound_us, choice.any_us)
+    other = PlanResult(plan, choice.captured, forecast, choice.bound_us, choice.any_us)
     assert forecast.us >= other.lower_bound - SMALL

@@ -7,13 +7,13 @@ from dataclasses import replace
 from expecttest import assert_expected_inline as expected
 
 from passes import Machine, Reload, Stream, Trace, apply, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.analysis.streamable import Streamable
-from passes.lp.model import Model
-from passes.lp.problem import Program
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.analysis.streamable import StreamableStates
+from passes.lp.model import PlanModel
+from passes.lp.problem import LinearProgram
 from passes.lp.relax import relax
 from passes.schedule.fetches import updates_of
-from passes.schedule.schedule import Fate, schedule
+from passes.schedule.schedule import Placement, schedule
 from passes.simulate.forecast import early_share
 
 MACHINE = Machine(10_000, out=10.0, back=10.0, homes=True, window=300, turns=True)
@@ -126,8 +126,8 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     text = str(step()).replace("mul(x, o)", "mul(x, w)", 1).replace("  # 5.0 us", "  # 500.0 us")
     for name, nbytes in (("r", 100), ("s", 100), ("v", 200), ("w", 200)):
         text = text.replace(f"makes {name}:0 | far", f"makes {name}:{nbytes}")
-    gaps = Gaps(parse(text))
-    far = {home: Fate.OFFLOAD for home in Streamable(gaps.trace).inputs if home in ("r", "s", "v", "w")}
+    gaps = ReuseGaps(parse(text))
+    far = {home: Placement.OFFLOAD for home in StreamableStates(gaps.trace).inputs if home in ("r", "s", "v", "w")}
     assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
     backs = {
         machine.turns: [decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)]
@@ -157,6 +157,6 @@ return output o"""
     )
     machine = replace(MACHINE, window=0, out=10_000.0, back=10_000.0)
     captured, far = predict(trace, machine), predict(apply(trace, (Stream("s"),)), machine)
-    relaxed = relax(Model(Program(Gaps(trace), machine), far.peak))
+    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), far.peak))
     assert relaxed is not None and far.us - captured.us == 55.0
     assert relaxed.any_us <= 55.0 + 1e-6

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Plan, Recompute, Trace, apply, check, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.search.greedy import descend
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.search.greedy import greedy_plan
 from tests.oracle.checkmate import Optimum, checkmate, sweeps_of
 from tests.oracle.exhaustive import best_fates, best_keep_set, cheapest, cheapest_of_all
 from tests.oracle.network import layers
@@ -275,8 +275,8 @@ def test_the_optimum_with_a_far_tier() -> None:
 def pressed(draw: st.DrawFn, max_forward: int, most: int) -> tuple[Trace, int]:
     """A step with at most `most` movable storages, and a budget between what it takes and about the least possible."""
     trace = draw(traces(max_forward=max_forward))
-    assume(len(Gaps(trace).maker) <= most)
-    top, least = peak(trace), peak(trace, descend(trace, NO_LINK))
+    assume(len(ReuseGaps(trace).maker) <= most)
+    top, least = peak(trace), peak(trace, greedy_plan(trace, NO_LINK))
     return trace, top - (top - least) * draw(st.integers(0, 11)) // 10
 
 
@@ -307,7 +307,7 @@ def test_no_fates_without_a_far_tier_beat_checkmate(case: tuple[Trace, int]) -> 
 def test_no_recomputes_beat_checkmate(data: st.DataObject) -> None:
     """Wherever in backward they stand, and whatever they make again."""
     trace = data.draw(traces(max_forward=6))
-    boundary, index = trace.boundary, Gaps(trace).index
+    boundary, index = trace.boundary, ReuseGaps(trace).index
     drawn = data.draw(recomputes(trace))
     plan = tuple(d for d in drawn if isinstance(d, Recompute) and index[d.value] < boundary <= index[d.before])
     forecast = predict(apply(trace, plan), NO_LINK)
@@ -319,7 +319,7 @@ def test_no_recomputes_beat_checkmate(data: st.DataObject) -> None:
 def test_greedy_does_not_beat_all_fates(case: tuple[Trace, int], machine: Machine) -> None:
     trace, budget = case
     machine = replace(machine, budget=budget)
-    forecast = predict(apply(trace, descend(trace, machine)), machine)
+    forecast = predict(apply(trace, greedy_plan(trace, machine)), machine)
     if forecast.peak <= budget:
         least = cheapest_of_all(trace, machine)
         assert least is not None and least <= forecast.us - predict(trace, machine).us + 1e-6
@@ -328,7 +328,7 @@ def test_greedy_does_not_beat_all_fates(case: tuple[Trace, int], machine: Machin
 def test_a_second_sweep_costs_nothing() -> None:
     """More freedom never makes the optimum worse."""
     for trace in (STEP, SEVERAL, ORDER, NOISE):
-        least, most = peak(trace, descend(trace, NO_LINK)), peak(trace)
+        least, most = peak(trace, greedy_plan(trace, NO_LINK)), peak(trace)
         for budget in (most, (least + most) // 2, least):
             assert solved(trace, budget, 2).us <= solved(trace, budget).us
 
@@ -357,7 +357,7 @@ def step_of(dice: random.Random, most: int = 8) -> Trace:
     while True:
         codes = [(dice.randbytes(10), dice.randbytes(10)) for _ in range(dice.randint(2, 6))]
         trace = decoded(codes, late=dice.random() < 0.5, updated=dice.random() < 0.3)
-        if Gaps(trace).uses and len(Gaps(trace).maker) <= most:
+        if ReuseGaps(trace).uses and len(ReuseGaps(trace).maker) <= most:
             return trace
 
 
@@ -388,10 +388,10 @@ def network(count: int, parts: list[float]) -> str:
     """Checkmate's optimum and greedy's plan between the most and the least that greedy finds."""
     trace = layers(count)
     check(trace)
-    top, least, lines = peak(trace), peak(trace, descend(trace, NO_LINK)), []
+    top, least, lines = peak(trace), peak(trace, greedy_plan(trace, NO_LINK)), []
     for part in parts:
         budget = int(least + (top - least) * part)
-        plan = descend(trace, replace(NO_LINK, budget=budget))
+        plan = greedy_plan(trace, replace(NO_LINK, budget=budget))
         us = predict(apply(trace, plan), NO_LINK).us - predict(trace, NO_LINK).us
         lines.append(f"{budget}: checkmate {solved(trace, budget).us:g}, greedy {us:g}")
     return "\n".join(lines) + "\n"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from passes import Machine, parse
-from passes.analysis.reuse_gaps import Gaps
-from passes.lp.problem import Program
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.problem import LinearProgram
 
 STEP = parse("""
     forward:
@@ -26,7 +26,7 @@ STEP = parse("""
 
 def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> None:
     """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
-    program = Program(Gaps(STEP), Machine(0))
+    program = LinearProgram(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
     items, makers = program.wanted
     names = [item.storage for item in program.items]
@@ -40,7 +40,7 @@ def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> Non
 
 def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
     """a is wanted at g already, where c is made again, but b may want it at h."""
-    program = Program(Gaps(STEP), Machine(0))
+    program = LinearProgram(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
     settled = dict(zip((maker.value for maker in program.makers), program.settled, strict=True))
     names = {"a": "h", "b": "h", "c": "g", "e": "g", "n": "i", "m": "never"}

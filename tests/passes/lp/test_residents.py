@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from passes import (
     BudgetError,
-    Choice,
     Machine,
     Offload,
     Plan,
+    PlanResult,
     Reload,
     Stream,
     Trace,
@@ -24,14 +24,14 @@ from passes import (
     parse,
     predict,
 )
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.lp import problem, residents
-from passes.lp.model import Model
+from passes.lp.model import PlanModel
 from passes.lp.relax import relax
-from passes.order.early_updates import early
-from passes.schedule.copy_timing import in_time
-from passes.schedule.schedule import HOMEWARD, Fate, schedule
+from passes.order.early_updates import update_early
+from passes.schedule.copy_timing import retime_copies
+from passes.schedule.schedule import STATE_OFFLOADED, Placement, schedule
 from passes.search import greedy
 from passes.search.optimize import optimize
 from tests.oracle.exhaustive import all_fates, best_of
@@ -39,7 +39,7 @@ from tests.support.interpreter import run
 from tests.support.strategies import traces
 
 SMALL = 1e-6  # microseconds: what a solver's tolerance may add
-SINGLE = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL)
+SINGLE = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def trainings(draw: st.DrawFn, most: int = 4, inside: bool = False) -> Trace:
     if rest:
         lines.append(f"step = Adam.step({', '.join(reads)})  # {draw(us)} us | workspace {draw(work)}")
     handed = ["output o", *(f"gradient {seen[i]}" for i in rest)]
-    trace = early(parse("\n".join([*lines, f"return {', '.join(handed)}"])))
+    trace = update_early(parse("\n".join([*lines, f"return {', '.join(handed)}"])))
     note(str(trace))
     check(trace)
     return trace
@@ -113,10 +113,10 @@ def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machin
     ).map(lambda machine: replace(machine, ahead=0, turns=False) if machine.stepping else machine)  # fmt: skip
 
 
-def fates_of(gaps: Gaps, machine: Machine) -> dict[str, list[Fate]]:
+def fates_of(gaps: ReuseGaps, machine: Machine) -> dict[str, list[Placement]]:
     """The fates of every storage with which each value moves once."""
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    return single | {storage: [Fate.KEEP, *HOMEWARD] for storage in gaps.streamable.value}
+    return single | {storage: [Placement.KEEP, *STATE_OFFLOADED] for storage in gaps.streamable.value}
 
 
 @given(trainings(), homes(), st.data())
@@ -124,7 +124,7 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject
 ) -> None:
     """Whenever its copies back begin, and whatever the host updates."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
     plan = list(schedule(gaps, fates, machine))
     for i, decision in enumerate(plan):
@@ -138,7 +138,7 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
 
 @given(traces(max_forward=12), homes(), st.data())
 def test_the_same_of_steps_of_any_kind(trace: Trace, machine: Machine, data: st.DataObject) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
     holds(trace, machine, schedule(gaps, fates, machine))
 
@@ -148,8 +148,8 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
     assume(plan)
     captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
     note("\n".join(map(str, plan)))
-    model = Model(problem.Program(Gaps(trace), machine), forecast.peak)
-    relaxed, choice = relax(model), Choice(plan, captured, forecast)
+    model = PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), forecast.peak)
+    relaxed, choice = relax(model), PlanResult(plan, captured, forecast)
     assert relaxed is not None
     assert relaxed.any_us <= forecast.us - captured.us + SMALL
     if choice.is_single:
@@ -170,13 +170,13 @@ def test_none_beats_it_where_all_updates_run_in_backward(trace: Trace, machine: 
 
 def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     """What is proven of a budget between the least and the most is true of every plan that fits it."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     choices = fates_of(gaps, machine)
     many = 1
     for may in choices.values():
         many *= len(may)
     assume(many < 5000)
-    found = problem.Program(gaps, machine)
+    found = problem.LinearProgram(gaps, machine)
     least, most = int(found.floor.max()), found.captured.peak
     machine = replace(machine, budget=least + int((most - least) * share))
     best = best_of(gaps, choices, machine)
@@ -191,11 +191,11 @@ def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
 def test_copies_that_are_timed_otherwise_change_no_value(
     trace: Trace, machine: Machine, share: float, data: st.DataObject
 ) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = {storage: data.draw(st.sampled_from(may)) for storage, may in fates_of(gaps, machine).items()}
     plan = schedule(gaps, fates, machine)
     forecast = predict(apply(trace, plan), machine)
-    timed, after = in_time(gaps, replace(machine, budget=int(forecast.peak * share)), plan, forecast)
+    timed, after = retime_copies(gaps, replace(machine, budget=int(forecast.peak * share)), plan, forecast)
     applied = apply(trace, timed)
     check(applied)
     plain, ran = run(trace, machine.window), run(applied, machine.window)
@@ -234,7 +234,7 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
     machine, lines = Machine(0, out=20.0, back=20.0, homes=True, window=500), []
     for budget in (16_000, 12_000, 8_000, 6_000, 4_000, 3_000):
         machine = replace(machine, budget=budget)
-        quick = predict(apply(CHAIN, greedy.descend(CHAIN, machine)), machine)
+        quick = predict(apply(CHAIN, greedy.greedy_plan(CHAIN, machine)), machine)
         choice = make_plan(CHAIN, machine)
         lines.append(
             f"{budget}: greedy {quick.us:.0f} us, plan {choice.forecast.us:.0f} us, {choice.lower_bound:.0f} proven"
@@ -254,7 +254,7 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
     machine = Machine(1000, out=20.0, back=20.0, homes=True, window=500)
-    floor = int(problem.Program(Gaps(CHAIN), machine).floor.max())
+    floor = int(problem.LinearProgram(ReuseGaps(CHAIN), machine).floor.max())
     with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
         make_plan(CHAIN, machine)
 
@@ -263,7 +263,7 @@ def test_where_only_states_may_live_far_nothing_else_does() -> None:
     machine = Machine(0, out=20.0, back=20.0, homes=True, only_states=True, window=500)
     for budget in (16_000, 12_000, 9_500):
         machine = replace(machine, budget=budget)
-        for plan in (greedy.descend(CHAIN, machine), make_plan(CHAIN, machine).plan):
+        for plan in (greedy.greedy_plan(CHAIN, machine), make_plan(CHAIN, machine).plan):
             applied = apply(CHAIN, plan)
             assert predict(applied, machine).peak <= budget
             assert {op.fn for op in applied.ops if op.far} <= {"state"}

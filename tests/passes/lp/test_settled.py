@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from passes import Machine, Trace
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import model, problem
 from passes.lp.relax import write
 from passes.search.optimize import optimize
@@ -36,7 +36,7 @@ def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machin
 @given(traces(max_forward=14), machines((0.5, 100.0)), st.floats(0.0, 1.0))
 def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) -> None:
     """With the rows of all positions, and without those that are left out."""
-    assume(len(Gaps(trace).maker) > 0)
+    assume(len(ReuseGaps(trace).maker) > 0)
     machine = between(trace, machine, share)
     bound, full = _least(trace, machine, 0), _least(trace, machine, len(trace.ops))
     assert (bound is None) >= (full is None)
@@ -46,7 +46,7 @@ def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) 
 def _least(trace: Trace, machine: Machine, long: int) -> float | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "LONG", long)
-        written = model.Model(problem.Program(Gaps(trace), machine), machine.budget)
+        written = model.PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), machine.budget)
         for position in range(len(trace.ops)):
             write(written, position)
         solved = written.linear.solve()

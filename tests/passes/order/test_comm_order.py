@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, parse, predict
-from passes.order.comm_order import placed
+from passes.order.comm_order import place_collectives
 from tests.support.layered_traces import backward, forward, placed_lines
 
 BACKWARD = "\n".join(backward("v", "w"))
@@ -83,12 +83,12 @@ step = SGD.step(q_shard, r_shard, v, w)
 
 def test_a_step_without_exchanges_is_left_as_it_is() -> None:
     bare = Trace(STEP.ops[:9], STEP.outputs[:1])
-    assert placed(bare) is bare
+    assert place_collectives(bare) is bare
 
 
 def test_a_gradient_that_backward_begins_with_is_packed_there() -> None:
     ops = tuple(replace(op, reads=("d",), holds=("d",)) if op.name == "r" else op for op in STEP.ops)
-    found = placed(Trace(ops, STEP.outputs))
+    found = place_collectives(Trace(ops, STEP.outputs))
     check(found)
     assert [op.name for op in found.ops[6:9]] == ["r", "r_part", "dw"]
 
@@ -104,7 +104,7 @@ def test_only_what_is_packed_waits_for_another_that_is_packed_at_the_same_place(
         z_shard = memgraph.reduced.default(z_part, z)  # u8[55] | holds z_part
         return
     """).ops
-    found = placed(Trace((*STEP.ops[:-1], *more, STEP.ops[-1]), STEP.outputs))
+    found = place_collectives(Trace((*STEP.ops[:-1], *more, STEP.ops[-1]), STEP.outputs))
     check(found)
     begun = [op.name for op in found.ops if op.name.endswith(("_part", "_shard"))]
     assert begun == ["r_part", "y_part", "r_shard", "y_shard", "q_part", "q_shard", "z_part", "z_shard"]
@@ -112,33 +112,33 @@ def test_only_what_is_packed_waits_for_another_that_is_packed_at_the_same_place(
 
 def test_the_network_is_a_queue_beside_compute() -> None:
     """dw is exchanged while p and dv are computed; for dv, the last, compute waits."""
-    forecast = predict(placed(STEP), MACHINE)
+    forecast = predict(place_collectives(STEP), MACHINE)
     net = {copy.value: (copy.begin, copy.end) for copy in forecast.copies}
     assert net == {"r_part": (31.0, 43.0), "q_part": (52.0, 65.0)}
     assert forecast.us == 65.0
-    assert predict(placed(STEP), replace(MACHINE, net=1.0)).us == 31.0 + 102.0 + 1.0 + 112.0
+    assert predict(place_collectives(STEP), replace(MACHINE, net=1.0)).us == 31.0 + 102.0 + 1.0 + 112.0
 
 
 def test_compute_waits_at_once_for_what_nothing_hides() -> None:
-    found = placed(STEP, at_once=True)
+    found = place_collectives(STEP, at_once=True)
     check(found)
-    assert placed(found, at_once=True) == found and placed(found) == placed(STEP)
+    assert place_collectives(found, at_once=True) == found and place_collectives(found) == place_collectives(STEP)
     ops = [op.name for op in found.ops]
     assert [ops[ops.index(name) + 1] for name in ("r_part", "q_part")] == ["r_shard", "q_shard"]
 
 
 def test_compute_loses_a_share_of_the_time_of_an_exchange() -> None:
     strained = replace(MACHINE, strain=0.5)
-    forecast = predict(placed(STEP), strained)
+    forecast = predict(place_collectives(STEP), strained)
     assert forecast.begins[forecast.trace.ops.index(STEP.op["p"])] == 31.0 + 0.5 * 12.0
     assert strained.hides and not replace(MACHINE, strain=1.1).hides
     # What is waited for at once takes its time, whatever it does to compute.
-    at_once = placed(STEP, at_once=True)
+    at_once = place_collectives(STEP, at_once=True)
     assert predict(at_once, replace(MACHINE, strain=2.0)).us == predict(at_once, MACHINE).us
 
 
 def test_gradients_are_there_until_they_are_packed_and_what_is_packed_until_it_has_arrived() -> None:
-    forecast = predict(placed(STEP), MACHINE)
+    forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
     there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
     assert there["dw"] == ("dw", "r_shard", "temporary")
@@ -149,7 +149,7 @@ def test_gradients_are_there_until_they_are_packed_and_what_is_packed_until_it_h
 
 def test_nobody_reads_what_is_under_way() -> None:
     late = replace(STEP.op["p"], name="late", reads=("r_part",), makes=(), holds=())
-    found = list(placed(STEP).ops)
+    found = list(place_collectives(STEP).ops)
     at = next(i for i, op in enumerate(found) if op.name == "r_shard")
     with pytest.raises(BrokenTrace, match="late reads r_part, which is still under way between ranks"):
         check(Trace((*found[:at], late, *found[at:]), STEP.outputs))

@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 
 from passes import BrokenTrace, Machine, Recompute, Trace, apply, check, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.order.early_updates import early
-from passes.schedule.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.order.early_updates import update_early
+from passes.schedule.schedule import Placement, schedule
 from tests.support.layered_traces import backward, forward, lines
 from tests.support.strategies import traces
 
@@ -35,8 +35,8 @@ STEP = parse(f"""
 LINKED = Machine(0, out=10.0, back=10.0, homes=True, window=60)
 
 
-def planned(*storages: str, fate: Fate = Fate.OFFLOAD) -> Trace:
-    applied = apply(STEP, schedule(Gaps(STEP), dict.fromkeys(storages, fate), LINKED))
+def planned(*storages: str, fate: Placement = Placement.OFFLOAD) -> Trace:
+    applied = apply(STEP, schedule(ReuseGaps(STEP), dict.fromkeys(storages, fate), LINKED))
     check(applied)
     return applied
 
@@ -44,13 +44,13 @@ def planned(*storages: str, fate: Fate = Fate.OFFLOAD) -> Trace:
 def test_an_update_stands_behind_the_last_use_of_what_it_changes() -> None:
     late = [op for op in STEP.ops if op.phase == "update"]
     at_the_end = replace(STEP, ops=(*(op for op in STEP.ops if op not in late), *late))
-    assert early(at_the_end) == early(STEP) == STEP
+    assert update_early(at_the_end) == update_early(STEP) == STEP
 
 
 def test_an_update_waits_for_what_forward_makes_of_its_parameter() -> None:
     """dv reads a, which a plan may make again, and of v."""
     wants = replace(STEP.op["dv"], reads=("p", "b"))
-    found = early(replace(STEP, ops=tuple(wants if op.name == "dv" else op for op in STEP.ops)))
+    found = update_early(replace(STEP, ops=tuple(wants if op.name == "dv" else op for op in STEP.ops)))
     assert lines(found).splitlines()[-4:] == [
         "p = g(d, w)",
         "dv = g(p, b)",
@@ -61,9 +61,9 @@ def test_an_update_waits_for_what_forward_makes_of_its_parameter() -> None:
 
 @given(trace=traces())
 def test_updates_alone_move_and_only_once(trace: Trace) -> None:
-    found = early(trace)
+    found = update_early(trace)
     check(found)
-    assert early(found) == found
+    assert update_early(found) == found
     assert sorted(found.ops, key=str) == sorted(trace.ops, key=str)
     assert [op for op in found.ops if op.phase != "update"] == [op for op in trace.ops if op.phase != "update"]
 

@@ -8,8 +8,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
-from passes.analysis.streamable import Streamable
-from passes.order.comm_order import placed, sequence
+from passes.analysis.streamable import StreamableStates
+from passes.order.comm_order import place_collectives, sequence
 from tests.support.layered_traces import placed_lines
 
 # n is read first, with v, and goes alone; l and m are packed, as are s and t; w is in two buckets; u is not read.
@@ -121,11 +121,11 @@ dw = g(q, a)
 step = SGD.step(dw, w)
 """,
     )
-    assert placed(placed(STEP, at_once=True)) == placed(STEP)
+    assert place_collectives(place_collectives(STEP, at_once=True)) == place_collectives(STEP)
 
 
 def test_they_come_one_after_the_other_beside_compute() -> None:
-    forecast = predict(placed(STEP), MACHINE)
+    forecast = predict(place_collectives(STEP), MACHINE)
     net = {copy.value: (copy.begin, copy.end) for copy in forecast.copies}
     assert net == {
         "w_sent": (0.0, 9.0), "n_sent": (9.0, 20.0), "z_sent": (20.0, 26.0), "l_sent": (26.0, 29.0),
@@ -134,11 +134,15 @@ def test_they_come_one_after_the_other_beside_compute() -> None:
     begins = dict(zip([op.name for op in forecast.trace.ops], forecast.begins, strict=True))
     assert (begins["a"], begins["b"], begins["c"], begins["e"], begins["dt"]) == (20.0, 30.0, 40.0, 50.0, 60.0)
     strained = replace(MACHINE, strain=1.0)
-    assert predict(placed(STEP, at_once=True), strained).us == predict(placed(STEP), strained).us == 45.0 + 80.0
+    assert (
+        predict(place_collectives(STEP, at_once=True), strained).us
+        == predict(place_collectives(STEP), strained).us
+        == 45.0 + 80.0
+    )
 
 
 def test_room_is_there_until_what_takes_it_has_come() -> None:
-    forecast = predict(placed(STEP), MACHINE)
+    forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
     there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
     assert there["w_room"] == ("w_room", "w_here", "temporary")
@@ -150,7 +154,7 @@ def test_nobody_reads_what_is_yet_to_be_gathered() -> None:
     with pytest.raises(BrokenTrace, match="early reads what w_here has yet to wait for"):
         early = replace(STEP.op["y"], name="early")
         check(Trace((*STEP.ops[:10], early, *STEP.ops[10:]), STEP.outputs))
-    found = list(placed(STEP).ops)
+    found = list(place_collectives(STEP).ops)
     at = next(i for i, op in enumerate(found) if op.name == "z_here")
     with pytest.raises(BrokenTrace, match="y reads what z_here has yet to wait for"):
         check(Trace((*found[:at], found[at + 1], found[at], *found[at + 2 :]), STEP.outputs))
@@ -158,11 +162,11 @@ def test_nobody_reads_what_is_yet_to_be_gathered() -> None:
 
 def test_what_is_gathered_does_not_live_far() -> None:
     alone = Trace(tuple(op for op in STEP.ops if not op.name.startswith("u_")), STEP.outputs)
-    assert set(Streamable(alone).inputs) == {"u"}
+    assert set(StreamableStates(alone).inputs) == {"u"}
 
 
 def test_a_budget_is_kept_with_gathers_in_the_step() -> None:
-    trace = placed(STEP)
+    trace = place_collectives(STEP)
     full = predict(trace, MACHINE).peak
     found = make_plan(trace, replace(MACHINE, budget=full - 100, out=50.0, back=50.0))
     assert found.plan and found.forecast.peak <= full - 100
@@ -170,5 +174,5 @@ def test_a_budget_is_kept_with_gathers_in_the_step() -> None:
 
 
 def test_all_ranks_gather_in_the_order_of_the_text() -> None:
-    said = [line.split()[0] for line in sequence(placed(STEP)).splitlines()]
+    said = [line.split()[0] for line in sequence(place_collectives(STEP)).splitlines()]
     assert said == ["w_sent", "n_sent", "z_sent", "l_sent", "t_sent", "u_sent"]

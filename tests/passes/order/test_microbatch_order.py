@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes import Machine, Op, Reload, Storage, Trace, check, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.order.microbatch_order import resliced, sliced
-from passes.schedule.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
+from passes.schedule.schedule import Placement, schedule
 from tests.support.strategies import machines, traces
 
 MACHINE = Machine(1000, out=10.0, back=10.0, homes=True, capacity=1 << 30)
@@ -50,7 +50,7 @@ def layers(parts: int = 2) -> Trace:
 
 def test_each_slice_runs_for_all_parts_before_the_next() -> None:
     assert_expected_inline(
-        str(sliced(layers(), MACHINE)),
+        str(slice_microbatches(layers(), MACHINE)),
         """\
 forward:
 v = parameter()  # f32[25] | makes v:100
@@ -81,9 +81,9 @@ return output y, gradient dw, gradient dv
 
 
 def test_what_is_streamed_comes_once_a_slice_and_phase() -> None:
-    trace = sliced(layers(), MACHINE)
-    fates = {"v": Fate.OFFLOAD, "w": Fate.OFFLOAD}
-    plans = [schedule(Gaps(each), fates, MACHINE) for each in (trace, layers())]
+    trace = slice_microbatches(layers(), MACHINE)
+    fates = {"v": Placement.OFFLOAD, "w": Placement.OFFLOAD}
+    plans = [schedule(ReuseGaps(each), fates, MACHINE) for each in (trace, layers())]
     in_slices, in_parts = ([d.value for d in plan if isinstance(d, Reload)] for plan in plans)
     assert in_slices == ["v", "w", "w"]
     assert in_parts == ["v", "w", "v", "w", "w", "w"]
@@ -91,18 +91,18 @@ def test_what_is_streamed_comes_once_a_slice_and_phase() -> None:
 
 def test_a_step_without_parts_is_left_as_it_is() -> None:
     trace = parse("\n".join([INPUTS, FORWARD.format(i=1).replace(" | part 1", ""), "return output y_1"]))
-    assert sliced(trace, MACHINE) is trace
+    assert slice_microbatches(trace, MACHINE) is trace
 
 
 def test_parts_that_read_other_parameters_are_left_as_they_are() -> None:
     trace = layers()
     ops = tuple(replace(op, reads=("a_1", "x")) if op.name == "y_1" else op for op in trace.ops)
     odd = replace(trace, ops=ops)
-    assert sliced(odd, MACHINE) is odd
+    assert slice_microbatches(odd, MACHINE) is odd
 
 
 def test_it_is_cut_where_least_crosses() -> None:
-    trace = sliced(layers(), MACHINE)
+    trace = slice_microbatches(layers(), MACHINE)
     assert trace.op["a_1"].slice == 1  # what relu makes has 4 bytes, what it reads 40
     assert trace.op["dh_1"].slice == 1
 
@@ -112,13 +112,13 @@ def test_parameters_that_are_small_together_share_a_slice() -> None:
     small = {"w": replace(trace.op["w"], makes=(Storage("w", 4),)), "v": trace.op["v"]}
     ops = tuple(small.get(op.name, op) for op in trace.ops)
     larger = Op("u", "parameter", makes=(Storage("u", 104),), holds=("u",))
-    assert {op.slice for op in sliced(replace(trace, ops=(larger, *ops)), MACHINE).ops} == {0}
+    assert {op.slice for op in slice_microbatches(replace(trace, ops=(larger, *ops)), MACHINE).ops} == {0}
 
 
 def test_the_order_of_a_saved_plan_is_found_again() -> None:
-    trace = sliced(layers(), MACHINE)
-    assert resliced(layers(), trace) == trace
-    assert resliced(layers(3), trace) == layers(3)
+    trace = slice_microbatches(layers(), MACHINE)
+    assert reslice_microbatches(layers(), trace) == trace
+    assert reslice_microbatches(layers(3), trace) == layers(3)
 
 
 def parted(trace: Trace, parts: int) -> Trace:
@@ -146,7 +146,7 @@ def parted(trace: Trace, parts: int) -> Trace:
 @given(traces(), machines(), st.integers(2, 4))
 def test_slices_are_consecutive_and_none_is_empty(trace: Trace, machine: Machine, parts: int) -> None:
     before = parted(trace, parts)
-    found = sliced(before, machine)
+    found = slice_microbatches(before, machine)
     check(found)
     assert {replace(op, slice=0) for op in found.ops} == set(before.ops)
     for part in range(1, parts + 1):

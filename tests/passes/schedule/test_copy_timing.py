@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Plan, Trace, apply, check, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.solver import INFINITY
 from passes.schedule import copy_timing
-from passes.schedule.copy_timing import in_time
-from passes.schedule.schedule import Fate, schedule
+from passes.schedule.copy_timing import retime_copies
+from passes.schedule.schedule import Placement, schedule
 from passes.simulate.forecast import Forecast
 from tests.support.layered_traces import step
 from tests.support.strategies import LINKS, legal_fates, machines, traces
 
 STEP = step("u", "v", "w")
-GAPS = Gaps(STEP)
-FATES: dict[str, Fate] = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Fate.VISIT)
+GAPS = ReuseGaps(STEP)
+FATES: dict[str, Placement] = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Placement.STREAM)
 MACHINE = Machine(0, out=10.0, back=10.0, homes=True, turns=True)
 
 
 def timed(machine: Machine) -> tuple[Plan, Plan]:
     plan = schedule(GAPS, FATES, machine)
-    return plan, in_time(GAPS, machine, plan, predict(apply(STEP, plan), machine))[0]
+    return plan, retime_copies(GAPS, machine, plan, predict(apply(STEP, plan), machine))[0]
 
 
 def shown(machine: Machine) -> str:
@@ -75,7 +75,7 @@ offload du: out du, free du""",
 @given(st.integers(0, 3000), st.sampled_from([1.0, 10.0, 300.0]), st.booleans())
 def test_copies_that_are_timed_fit_wherever_copies_that_wait_do(budget: int, rate: float, turns: bool) -> None:
     machine = replace(MACHINE, budget=budget, out=rate, back=rate, turns=turns)
-    waiting = schedule(GAPS, dict.fromkeys(FATES, Fate.STALL), machine)
+    waiting = schedule(GAPS, dict.fromkeys(FATES, Placement.OFFLOAD_BLOCKING), machine)
     late, (plan, found) = predict(apply(STEP, waiting), machine), timed(machine)
     after, before = (predict(apply(STEP, each), machine) for each in (found, plan))
     check(after.trace)
@@ -96,7 +96,7 @@ def test_without_time_copies_are_timed_in_one_way(monkeypatch: pytest.MonkeyPatc
     forecast, count = predict(apply(STEP, plan), machine), list[int]()
     for until in (-1.0, INFINITY):
         simulated.clear()
-        in_time(GAPS, machine, plan, forecast, until)
+        retime_copies(GAPS, machine, plan, forecast, until)
         count.append(len(simulated))
     assert count == [3, 6]
 
@@ -105,9 +105,9 @@ def test_without_time_copies_are_timed_in_one_way(monkeypatch: pytest.MonkeyPatc
 def test_the_bytes_with_which_a_plan_was_found_are_enough(
     trace: Trace, machine: Machine, share: float, data: st.DataObject
 ) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     plan = schedule(gaps, data.draw(legal_fates(gaps, machine.wire)), machine)
     forecast = predict(apply(trace, plan), machine)
     machine = replace(machine, budget=int(forecast.peak * share))
-    found = replace(machine, budget=in_time(gaps, machine, plan, forecast)[1].peak)
-    assert in_time(gaps, found, plan, forecast)[1].peak <= found.budget
+    found = replace(machine, budget=retime_copies(gaps, machine, plan, forecast)[1].peak)
+    assert retime_copies(gaps, found, plan, forecast)[1].peak <= found.budget

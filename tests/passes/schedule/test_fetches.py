@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from passes import Machine, Reload, parse
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import Placement, schedule
 
 STEP = parse("""
     forward:
@@ -22,18 +22,18 @@ STEP = parse("""
 SLOW = Machine(0, out=0.1, back=0.1)  # 640 us for w, which is away for 30
 
 
-def fetches(fate: Fate, machine: Machine) -> list[tuple[str, str]]:
-    plan = schedule(Gaps(STEP), {"w": fate}, machine)
+def fetches(fate: Placement, machine: Machine) -> list[tuple[str, str]]:
+    plan = schedule(ReuseGaps(STEP), {"w": fate}, machine)
     return [(decision.back, decision.use) for decision in plan if isinstance(decision, Reload)]
 
 
 def test_a_slow_link_fetches_ahead_once() -> None:
-    assert fetches(Fate.OFFLOAD, SLOW) == [("t", "t")]
+    assert fetches(Placement.OFFLOAD, SLOW) == [("t", "t")]
 
 
 def test_a_fast_link_fetches_ahead_for_each_use() -> None:
-    assert fetches(Fate.OFFLOAD, Machine(0, out=6.4, back=6.4)) == [("t", "t"), ("e", "g")]
+    assert fetches(Placement.OFFLOAD, Machine(0, out=6.4, back=6.4)) == [("t", "t"), ("e", "g")]
 
 
 def test_what_is_fetched_when_it_is_used_comes_for_each_use() -> None:
-    assert fetches(Fate.STALL, SLOW) == [("t", "t"), ("g", "g")]
+    assert fetches(Placement.OFFLOAD_BLOCKING, SLOW) == [("t", "t"), ("g", "g")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from passes import Machine, apply, check
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import Fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import Placement, schedule
 from tests.support.interpreter import run
 from tests.support.layered_traces import lines, step
 
@@ -14,9 +14,9 @@ STEP = step("u", "v", "w")
 LINKED = Machine(0, out=10.0, back=10.0, homes=True)
 
 
-def streamed(fate: Fate) -> str:
+def streamed(fate: Placement) -> str:
     """The lines of the step, with all parameters and gradients at home in the far tier."""
-    plan = schedule(Gaps(STEP), dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), fate), LINKED)
+    plan = schedule(ReuseGaps(STEP), dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), fate), LINKED)
     applied = apply(STEP, plan)
     check(applied)
     assert run(applied).computed == run(STEP).computed
@@ -25,7 +25,7 @@ def streamed(fate: Fate) -> str:
 
 def test_parameters_are_fetched_ahead_and_in_backward_in_reverse() -> None:
     assert_expected_inline(
-        streamed(Fate.OFFLOAD),
+        streamed(Placement.OFFLOAD),
         """\
 u__in_1 = memgraph.reload.default(u)
 u__back_1 = memgraph.wait.default(u__in_1)
@@ -60,7 +60,7 @@ du__free = memgraph.free.default(du__out, du)
 
 def test_what_is_fetched_when_it_is_used_is_there_for_its_use_alone() -> None:
     assert_expected_inline(
-        streamed(Fate.STALL),
+        streamed(Placement.OFFLOAD_BLOCKING),
         """\
 u__in_1 = memgraph.reload.default(u)
 u__back_1 = memgraph.wait.default(u__in_1)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes import Machine, Offload, Recompute, Reload, Trace, apply, check, lifetimes, parse, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.schedule.schedule import AWAY, Fate, fate, schedule
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.schedule.schedule import OFFLOADED, Placement, placement_of, schedule
 from tests.support.interpreter import run
 from tests.support.strategies import LINKS, legal_fates, machines, traces
 
@@ -47,9 +47,9 @@ PARTS = parse("""
 LINKED = Machine(0, out=10.0, back=10.0)
 
 
-def decided(trace: Trace, machine: Machine = LINKED, **fates: Fate) -> str:
+def decided(trace: Trace, machine: Machine = LINKED, **fates: Placement) -> str:
     """The decisions that carry out `fates`; `n_0` stands for `n.0`."""
-    plan = schedule(Gaps(trace), {storage.replace("_", "."): known for storage, known in fates.items()}, machine)
+    plan = schedule(ReuseGaps(trace), {storage.replace("_", "."): known for storage, known in fates.items()}, machine)
     applied = apply(trace, plan)
     check(applied)
     before, after = run(trace), run(applied)
@@ -58,13 +58,13 @@ def decided(trace: Trace, machine: Machine = LINKED, **fates: Fate) -> str:
 
 
 def test_what_is_kept_needs_no_decision() -> None:
-    assert schedule(Gaps(STEP), {}, LINKED) == ()
-    assert schedule(Gaps(STEP), dict.fromkeys("abc", Fate.KEEP), LINKED) == ()
+    assert schedule(ReuseGaps(STEP), {}, LINKED) == ()
+    assert schedule(ReuseGaps(STEP), dict.fromkeys("abc", Placement.KEEP), LINKED) == ()
 
 
 def test_what_is_recomputed_is_made_at_its_first_use_and_stays() -> None:
     assert_expected_inline(
-        decided(STEP, b=Fate.RECOMPUTE),
+        decided(STEP, b=Placement.RECOMPUTE),
         """\
 recompute b: before q
 """,
@@ -73,7 +73,7 @@ recompute b: before q
 
 def test_what_is_brief_is_made_for_each_use() -> None:
     assert_expected_inline(
-        decided(STEP, b=Fate.BRIEF),
+        decided(STEP, b=Placement.RECOMPUTE_PER_USE),
         """\
 recompute b: before q
 recompute b: before s
@@ -83,7 +83,7 @@ recompute b: before s
 
 def test_a_chain_is_made_again_from_what_is_there() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.RECOMPUTE, b=Fate.RECOMPUTE, c=Fate.RECOMPUTE),
+        decided(STEP, a=Placement.RECOMPUTE, b=Placement.RECOMPUTE, c=Placement.RECOMPUTE),
         """\
 recompute a: before p
 recompute b: before p
@@ -94,7 +94,7 @@ recompute c: before p
 
 def test_a_chain_of_brief_values_is_made_anew_for_each_use() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.BRIEF, b=Fate.BRIEF),
+        decided(STEP, a=Placement.RECOMPUTE_PER_USE, b=Placement.RECOMPUTE_PER_USE),
         """\
 recompute a: before q
 recompute b: before q
@@ -107,7 +107,7 @@ recompute b: before s
 
 def test_a_fast_link_copies_while_the_next_op_runs() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.OFFLOAD),
+        decided(STEP, a=Placement.OFFLOAD),
         """\
 offload a: out b, free c
 reload a: back q, use r
@@ -117,7 +117,7 @@ reload a: back q, use r
 
 def test_a_slow_link_begins_early_and_ends_late() -> None:
     assert_expected_inline(
-        decided(STEP, Machine(0, out=4.0, back=4.0), a=Fate.OFFLOAD, b=Fate.OFFLOAD),
+        decided(STEP, Machine(0, out=4.0, back=4.0), a=Placement.OFFLOAD, b=Placement.OFFLOAD),
         """\
 offload b: out c, free o
 reload b: back p, use q
@@ -129,7 +129,7 @@ reload a: back p, use r
 
 def test_copies_never_leave_their_phase() -> None:
     assert_expected_inline(
-        decided(STEP, Machine(0, out=0.01, back=0.01), a=Fate.OFFLOAD, c=Fate.OFFLOAD),
+        decided(STEP, Machine(0, out=0.01, back=0.01), a=Placement.OFFLOAD, c=Placement.OFFLOAD),
         """\
 offload c: out o, free o
 reload c: back p, use p
@@ -141,7 +141,7 @@ reload a: back p, use r
 
 def test_what_stalls_is_away_for_all_of_its_gap() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.STALL),
+        decided(STEP, a=Placement.OFFLOAD_BLOCKING),
         """\
 offload a: out b, free b
 reload a: back r, use r
@@ -151,7 +151,7 @@ reload a: back r, use r
 
 def test_what_is_fetched_comes_back_for_each_use() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.FETCH),
+        decided(STEP, a=Placement.RELOAD_PER_USE),
         """\
 offload a: out b, free b
 reload a: back r, use r
@@ -162,7 +162,7 @@ reload a: back s, use s
 
 def test_a_chain_can_start_from_what_comes_back() -> None:
     assert_expected_inline(
-        decided(STEP, a=Fate.STALL, b=Fate.RECOMPUTE),
+        decided(STEP, a=Placement.OFFLOAD_BLOCKING, b=Placement.RECOMPUTE),
         """\
 offload a: out b, free b
 reload a: back q, use q
@@ -173,7 +173,7 @@ recompute b: before q
 
 def test_parts_that_have_a_use_later_are_taken_out_at_once() -> None:
     assert_expected_inline(
-        decided(PARTS, n_0=Fate.RECOMPUTE, n_1=Fate.RECOMPUTE),
+        decided(PARTS, n_0=Placement.RECOMPUTE, n_1=Placement.RECOMPUTE),
         """\
 recompute n: before p
 recompute y: before p
@@ -185,7 +185,7 @@ recompute m: before p
 def test_an_op_with_several_results_runs_anew_for_each_brief_use() -> None:
     step = parse(str(PARTS).replace("g(q, v)", "g(q, m)"))
     assert_expected_inline(
-        decided(step, n_1=Fate.BRIEF),
+        decided(step, n_1=Placement.RECOMPUTE_PER_USE),
         """\
 recompute a: before p
 recompute v: before p
@@ -199,7 +199,7 @@ recompute m: before r
 
 def test_a_part_can_be_sent_away_and_the_other_made_again() -> None:
     assert_expected_inline(
-        decided(PARTS, n_0=Fate.STALL, n_1=Fate.RECOMPUTE),
+        decided(PARTS, n_0=Placement.OFFLOAD_BLOCKING, n_1=Placement.RECOMPUTE),
         """\
 recompute n: before p
 recompute m: before p
@@ -211,7 +211,7 @@ reload y: back q, use q
 
 def test_a_view_is_made_again_from_what_came_back() -> None:
     assert_expected_inline(
-        decided(PARTS, a=Fate.STALL),
+        decided(PARTS, a=Placement.OFFLOAD_BLOCKING),
         """\
 offload a: out n, free n
 reload a: back r, use r
@@ -222,9 +222,9 @@ recompute v: before r
 
 def test_what_backward_does_not_read_is_made_again_if_need_be() -> None:
     step = parse(str(STEP).replace("g(q, a)", "g(q)").replace("g(r, a, b, c)", "g(r, b, c)"))
-    assert fate(Gaps(step), {}, "a") is Fate.RECOMPUTE
+    assert placement_of(ReuseGaps(step), {}, "a") is Placement.RECOMPUTE
     assert_expected_inline(
-        decided(step, b=Fate.BRIEF),
+        decided(step, b=Placement.RECOMPUTE_PER_USE),
         """\
 recompute a: before q
 recompute b: before q
@@ -236,9 +236,9 @@ recompute b: before s
 def test_what_may_run_once_is_kept_if_need_be() -> None:
     step = str(STEP).replace("g(q, a)", "g(q)").replace("g(r, a, b, c)", "g(r, b, c)")
     once = parse(step.replace("makes a:100 | 10.0 us", "makes a:100 | 10.0 us | once"))
-    assert fate(Gaps(once), {}, "a") is Fate.KEEP
+    assert placement_of(ReuseGaps(once), {}, "a") is Placement.KEEP
     assert_expected_inline(
-        decided(once, b=Fate.BRIEF),
+        decided(once, b=Placement.RECOMPUTE_PER_USE),
         """\
 recompute b: before q
 recompute b: before s
@@ -248,7 +248,7 @@ recompute b: before s
 
 @given(st.data(), traces(), machines(LINKS[1:]))
 def test_any_fates_are_carried_out_and_change_no_value(data: st.DataObject, trace: Trace, machine: Machine) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     applied = apply(trace, schedule(gaps, data.draw(legal_fates(gaps)), machine))
     check(applied)
     before, after = run(trace), run(applied)
@@ -259,18 +259,18 @@ def test_any_fates_are_carried_out_and_change_no_value(data: st.DataObject, trac
 def test_what_was_given_up_is_not_there_when_backward_begins(
     data: st.DataObject, trace: Trace, machine: Machine
 ) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = data.draw(legal_fates(gaps, homes=False))
     applied = apply(trace, schedule(gaps, fates, machine))
     lives = {life.storage: life for life in lifetimes(applied)}
     for storage, known in fates.items():
-        if known is not Fate.KEEP and storage in gaps.uses:
+        if known is not Placement.KEEP and storage in gaps.uses:
             assert lives[storage].last < applied.boundary
 
 
 @given(st.data(), traces(), machines(LINKS[1:]))
 def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trace, machine: Machine) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     plan = schedule(gaps, data.draw(legal_fates(gaps, homes=False)), machine)
     for decision in plan:
         match decision:
@@ -286,18 +286,18 @@ def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trac
 def test_each_storage_goes_out_once_and_what_is_not_sent_away_never(
     data: st.DataObject, trace: Trace, machine: Machine
 ) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = data.draw(legal_fates(gaps, homes=False))
     plan = schedule(gaps, fates, machine)
     sent = [decision.value for decision in plan if isinstance(decision, Offload)]
     assert len(sent) == len(set(sent))
-    assert set(sent) <= {gaps.root[storage] for storage, known in fates.items() if known in AWAY}
+    assert set(sent) <= {gaps.root[storage] for storage, known in fates.items() if known in OFFLOADED}
     assert {decision.value for decision in plan if isinstance(decision, Reload)} == set(sent)
 
 
 @given(traces())
 def test_copies_that_hide_cost_no_time(trace: Trace) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fast = Machine(0, out=1e12, back=1e12)
-    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.root, Fate.OFFLOAD), fast))
+    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.root, Placement.OFFLOAD), fast))
     assert predict(applied, fast).us - sum(op.us for op in applied.ops) < 1e-3

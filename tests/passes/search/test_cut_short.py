@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from passes import Machine, apply, parse, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.trace import Trace
 from passes.lp import problem, residents
-from passes.lp.model import Model
-from passes.lp.problem import Program
+from passes.lp.model import PlanModel
+from passes.lp.problem import LinearProgram
 from passes.lp.relax import relax
-from passes.lp.solver import INFINITY, Linear
-from passes.schedule.candidate import state_of
+from passes.lp.solver import INFINITY, LPSolver
+from passes.schedule.candidate import make_candidate
 from passes.search import optimize
-from passes.search.greedy import descend_from
+from passes.search.greedy import greedy_from
 
 LAYERS = 8
 SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
@@ -48,20 +48,20 @@ def chain() -> Trace:
 
 
 def tight(trace: Trace, share: float = 0.5) -> Machine:
-    floor = Program(Gaps(trace), SLOW).floor.max()
+    floor = LinearProgram(ReuseGaps(trace), SLOW).floor.max()
     return replace(SLOW, budget=int(floor + share * (predict(trace, SLOW).peak - floor)))
 
 
 def test_a_program_without_trips_lets_the_state_alone_leave() -> None:
     trace = chain()
-    home = Program(Gaps(trace), SLOW, trips=False)
-    assert home.residents == Program(Gaps(trace), SLOW).residents != ()
-    assert any(item.leaves for item in Program(Gaps(trace), SLOW).items)
+    home = LinearProgram(ReuseGaps(trace), SLOW, trips=False)
+    assert home.residents == LinearProgram(ReuseGaps(trace), SLOW).residents != ()
+    assert any(item.leaves for item in LinearProgram(ReuseGaps(trace), SLOW).items)
     assert not any(item.leaves for item in home.items)
 
 
 def test_what_takes_more_work_than_there_is_has_no_answer_and_says_so() -> None:
-    linear = Linear()
+    linear = LPSolver()
     columns = [linear.column(cost=1.0 + k, most=INFINITY) for k in range(30)]
     for k in range(29):
         linear.row(1.0, INFINITY, {columns[k]: 1.0, columns[k + 1]: 0.5})
@@ -77,8 +77,8 @@ def test_what_takes_more_work_than_there_is_has_no_answer_and_says_so() -> None:
 def test_what_is_proven_with_less_work_is_no_more(work: float) -> None:
     trace = chain()
     machine = tight(trace, 0.2)
-    whole = relax(Model(Program(Gaps(trace), machine), machine.budget))
-    part = relax(Model(Program(Gaps(trace), machine), machine.budget), work)
+    whole = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget))
+    part = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget), work)
     assert whole and whole.solved and not whole.ran_out
     assert part and part.solved
     assert part.any_us == whole.any_us
@@ -96,8 +96,8 @@ def test_a_plan_is_found_without_the_work_that_a_proof_takes(monkeypatch: pytest
 
 def test_what_mends_a_plan_ends_after_so_many_ops() -> None:
     trace = chain()
-    gaps, machine = Gaps(trace), replace(SLOW, budget=0)
-    plain = state_of(gaps, machine, {})
-    peaks = [descend_from(gaps, machine, plain, ops=ops).peak for ops in (0, 1, 200, INFINITY)]
+    gaps, machine = ReuseGaps(trace), replace(SLOW, budget=0)
+    plain = make_candidate(gaps, machine, {})
+    peaks = [greedy_from(gaps, machine, plain, ops=ops).peak for ops in (0, 1, 200, INFINITY)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] == plain.peak > peaks[1] > peaks[-1]

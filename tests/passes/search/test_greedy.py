@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Choice, Machine, Offload, Recompute, Trace, apply, check, make_plan, parse, predict
+from passes import BudgetError, Machine, Offload, PlanResult, Recompute, Trace, apply, check, make_plan, parse, predict
 from passes.pipeline import Pass
-from passes.search.greedy import descend, descend_at_home
+from passes.search.greedy import greedy_plan, greedy_plan_no_offload
 from tests.support.interpreter import run
 from tests.support.processes import printed
 from tests.support.strategies import LINKS, decoded, machines, traces
@@ -36,7 +36,7 @@ STEP = parse("""
     u = conv_backward(t, x)  # u8[100] | makes u:100 | 900.0 us
     return output o, gradient u
 """)
-GREEDY = (descend, descend_at_home)
+GREEDY = (greedy_plan, greedy_plan_no_offload)
 NO_LINK, SLOW, FAST = (
     Machine(0),
     Machine(0, out=1.0, back=1.0, staging=50),
@@ -44,7 +44,7 @@ NO_LINK, SLOW, FAST = (
 )
 
 
-def plan_greedily(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) -> Choice:
+def plan_greedily(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) -> PlanResult:
     return make_plan(trace, machine, passes)
 
 
@@ -93,7 +93,7 @@ not 4107
 
 def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
     assert_expected_inline(
-        way_down(STEP, SLOW, (descend,)),
+        way_down(STEP, SLOW, (greedy_plan,)),
         """\
 7108 bytes at q, 4230 us
 6158 bytes at q, 4325 us
@@ -204,7 +204,7 @@ not 7107
 
 
 def test_the_lowest_plan_is_the_answer_if_none_fits() -> None:
-    plan = descend(STEP, NO_LINK)
+    plan = greedy_plan(STEP, NO_LINK)
     with_least = plan_greedily(STEP, replace(NO_LINK, budget=predict(apply(STEP, plan), NO_LINK).peak))
     assert with_least.plan == plan
 
@@ -244,7 +244,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(trace: Trace, mach
 @settings(max_examples=30)
 @given(traces(), machines())
 def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, machine: Machine) -> None:
-    applied = apply(trace, descend(trace, machine))
+    applied = apply(trace, greedy_plan(trace, machine))
     check(applied)
     plain, decided = run(trace), run(applied)
     assert (decided.computed, decided.handed, decided.generator) == (plain.computed, plain.handed, plain.generator)
@@ -254,15 +254,15 @@ def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, 
 @settings(max_examples=20)
 @given(traces(), machines(links=(0.0,)))
 def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
-    assert all(isinstance(decision, Recompute) for decision in descend(trace, machine))
+    assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, machine))
     one_way = replace(machine, out=100.0)
-    assert all(isinstance(decision, Recompute) for decision in descend(trace, one_way))
+    assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, one_way))
 
 
 @settings(max_examples=20)
 @given(traces(), machines(LINKS[1:]), st.integers(0, 30_000))
 def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Machine, capacity: int) -> None:
-    plan = descend(trace, replace(machine, capacity=capacity))
+    plan = greedy_plan(trace, replace(machine, capacity=capacity))
     sent = [trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload)]
     assert sum(trace.nbytes[storage] for storage in sent) <= capacity
 
@@ -272,7 +272,7 @@ def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Mac
 def test_what_may_run_once_runs_once(trace: Trace, machine: Machine) -> None:
     whole = [op.makes and not op.is_input and op.fn != "aten.slice.default" for op in trace.ops]
     once = replace(trace, ops=tuple(replace(op, once=bool(alone)) for op, alone in zip(trace.ops, whole, strict=True)))
-    plan = descend(once, machine)
+    plan = greedy_plan(once, machine)
     check(apply(once, plan))
     assert not any(once.op[decision.value].once for decision in plan if isinstance(decision, Recompute))
 
@@ -287,10 +287,10 @@ def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine
 PLAN_EACH = """
 import sys
 from passes import Machine, parse
-from passes.search.greedy import descend, descend_at_home
+from passes.search.greedy import greedy_plan, greedy_plan_no_offload
 from passes.pipeline import Pass
 for text in sys.stdin.read().split("=====\\n"):
-    print(*descend(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")
+    print(*greedy_plan(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")
 """
 
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, apply, check, parse
-from passes.analysis.reuse_gaps import Gaps
-from passes.lp.model import Model
-from passes.lp.problem import Program
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.lp.model import PlanModel
+from passes.lp.problem import LinearProgram
 from passes.lp.relax import relax
-from passes.lp.rounding import leaning
-from passes.schedule.candidate import state_of
-from passes.schedule.schedule import Fate
-from passes.search.local_search import polish
+from passes.lp.rounding import lp_preferences
+from passes.schedule.candidate import make_candidate
+from passes.schedule.schedule import Placement
+from passes.search.local_search import local_search
 
 MIB = 1 << 20
-WAYS = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD)
+WAYS = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD)
 CHAIN = parse(f"""
     forward:
     x = input()  # u8[10] | makes x:10
@@ -35,19 +35,19 @@ CHAIN = parse(f"""
     r = g(q, a)  # u8[100] | makes r:100 | 100.0 us
     return output o, gradient r
 """)
-GAPS = Gaps(CHAIN)
+GAPS = ReuseGaps(CHAIN)
 LINKED = Machine(4 * MIB - MIB // 2, out=1e4, back=1e4)
 
 
-def program(machine: Machine) -> Program:
-    return Program(GAPS, machine)
+def program(machine: Machine) -> LinearProgram:
+    return LinearProgram(GAPS, machine)
 
 
 def test_a_point_leans_to_what_it_has_most_bytes_of() -> None:
-    model = Model(program(LINKED), LINKED.budget)
+    model = PlanModel(program(LINKED), LINKED.budget)
     relaxed = relax(model)
     assert relaxed is not None and relaxed.solved is not None
-    said = "\n".join(f"{storage} {fate.value}" for storage, fate in leaning(model, relaxed.solved))
+    said = "\n".join(f"{storage} {fate.value}" for storage, fate in lp_preferences(model, relaxed.solved))
     assert_expected_inline(
         said,
         """\
@@ -59,8 +59,8 @@ a keep""",
 
 
 def test_a_plan_without_the_far_tier_comes_to_what_the_point_leans_to() -> None:
-    start = state_of(GAPS, LINKED, dict.fromkeys("ab", Fate.RECOMPUTE))
-    found = polish(program(LINKED), start, 10, math.inf, [("a", Fate.OFFLOAD), ("b", Fate.KEEP)])
+    start = make_candidate(GAPS, LINKED, dict.fromkeys("ab", Placement.RECOMPUTE))
+    found = local_search(program(LINKED), start, 10, math.inf, [("a", Placement.OFFLOAD), ("b", Placement.KEEP)])
     said = "\n".join(map(str, (*start.plan, start.forecast, "->", *found.plan, found.forecast)))
     assert_expected_inline(
         said,
@@ -82,12 +82,12 @@ recompute a: before r
     st.sampled_from([10.0, 1e3, 1e5]),
 )
 def test_no_try_makes_a_plan_slower_or_too_large(
-    first: list[Fate], wanted: list[tuple[str, Fate]], tries: int, rate: float
+    first: list[Placement], wanted: list[tuple[str, Placement]], tries: int, rate: float
 ) -> None:
     machine = replace(LINKED, out=rate, back=rate)
-    start = state_of(GAPS, machine, dict(zip("abc", first, strict=True)))
+    start = make_candidate(GAPS, machine, dict(zip("abc", first, strict=True)))
     machine = replace(machine, budget=start.peak)
-    found = polish(program(machine), start, tries, math.inf, wanted)
+    found = local_search(program(machine), start, tries, math.inf, wanted)
     check(apply(CHAIN, found.plan))
     assert found.peak <= machine.budget
     assert found.forecast.us <= start.forecast.us

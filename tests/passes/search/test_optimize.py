@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import BudgetError, Choice, Machine, Plan, Recompute, Reload, Trace, apply, make_plan, parse, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes import BudgetError, Machine, Plan, PlanResult, Recompute, Reload, Trace, apply, make_plan, parse, predict
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.lp import problem, solver
-from passes.schedule.schedule import Fate, schedule
+from passes.schedule.schedule import Placement, schedule
 from passes.search.optimize import optimize
 from passes.search.work import WORK_PER_US, work_for
 from tests.oracle.checkmate import checkmate
@@ -23,7 +23,14 @@ from tests.oracle.network import layers
 from tests.support.strategies import machines, traces
 
 SMALL = 1e-6  # microseconds: what a solver's tolerance may add
-SINGLE = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD, Fate.STALL, Fate.CAST_OFFLOAD, Fate.CAST_STALL)
+SINGLE = (
+    Placement.KEEP,
+    Placement.RECOMPUTE,
+    Placement.OFFLOAD,
+    Placement.OFFLOAD_BLOCKING,
+    Placement.CAST_OFFLOAD,
+    Placement.CAST_OFFLOAD_BLOCKING,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +41,13 @@ def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def between(trace: Trace, machine: Machine, share: float) -> Machine:
     """The machine with a budget between what no plan can lower and what is needed if nothing is done."""
-    found = problem.Program(Gaps(trace), machine)
+    found = problem.LinearProgram(ReuseGaps(trace), machine)
     least, most = int(found.base.max()), found.captured.peak
     return replace(machine, budget=least + int((most - least) * share))
 
 
 def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(Gaps(trace).maker) <= 9)
+    assume(0 < len(ReuseGaps(trace).maker) <= 9)
     machine = between(trace, Machine(0), share)
     best = cheapest(trace, machine.budget)
     assume(best is not None)
@@ -50,7 +57,7 @@ def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
 
 def best_that_moves_once(trace: Trace, machine: Machine, share: float) -> tuple[Machine, tuple[float, Plan] | None]:
     """The machine with a budget between, and what the best plan adds that moves each of a few values once, if at all."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     assume(0 < len(gaps.maker) <= 5)
     machine = between(trace, machine, share)
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
@@ -75,7 +82,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     trace: Trace, machine: Machine, data: st.DataObject
 ) -> None:
     """Whenever its copies back begin."""
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     fates = {
         storage: data.draw(st.sampled_from([fate for fate in found if fate in SINGLE]))
         for storage, found in all_fates(gaps, machine).items()
@@ -89,24 +96,24 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
         plan.sort(key=lambda decision: isinstance(decision, Recompute))
     captured, forecast = predict(trace, machine), predict(apply(trace, tuple(plan)), machine)
     found = optimize(trace, replace(machine, budget=forecast.peak))
-    choice = Choice(tuple(plan), captured, forecast, found.bound_us, found.any_us)
+    choice = PlanResult(tuple(plan), captured, forecast, found.bound_us, found.any_us)
     assert forecast.us >= choice.lower_bound - SMALL
 
 
 @given(traces(max_forward=6), st.data())
 def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     choices = all_fates(gaps, Machine(0))
     fates = {storage: data.draw(st.sampled_from(list(choices[storage]))) for storage in choices}
     forecast = predict(apply(trace, schedule(gaps, fates, Machine(0))), Machine(0))
-    floor = problem.Program(gaps, Machine(0)).floor
+    floor = problem.LinearProgram(gaps, Machine(0)).floor
     assert forecast.peak >= floor.max(initial=0.0)
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
 
 @given(traces(max_forward=8), machines((0.5, 3.0, 100.0), ("bf16",)), st.floats(0.0, 1.0))
 def test_no_plan_that_casts_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
-    gaps = Gaps(trace)
+    gaps = ReuseGaps(trace)
     assume(0 < len(gaps.maker) <= 3)
     machine = between(trace, machine, share)
     fates = all_fates(gaps, machine)
@@ -219,7 +226,7 @@ def test_a_plan_fits_and_is_the_same_again(trace: Trace, machine: Machine, share
     if found.plan:
         forecast = predict(apply(trace, found.plan), machine)
         assert forecast.peak <= machine.budget
-        choice = Choice(found.plan, predict(trace, machine), forecast, found.bound_us, found.any_us)
+        choice = PlanResult(found.plan, predict(trace, machine), forecast, found.bound_us, found.any_us)
         assert forecast.us >= choice.lower_bound - SMALL
 
 
@@ -251,7 +258,7 @@ def test_a_network_is_planned_as_checkmate_plans_it(count: int, share: float) ->
 
 def test_the_budget_may_be_what_no_plan_can_lower() -> None:
     trace = layers(4)
-    found = problem.Program(Gaps(trace), Machine(0))
+    found = problem.LinearProgram(ReuseGaps(trace), Machine(0))
     least = int(found.base.max())
     assert optimize(trace, Machine(least - 1)).plan == ()
     for budget in (least, least + 1):

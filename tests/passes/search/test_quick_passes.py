@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
-from passes.analysis.reuse_gaps import Gaps
-from passes.deep.chain import rerun_slices
-from passes.lp.problem import Program
+from passes.analysis.reuse_gaps import ReuseGaps
+from passes.deep.chain import rerun_chain
+from passes.lp.problem import LinearProgram
 from passes.pipeline import PASSES, QUICK
-from passes.schedule.candidate import State, state_of
-from passes.schedule.schedule import Fate
+from passes.schedule.candidate import Candidate, make_candidate
+from passes.schedule.schedule import Placement
 from passes.search import greedy
-from passes.search.greedy import descend
-from passes.search.local_search import polish
+from passes.search.greedy import greedy_plan
+from passes.search.local_search import local_search
 from passes.search.optimize import optimize
 from tests.oracle.network import layers
 
 TRACE = layers(6)
-LEAST = predict(apply(TRACE, descend(TRACE, Machine(0))), Machine(0)).peak
+LEAST = predict(apply(TRACE, greedy_plan(TRACE, Machine(0))), Machine(0)).peak
 PEAK = predict(TRACE, Machine(0)).peak
 TIGHT = Machine((LEAST + PEAK) // 2, out=20.0, back=20.0)
 LONG = 10**6
@@ -67,43 +67,43 @@ def ticks(most: int) -> range:
 
 def test_the_longer_the_greedy_pass_goes_on_the_lower_it_comes() -> None:
     lowest = replace(TIGHT, budget=0)
-    peaks = [peak(descend(TRACE, lowest, time.monotonic() + n)) for n in ticks(60)]
+    peaks = [peak(greedy_plan(TRACE, lowest, time.monotonic() + n)) for n in ticks(60)]
     assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] == PEAK > peaks[3] > peaks[-1] >= peak(descend(TRACE, lowest, LONG))
+    assert peaks[0] == PEAK > peaks[3] > peaks[-1] >= peak(greedy_plan(TRACE, lowest, LONG))
 
 
-@pytest.mark.parametrize("find", [optimize, rerun_slices])
+@pytest.mark.parametrize("find", [optimize, rerun_chain])
 def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[..., Plan | Proposal]) -> None:
     peaks = [peak(find(TRACE, TIGHT, time.monotonic() + n)) for n in ticks(40)]
-    assert all(found <= TIGHT.budget or found == PEAK or find is rerun_slices for found in peaks)
+    assert all(found <= TIGHT.budget or found == PEAK or find is rerun_chain for found in peaks)
     assert peak(find(TRACE, TIGHT, LONG)) <= TIGHT.budget
 
 
 def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
     slow = Machine(0, out=1.0, back=1.0)
-    first = state_of(Gaps(MOVED), slow, dict.fromkeys("abc", Fate.OFFLOAD))
-    program = Program(Gaps(MOVED), replace(slow, budget=first.peak))
-    times = [polish(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]
+    first = make_candidate(ReuseGaps(MOVED), slow, dict.fromkeys("abc", Placement.OFFLOAD))
+    program = LinearProgram(ReuseGaps(MOVED), replace(slow, budget=first.peak))
+    times = [local_search(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]
     assert times == sorted(times, reverse=True)
     assert times[0] == first.forecast.us > times[-1]
-    assert polish(program, first, 0, LONG) is first
+    assert local_search(program, first, 0, LONG) is first
 
 
 def test_without_time_a_quick_pass_plans() -> None:
     lines: list[str] = []
     choice = make_plan(TRACE, TIGHT, log=lines.append, seconds=0.0)
     assert choice.forecast.peak <= TIGHT.budget
-    assert [line.split()[0] for line in lines] == ["captured", "descend"]
+    assert [line.split()[0] for line in lines] == ["captured", "greedy_plan"]
 
 
 def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
     def by_hand(trace: Trace, machine: Machine, until: float) -> Plan:
-        return descend(trace, machine)
+        return greedy_plan(trace, machine)
 
     lines: list[str] = []
     make_plan(TRACE, TIGHT, (by_hand, *QUICK), lines.append, seconds=2.0)
     make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (by_hand, *PASSES), lines.append, seconds=0.0)
-    assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "descend"]
+    assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "greedy_plan"]
 
 
 @pytest.mark.parametrize(("share", "part"), [(0.5, 0.75), (0.0, 0.5)])
@@ -113,20 +113,20 @@ def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
     trace = layers(40)
     machine = Machine(int(share * predict(trace, Machine(0)).peak))
     simulated: list[int] = []
-    real = state_of
+    real = make_candidate
 
-    def counted(*given: Any) -> State:
+    def counted(*given: Any) -> Candidate:
         state = real(*given)
         simulated.append(len(state.forecast.trace.ops))
         return state
 
-    monkeypatch.setattr(greedy, "state_of", counted)
+    monkeypatch.setattr(greedy, "make_candidate", counted)
     monkeypatch.setattr(pipeline, "FINE", 2 * len(trace.ops))
     with suppress(BudgetError):
         assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
     hurried = sum(simulated)
     simulated.clear()
-    descend(trace, machine)
+    greedy_plan(trace, machine)
     assert hurried < part * sum(simulated)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes import Choice, Machine, parse, parse_plan, predict
+from passes import Machine, PlanResult, parse, parse_plan, predict
 
 STEP = parse(
     "forward:\na = aten.mm.default()  # f32[8] | makes a:32 | 0.1 us\nb = aten.mm.default(a)  # f32[8] | makes b:32 | 0.2 us\nreturn output b\n"
@@ -15,14 +15,14 @@ LONGER = parse("forward:\na = aten.mm.default()  # f32[8] | makes a:32 | 0.6 us\
 def test_a_plan_that_reaches_the_bound_is_not_below_it_by_a_last_bit() -> None:
     plain, planned = predict(STEP, Machine(1 << 20)), predict(LONGER, Machine(1 << 20))
     assert plain.us + 0.3 > planned.us  # 0.1 + 0.2 + 0.3 is not 0.6
-    choice = Choice((), plain, planned, bound_us=0.3)
+    choice = PlanResult((), plain, planned, bound_us=0.3)
     assert choice.lower_bound == planned.us
     assert choice.gap == 0.0
 
 
 def test_a_bound_above_the_plan_is_shown_as_it_is() -> None:
     plain, planned = predict(STEP, Machine(1 << 20)), predict(LONGER, Machine(1 << 20))
-    assert Choice((), plain, planned, bound_us=0.4).lower_bound > planned.us
+    assert PlanResult((), plain, planned, bound_us=0.4).lower_bound > planned.us
 
 
 CHAIN = parse("""
@@ -51,6 +51,6 @@ CHAIN = parse("""
 )
 def test_what_runs_again_twice_or_early_is_not_of_the_first_class(plan: str, is_single: bool) -> None:
     plain = predict(CHAIN, Machine(1 << 20))
-    choice = Choice(parse_plan(plan), plain, plain, bound_us=2.0, any_us=1.0)
+    choice = PlanResult(parse_plan(plan), plain, plain, bound_us=2.0, any_us=1.0)
     assert choice.is_single == is_single
     assert choice.lower_bound == plain.us + (2.0 if is_single else 1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from passes import Choice, Machine, Recompute, apply, parse, predict
-from passes.simulate.choice import dearer
+from passes import Machine, PlanResult, Recompute, apply, parse, predict
+from passes.simulate.choice import with_higher_costs
 
 MACHINE = Machine(1 << 30)
 STEP = parse("""
@@ -19,21 +19,21 @@ return gradient c
 """)
 
 
-def choice(bound: float) -> Choice:
+def choice(bound: float) -> PlanResult:
     plan = (Recompute("a", before="c"),)
     plain, planned = predict(STEP, MACHINE), predict(apply(STEP, plan), MACHINE)
     assert planned.us == plain.us + 10
-    return Choice(plan, plain, planned, bound_us=bound, any_us=bound)
+    return PlanResult(plan, plain, planned, bound_us=bound, any_us=bound)
 
 
 def test_each_line_has_its_own_price_and_so_has_the_second_run_of_a_value() -> None:
-    found = dearer(choice(8.0), MACHINE, {"a": 25.0, "b": 1.0})
+    found = with_higher_costs(choice(8.0), MACHINE, {"a": 25.0, "b": 1.0})
     assert (found.captured.us, found.forecast.us) == (85.0, 95.0)
     assert found.plan == choice(8.0).plan
 
 
 def test_no_plan_takes_less_than_was_proven_at_lower_prices_and_none_less_than_the_plain_step() -> None:
-    little, much = (dearer(choice(8.0), MACHINE, {"a": us}) for us in (13.0, 25.0))
+    little, much = (with_higher_costs(choice(8.0), MACHINE, {"a": us}) for us in (13.0, 25.0))
     assert little.lower_bound == 78.0 == choice(8.0).lower_bound
     assert much.lower_bound == 85.0
     assert much.gap == pytest.approx(95 / 85 - 1)
@@ -41,4 +41,4 @@ def test_no_plan_takes_less_than_was_proven_at_lower_prices_and_none_less_than_t
 
 def test_without_a_higher_price_it_is_the_same() -> None:
     same = choice(8.0)
-    assert dearer(same, MACHINE, {"a": 10.0, "else": 99.0}) is same
+    assert with_higher_costs(same, MACHINE, {"a": 10.0, "else": 99.0}) is same

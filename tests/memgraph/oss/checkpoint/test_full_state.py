@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import AgreementError, StateError
-from memgraph.profile.memory_meter import measured
+from memgraph.profile.memory_meter import measure_peak
 from tests.memgraph.oss.test_steps import KINDS, groups, net, train
 from tests.support.ranks import on_ranks
 
@@ -246,7 +246,7 @@ def _allocated(rank: int) -> list[int]:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    _, seen = measured(work)
+    _, seen = measure_peak(work)
     assert seen is not None
     return seen.peak
 

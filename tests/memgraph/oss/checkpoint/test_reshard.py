@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memgraph import StateError
 from memgraph.oss.checkpoint.reshard import Overlap, overlaps, rows_of
-from memgraph.oss.checkpoint.state_outline import Kind, filled, kinds, outline, tensors
+from memgraph.oss.checkpoint.state_outline import Kind, fill_outline, kinds, outline, tensors
 from passes.shards import Item, Piece, Sizes, shards
 from tests.memgraph.oss.checkpoint.test_full_state import same
 
@@ -79,7 +79,7 @@ VALUES = st.recursive(
 def test_an_outline_and_the_tensors_are_the_value(value: object) -> None:
     there = json.loads(json.dumps(outline(value, "w")))
     sent = list(tensors(value))
-    assert same_or_nan(filled(there, iter(sent)), value)
+    assert same_or_nan(fill_outline(there, iter(sent)), value)
     assert [(kind.dtype, kind.shape, kind.strides) for kind in kinds(there)] == [
         (each.dtype, each.shape, each.stride()) for each in sent
     ]

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 import memgraph
 from memgraph import CollectiveError
 from memgraph.oss.comm import watchdog
-from memgraph.oss.step import Updates
+from memgraph.oss.step import ShardedStep
 from tests.memgraph.oss.test_steps import groups, net, train
 from tests.support.ranks import on_ranks
 
@@ -41,7 +41,7 @@ def _go_when_updating(how: str) -> None:
             time.sleep(10 * SECONDS)
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
-    Updates._update = go  # type: ignore[assignment, method-assign]
+    ShardedStep._update = go  # type: ignore[assignment, method-assign]
 
 
 DEFAULT = [(2, "killed"), (0, "stopped")]

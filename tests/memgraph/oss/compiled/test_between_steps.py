@@ -14,7 +14,7 @@ from torch import nn, optim
 import memgraph
 from memgraph.oss.compiled.step_memory import _bucket_nbytes
 from memgraph.oss.offloaded_states import shard_parts
-from memgraph.profile.memory_meter import measured
+from memgraph.profile.memory_meter import measure_peak
 from tests.memgraph.oss.test_offloaded_states import BYTES, Chain, batches, is_kept, train
 from tests.support.ranks import on_ranks
 from tests.support.smallest_budget import smallest_of
@@ -116,7 +116,7 @@ def _frozen_same() -> bool:
     ours = memgraph.OSS(parameters, optim.SGD, gradients="same", lr=0.1)
     parameters[1].requires_grad_(False)
     parameters[0].grad = torch.ones(7)
-    _, seen = measured(ours.step, torch.device("cpu"))
+    _, seen = measure_peak(ours.step, torch.device("cpu"))
     return seen is not None and seen.peak < BYTES and parameters[0].eq(0.9).all().item() is True
 
 

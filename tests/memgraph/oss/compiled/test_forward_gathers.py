@@ -19,8 +19,8 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.errors import AgreementError, CollectiveError, ShardError
 from memgraph.oss.compiled.insert_all_gather import arrivals
-from memgraph.oss.pending_gathers import Coming
-from memgraph.profile.memory_meter import measured
+from memgraph.oss.pending_gathers import ForwardGather
+from memgraph.profile.memory_meter import measure_peak
 from tests.memgraph.oss.compiled.test_compiled import BYTES, KINDS, ROOM, Net, batches, same
 from tests.support.distributed_loops import frozen, hooked, train, twice
 from tests.support.ranks import on_ranks
@@ -101,7 +101,7 @@ def _between(rank: int, folder: Path) -> None:
     state = optimizer.state_dict()["state"]
     assert all(torch.equal(state[i]["exp_avg"], one["exp_avg"]) for i, one in theirs.state_dict()["state"].items())
     for one in arrivals(optimizer, dict(ours.named_parameters())):
-        _, taken = measured(Coming(optimizer.awaited, [one.bucket]).all)
+        _, taken = measure_peak(ForwardGather(optimizer.awaited, [one.bucket]).all)
         assert taken is not None and taken.peak <= one.room
     optimizer.gather()  # finds nothing to do
     assert same(ours, plain) and all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.capture.capture import capture, losses
+from memgraph.capture.capture import capture, select_losses
 from memgraph.graph.captured import Captured
-from memgraph.graph.partition import split
+from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.oss.compiled.insert_all_gather import Arrival, gathering
-from memgraph.runtime.step_run import Flight
+from memgraph.oss.compiled.insert_all_gather import Arrival, insert_all_gathers
+from memgraph.runtime.step_run import StepRun
 from passes import Machine, Trace
-from passes.order.comm_order import placed
-from passes.order.microbatch_order import sliced
+from passes.order.comm_order import place_collectives
+from passes.order.microbatch_order import slice_microbatches
 from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
@@ -43,9 +43,13 @@ def arriving(its: Subject) -> list[Arrival]:
 @cache
 def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
-    captured = gathering(capture(its.model, its.args, its.kwargs, wanted=losses), arriving(its))
+    captured = insert_all_gathers(capture(its.model, its.args, its.kwargs, wanted=select_losses), arriving(its))
     graph = corrected(captured, adds)
-    return captured, graph, sliced(placed(summarize(graph, price), at_once), Machine(0, strain=float(at_once)))
+    return (
+        captured,
+        graph,
+        slice_microbatches(place_collectives(summarize(graph, price), at_once), Machine(0, strain=float(at_once))),
+    )
 
 
 @pytest.mark.parametrize("name, adds", [("attention", False), ("parts", True)])
@@ -82,7 +86,7 @@ def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
     """The outputs and gradients of a step with everything as it was before the first."""
     its = subject(name)
     captured, graph, trace = stepped(name, at_once=at_once)
-    flight = Flight(split(rewrite(graph, trace), captured.graph), None)
+    flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
     its.again()
     if gather:
         flight.coming = gather(its)

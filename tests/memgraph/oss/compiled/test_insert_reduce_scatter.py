@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from memgraph.capture.capture import capture, losses
+from memgraph.capture.capture import capture, select_losses
 from memgraph.graph.captured import Captured
-from memgraph.graph.partition import split
+from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.oss.compiled.insert_reduce_scatter import exchanging
-from memgraph.oss.sharded_grads import Parcel, Stretch
-from memgraph.runtime.step_run import Flight
+from memgraph.oss.compiled.insert_reduce_scatter import insert_reduce_scatters
+from memgraph.oss.sharded_grads import GradBucket, Stretch
+from memgraph.runtime.step_run import StepRun
 from passes import Machine, Trace
-from passes.order.comm_order import placed
-from passes.order.microbatch_order import sliced
+from passes.order.comm_order import place_collectives
+from passes.order.microbatch_order import slice_microbatches
 from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
@@ -32,29 +32,29 @@ RANKS = 2
 NAMES = ("attention", "parts", "pictures")
 
 
-def parcels(its: Subject) -> list[Parcel]:
+def parcels(its: Subject) -> list[GradBucket]:
     """Of each parameter but the first half in a parcel alone; all other halves in two more."""
     named = list(its.model.named_parameters())
-    found, rests = list[Parcel](), [list[Stretch](), list[Stretch]()]
+    found, rests = list[GradBucket](), [list[Stretch](), list[Stretch]()]
     for i, (name, parameter) in enumerate(named):
         cut = parameter.numel() // (2 * RANKS) * RANKS
         if i and cut:
-            found.append(Parcel(len(found), (Stretch(name, 0, cut, 0),), cut, cut // RANKS, room=8 * cut))
+            found.append(GradBucket(len(found), (Stretch(name, 0, cut, 0),), cut, cut // RANKS, room=8 * cut))
         rest, begin = rests[i % 2], cut if i else 0
         at = rest[-1].at + rest[-1].end - rest[-1].begin + 1 if rest else 0
         rest.append(Stretch(name, begin, parameter.numel(), at))
     for rest in rests:
         size = (rest[-1].at + rest[-1].end - rest[-1].begin + RANKS) // RANKS * RANKS
-        found.append(Parcel(len(found), (*rest, Stretch("another model's", 0, 3, size)), size + 4, size // 2 + 2))
+        found.append(GradBucket(len(found), (*rest, Stretch("another model's", 0, 3, size)), size + 4, size // 2 + 2))
     return found
 
 
 @cache
 def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
-    captured = exchanging(capture(its.model, its.args, its.kwargs, wanted=losses), parcels(its))
+    captured = insert_reduce_scatters(capture(its.model, its.args, its.kwargs, wanted=select_losses), parcels(its))
     graph = corrected(captured, adds)
-    return captured, graph, sliced(placed(summarize(graph, price)), Machine(0))
+    return captured, graph, slice_microbatches(place_collectives(summarize(graph, price)), Machine(0))
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -86,7 +86,7 @@ def test_each_rank_has_its_part_of_the_gradients(name: str, adds: bool) -> None:
     its = subject(name)
     its.again()
     captured, graph, trace = stepped(name, adds)
-    flight = Flight(split(rewrite(graph, trace), captured.graph), None)
+    flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
     flight.exchange = twin = Twin()
     outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
     roles = [role for role in captured.outputs if role.kind != "output"]
@@ -101,7 +101,7 @@ def test_each_rank_has_its_part_of_the_gradients(name: str, adds: bool) -> None:
         assert torch.equal(part, expected(parcels(its)[role.index], gradients) + adds)
 
 
-def expected(parcel: Parcel, gradients: dict[str, Tensor | None]) -> Tensor:
+def expected(parcel: GradBucket, gradients: dict[str, Tensor | None]) -> Tensor:
     packed = torch.zeros(parcel.size)
     for stretch in parcel.stretches:
         gradient = gradients.get(stretch.name)

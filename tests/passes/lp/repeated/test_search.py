@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes import Machine, Trace, apply, check, parse, predict
-from passes.analysis.reuse_gaps import Gaps
+from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import model, problem, relax
 from passes.lp.repeated import layers, search
-from passes.lp.repeated.layers import Layers
+from passes.lp.repeated.layers import EqualLayers
 from passes.search import optimize
 from tests.oracle.exhaustive import cheapest
 from tests.oracle.network import layers as network
@@ -18,11 +18,11 @@ from tests.oracle.network import layers as network
 SMALL = 1e-6  # microseconds: what a solver's tolerance may add
 
 
-def numbers(trace: Trace, budget: int = 0) -> problem.Program:
-    return problem.Program(Gaps(trace), Machine(budget))
+def numbers(trace: Trace, budget: int = 0) -> problem.LinearProgram:
+    return problem.LinearProgram(ReuseGaps(trace), Machine(budget))
 
 
-def between(trace: Trace, share: float) -> problem.Program:
+def between(trace: Trace, share: float) -> problem.LinearProgram:
     """With a budget between what no plan can lower and what is needed if nothing is done."""
     found = numbers(trace)
     least, most = int(found.base.max()), found.captured.peak
@@ -31,9 +31,9 @@ def between(trace: Trace, share: float) -> problem.Program:
 
 def test_equal_layers_are_found_on_the_text() -> None:
     found = numbers(network(6))
-    layer = layers.layers(found, 4)
+    layer = layers.find_equal_layers(found, 4)
     assert layer is not None
-    assert layer == Layers(first=0, period=5, count=5)
+    assert layer == EqualLayers(first=0, period=5, count=5)
     assert [found.makers[o].value for o in layer.makers(1)] == ["n1", "a1", "b1", "c1", "x2"]
 
 
@@ -41,7 +41,7 @@ def test_a_layer_that_is_slower_is_not_equal() -> None:
     text = str(network(9)).replace(
         "a7 = linear(y7)  # makes a7:16384 | 40.0 us", "a7 = linear(y7)  # makes a7:16384 | 41.0 us"
     )
-    found = layers.layers(numbers(parse(text)), 4)
+    found = layers.find_equal_layers(numbers(parse(text)), 4)
     assert found is not None and found.count == 7
 
 
@@ -50,7 +50,7 @@ def test_layers_that_read_further_back_are_not_folded() -> None:
     far = [
         line.replace(f"add(x{i}, c{i})", f"add(x{i}, c{i}, c{max(0, i - 2)})") for line in lines for i in [_layer(line)]
     ]
-    assert layers.layers(numbers(parse("\n".join(far))), 4) is None
+    assert layers.find_equal_layers(numbers(parse("\n".join(far))), 4) is None
 
 
 def _layer(line: str) -> int:
@@ -103,7 +103,7 @@ def repeated(draw: st.DrawFn, outer: int) -> Trace:
 def test_no_plan_beats_the_bound_of_folded_layers(outer: int, data: st.DataObject) -> None:
     trace = data.draw(repeated(outer))
     step = between(trace, data.draw(st.floats(0.0, 0.7)))
-    found = layers.layers(step, 2 * outer + 1)
+    found = layers.find_equal_layers(step, 2 * outer + 1)
     assume(found is not None)
     best = cheapest(trace, step.machine.budget)
     assume(best is not None)
@@ -121,7 +121,7 @@ def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(search, "LEAST", 16)
     trace = network(40)
     step = between(trace, share)
-    found = search.folded(step)
+    found = search.solve_folded(step)
     assert found is not None and found.gap <= optimize.ENOUGH
     assert predict(apply(trace, found.plan), step.machine).peak <= step.machine.budget
     assert found.plan == optimize.optimize(trace, step.machine).plan
@@ -130,9 +130,9 @@ def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> None:
     step = between(network(40), share)
-    found = layers.layers(step, 16)
+    found = layers.find_equal_layers(step, 16)
     least = search.lowest(step, found) if found else None
-    full = relax.relax(model.Model(step, step.machine.budget))
+    full = relax.relax(model.PlanModel(step, step.machine.budget))
     assert least is not None and full is not None and full.solved is not None
     assert least.solved.us == pytest.approx(full.solved.us, abs=1e-5 * step.captured.us)
     assert len(least.program.items) < len(step.items) / 5
@@ -140,4 +140,4 @@ def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> Non
 
 def test_short_steps_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "LEAST", 16)
-    assert search.folded(between(network(40), 0.5)) is None
+    assert search.solve_folded(between(network(40), 0.5)) is None
