@@ -4,8 +4,8 @@
     gather   p of the elements that are mine    ->   p of all elements, on each rank
 
 Both are begun, and later waited for: meanwhile other buckets are packed and updated. Every rank begins them in the same
-order. On the CPU the bytes go as `P2PComm`: with gloo, these move a bucket of 24 MiB between two ranks in a sixth of the
-time of its reduce-scatter and in half of that of its all-gather. From other devices they go as `CollectiveComm`.
+order. On the CPU the bytes go as `P2PComm`: with gloo, these move a bucket of 24 MiB between two ranks in a sixth of
+the time of its reduce-scatter and in half of that of its all-gather. From other devices they go as `CollectiveComm`.
 """
 
 from __future__ import annotations
