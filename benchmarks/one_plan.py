@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from passes import BudgetError, Forecast, Machine, PlanResult, Trace, make_plan, parse, predict
+from passes import BudgetError, Forecast, Link, Machine, PlanResult, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.model import PlanModel
 from passes.lp.problem import LinearProgram
@@ -46,7 +46,7 @@ def main(file: str, share: str, link: str) -> None:
     inputs = sum(op.nbytes for op in trace.ops if op.is_input)
     plain = predict(trace, Machine(1 << 62))
     above = int(float(share) * (plain.peak - inputs))
-    machine = Machine(inputs + above, "cuda", "host", float(link), float(link))
+    machine = Machine(inputs + above, "cuda", "host", link=Link(float(link), float(link)))
     begin = time.perf_counter()
     answer = _plan(trace, machine)
     spent = _spent(begin)

@@ -4,7 +4,7 @@ from .ir.decisions import Decision, Offload, Plan, Recompute, Reload, Stream, ap
 from .ir.errors import BudgetError
 from .ir.invariants import BrokenTrace, check
 from .ir.liveness import Life, lifetimes
-from .ir.machine import Machine
+from .ir.machine import Cast, Link, Machine, Network, Streaming
 from .ir.trace import INPUTS, Op, Storage, Trace, parse
 from .pipeline import PASSES, make_plan
 from .simulate.choice import PlanResult, Proposal
@@ -16,11 +16,14 @@ __all__ = [
     "PASSES",
     "BrokenTrace",
     "BudgetError",
+    "Cast",
     "Copy",
     "Decision",
     "Forecast",
     "Life",
+    "Link",
     "Machine",
+    "Network",
     "Offload",
     "Op",
     "Plan",
@@ -30,6 +33,7 @@ __all__ = [
     "Reload",
     "Storage",
     "Stream",
+    "Streaming",
     "Trace",
     "apply",
     "check",

@@ -50,7 +50,7 @@ def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) ->
     floor = _floor(captured, machine)
     if floor is None:
         # What lies there might as well lie elsewhere, if there were a place for it.
-        levers = [*([] if machine.out else [TIER]), *_levers(forecast.trace, op, there, machine)]
+        levers = [*([] if machine.link.out else [TIER]), *_levers(forecast.trace, op, there, machine)]
         return "\n".join([*lines, f"{least}, or {' or '.join(levers)}."])
     program, at = floor
     known = captured.ops[at].name == op.name
@@ -112,7 +112,7 @@ def _levers(trace: Trace, op: Op, there: tuple[Life, ...], machine: Machine) -> 
         kinds[life.kind] += life.nbytes
     much = [kind for kind, nbytes in kinds.most_common() if nbytes >= MUCH * kinds.total()] or ["workspace"]
     levers = [HELP.get(kind, SMALLER) for kind in much]
-    if any(kind in STATE for kind in much) and machine.device == "cpu" and not machine.homes:
+    if any(kind in STATE for kind in much) and machine.device == "cpu" and not machine.streaming.enabled:
         levers.append(STREAM)
     if _is_loss([op, *(trace.op[life.maker] for life in there[:2])]):
         levers.append(CHUNKS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from passes.ir.machine import SMALLEST_HOME
+from passes.ir.machine import SMALLEST_STREAMED
 
 from .elementwise import is_elementwise
 from .optimizer_clone import ClonedOptimizer
@@ -57,7 +57,7 @@ def in_parts(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
 
 def is_large(parameter: Tensor) -> bool:
     """Whether it is worth a trip to the far tier, and so are its gradient and its states."""
-    return parameter.nbytes >= SMALLEST_HOME
+    return parameter.nbytes >= SMALLEST_STREAMED
 
 
 def _nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:

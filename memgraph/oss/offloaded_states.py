@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from passes.ir.machine import SMALLEST_HOME
+from passes.ir.machine import SMALLEST_STREAMED
 
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
@@ -89,7 +89,7 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
         group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.exchange.ranks
         for piece in laid.bucket.pieces:
             parameter = oss.pieces.parameters[piece.item]
-            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_HOME:
+            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_STREAMED:
                 of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
         found.append(of_ranks)
     return found

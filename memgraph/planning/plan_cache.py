@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
+from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.pipeline import FAIR
 
@@ -35,7 +36,6 @@ MEMORY_NBYTES = 16 << 20  # of the plans' texts that a process keeps
 DISK_NBYTES = 64 << 20  # of those that later processes find
 NEIGHBOURS = 64  # shapes of one kind of step whose plans are tried for another
 TRIED = 2  # of them
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain", "stepping", "capacity")
 FILE = "plans.sqlite"
 
 Search = Callable[[Trace, Machine], PlanResult]
@@ -150,8 +150,9 @@ def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    facts = {name: bool(fact) if name in SPEEDS else fact for name, fact in asdict(machine).items()}
-    return f"{facts} {options!r} {torch.__version__} {_passes()}"
+    with_units = with_rates(machine, [float(bool(rate)) for rate in rates(machine)])
+    with_units = replace(with_units, link=replace(with_units.link, capacity=min(machine.link.capacity, 1)))
+    return f"{with_units!r} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache

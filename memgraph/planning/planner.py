@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 import passes
-from passes import Machine, Plan, PlanResult, Stream, Trace, apply, make_plan, predict
+from passes import Machine, Plan, PlanResult, Stream, Streaming, Trace, apply, make_plan, predict
 from passes.concurrent_forwards import as_it_is_nbytes, plan_forwards
 from passes.cuda_graph_memory import add_replay_memory
 from passes.order.comm_order import place_collectives, sequence
@@ -352,7 +352,9 @@ class Planner:
             prober = self._prober(graph, until, times=bare > machine.budget or self._lowers or together is not None)
             self.progress.phase("pricing ops", len(graph.nodes))
             apply_profiled_layouts(graph, fake_mode(graph), prober.made)
-            trace = add_library_workspaces(place_collectives(summarize(graph, prober), not machine.hides), self.device)
+            trace = add_library_workspaces(
+                place_collectives(summarize(graph, prober), not machine.network.overlaps_comm), self.device
+            )
             trace = self._with_update(trace, graph, trained)
             trace = add_replay_memory(trace) if self.options.cuda_graphs is True else trace
             trace = (
@@ -370,7 +372,12 @@ class Planner:
                 far = self.tier, self.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
                 machine = measure_links(machine, *far, prober.room)
                 machine = self._with_homes(machine, trained)
-            if machine.turns and machine.homes and self.options.optimizer and not (trained.updates or self.sharded):
+            if (
+                machine.link.half_duplex
+                and machine.streaming.enabled
+                and self.options.optimizer
+                and not (trained.updates or self.sharded)
+            ):
                 trace = price_update(trace, self.options.optimizer, trained.parameters, self.update.window)
         return trace, together.machine(machine) if together is not None else machine
 
@@ -403,12 +410,16 @@ class Planner:
     def _with_homes(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """The machine with room for state in the far tier, if state can live there: of shards, states alone. No
         recording does what that takes of the host."""
-        if not machine.out or not self.update.can_stream or self.options.cuda_graphs is True:
+        if not machine.link.out or not self.update.can_stream or self.options.cuda_graphs is True:
             return machine
         if shared_memory(self.module, self.options.optimizer):
             return machine
         if self.sharded is not None:
-            return replace(machine, homes=True, only_states=True, window=offloaded_nbytes(self.sharded, trained.shards))
+            return replace(
+                machine,
+                streaming=Streaming(True, only_states=True, window=offloaded_nbytes(self.sharded, trained.shards)),
+            )
         window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
         ahead = self.update.between(trained.parameters)
-        return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)
+        streaming = Streaming(True, window=window, update_staging=ahead, host_update_rate=speed)
+        return replace(machine, streaming=streaming)

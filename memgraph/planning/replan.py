@@ -43,10 +43,12 @@ def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) 
     Links are timed with whatever else the machine does meanwhile.  So the ops are given their share of that.
     """
     ran = choice.forecast.trace
-    out, back = (found or known for found, known in zip(times.rates, (machine.out, machine.back), strict=True))
-    narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
+    link, cast = machine.link, machine.cast
+    out, back = (found or known for found, known in zip(times.rates, (link.out, link.back), strict=True))
+    narrow, widen = _cast_rate(ran, times, "narrow") or cast.out, _cast_rate(ran, times, "widen") or cast.back
     # Its ops took what they did beside the copies.
-    machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)
+    link = replace(link, out=out, back=back, us_per_byte=0.0)
+    machine = replace(machine, link=link, cast=replace(cast, out=narrow, back=widen))
     usual = reprice(choice.captured.trace, ran, times)
     return _slower(usual, _load(ran, usual, machine, times)), machine
 
@@ -61,7 +63,7 @@ def _load(ran: Trace, usual: Trace, machine: Machine, times: StepTimes) -> float
     for op in ran.ops:
         source = usual.op.get(op.again or op.name)
         if op.name in times.ops and op.fn in STARTS:
-            late.append(max(0.0, times.ops[op.name] - machine.call))
+            late.append(max(0.0, times.ops[op.name] - machine.link.call_us))
         elif op.name in times.ops and source is not None and _computes(source):
             total += source.us
             late.append(times.ops[op.name] - source.us)

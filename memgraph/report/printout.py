@@ -110,7 +110,9 @@ def _exchanged(report: Report) -> list[str]:
     if not net:
         return []
     us = sum(copy.end - copy.begin for copy in net)
-    hidden = us * (1 - min(report.machine.strain, 1.0)) - sum(_spent(report.forecast, "reduced", "gathered").values())
+    hidden = us * (1 - min(report.machine.network.interference, 1.0)) - sum(
+        _spent(report.forecast, "reduced", "gathered").values()
+    )
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
     said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
@@ -206,9 +208,9 @@ def _rows(report: Report) -> Iterator[Row]:
 
 
 def _why_again(report: Report, op: Op) -> str:
-    if not (report.machine.out and report.machine.back):
+    if not report.machine.link.works:
         return "no far tier"
-    trip = op.nbytes / report.machine.out + op.nbytes / report.machine.back
+    trip = op.nbytes / report.machine.link.out + op.nbytes / report.machine.link.back
     return f"a trip would take {ms(trip)}"
 
 

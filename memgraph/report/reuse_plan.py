@@ -59,11 +59,14 @@ def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
 
 
 def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
-    if any(isinstance(decision, Offload) for decision in plan.plan) and not (machine.out and machine.back):
+    if any(isinstance(decision, Offload) for decision in plan.plan) and not machine.link.works:
         raise PlanError(f"the saved plan sends values to {plan.machine.tier}, which offload=None forbids; {ANEW}")
-    for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.wire}:
+    for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.cast.dtype}:
         raise PlanError(f"the saved plan rounds values to {wire} on their way, for which wire_dtype= asks; {ANEW}")
-    if any(isinstance(decision, Stream) and decision.on for decision in plan.plan) and not machine.stepping:
+    if (
+        any(isinstance(decision, Stream) and decision.on for decision in plan.plan)
+        and not machine.streaming.host_update_rate
+    ):
         raise PlanError(f"the saved plan updates states on the host, for which host_update=True asks; {ANEW}")
     try:
         applied = apply(trace, plan.plan)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
@@ -51,7 +50,7 @@ def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
     """
     if not solver.there():
         return ()
-    machine = replace(machine, out=0.0, back=0.0)
+    machine = machine.without_tier
     program = LinearProgram(ReuseGaps(trace), machine)
     if program.floor.max(initial=0.0) > machine.budget:
         return ()

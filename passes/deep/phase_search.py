@@ -41,11 +41,11 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     """
     if not solver.there():
         return Proposal(())
-    program = LinearProgram(ReuseGaps(trace), replace(machine, out=0.0, back=0.0))
+    program = LinearProgram(ReuseGaps(trace), machine.without_tier)
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
-    return replace(found, any_us=0.0, home_us=found.any_us) if machine.out else found
+    return replace(found, any_us=0.0, home_us=found.any_us) if machine.link.out else found
 
 
 class _Search:

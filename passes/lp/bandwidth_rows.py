@@ -60,7 +60,7 @@ class LinkRows:
         curves = _Curves(model)
         out = curves.out(forward)
         fetch = curves.fetch(forward)
-        if model.program.machine.turns and model.far.lives:
+        if model.program.machine.link.half_duplex and model.far.lives:
             curves.turns()
         return cls(out, curves.back(backward, fetch), fetch, curves.home(backward), model.program.boundary)
 
@@ -111,16 +111,16 @@ class _Curves:
         self.sent = {i: model.sent(i) for i in model.away}
         self.waits = self.linear.column(1.0, most=INFINITY), self.linear.column(1.0, most=INFINITY)
         early, late = model.far.busy(model)
-        self.early = self._tolls(self.program.machine.narrow) | early
+        self.early = self._tolls(self.program.machine.cast.out) | early
         again = {column: maker.us for column, maker in zip(model.again, self.program.makers, strict=True)}
-        self.late = self._tolls(self.program.machine.widen) | again | late
+        self.late = self._tolls(self.program.machine.cast.back) | again | late
 
     def out(self, ends: list[int]) -> Curve:
         """What has left; what has been used for the last time may leave; all leaves before forward ends."""
         if not self.sent:
             return Curve()
         items, boundary = self.program.items, self.program.boundary
-        curve = self._curve(ends, self.program.machine.out, self.early, self.waits[0])
+        curve = self._curve(ends, self.program.machine.link.out, self.early, self.waits[0])
         left = self._until(ends, lambda i: min(items[i].left + 2, boundary))
         for column, sent in zip(curve, left, strict=True):
             self._at_most(column, sent)
@@ -132,7 +132,7 @@ class _Curves:
         far, boundary = self.model.far, self.program.boundary
         if not (wanted := far.fetched(self.model, lambda first: first < boundary)):
             return Curve()
-        curve = self._curve(ends, self.program.machine.back, self.early, self.waits[0])
+        curve = self._curve(ends, self.program.machine.link.back, self.early, self.waits[0])
         for column, end in zip(curve, ends[1:], strict=True):
             self._at_least(column, far.fetched(self.model, lambda first: first <= end and first < boundary))  # noqa: B023
         self._at_most(curve[-1], wanted)
@@ -141,7 +141,7 @@ class _Curves:
     def back(self, ends: list[int], fetched: Curve) -> Curve:
         """What has come back; what is wanted has to."""
         far = self.model.far
-        curve = self._curve(ends, self.program.machine.back, self.late, self.waits[1], fetched.carried[-1:])
+        curve = self._curve(ends, self.program.machine.link.back, self.late, self.waits[1], fetched.carried[-1:])
         last = ends[-1]
         used = self._until(ends, lambda i: min(self.program.due[i], last))
         for column, sent, end in zip(curve, used, ends[1:], strict=True):
@@ -153,7 +153,7 @@ class _Curves:
         far = self.model.far
         if not (sent := far.left(self.model, self.program.size)):
             return Curve()
-        curve = self._curve(ends, self.program.machine.out, self.late, self.waits[1])
+        curve = self._curve(ends, self.program.machine.link.out, self.late, self.waits[1])
         for column, end in zip(curve, ends[1:], strict=True):
             self._at_most(column, far.left(self.model, end))
         self._at_least(curve[-1], sent)
@@ -163,7 +163,7 @@ class _Curves:
         """Neither phase takes less time than a tier that carries one way at a time does for all that it carries."""
         model, machine, boundary = self.model, self.program.machine, self.program.boundary
         begins, end = self.program.gaps.begins, self.program.end
-        out, back = MIB / machine.out, MIB / machine.back
+        out, back = MIB / machine.link.out, MIB / machine.link.back
         come = model.far.fetched(model, lambda first: first < boundary)
         more = model.far.fetched(model, lambda first: first >= boundary)
         gone = model.far.left(model, self.program.size)
@@ -201,7 +201,7 @@ class _Curves:
 
     def _tolls(self, rate: float) -> Terms:
         """For how long compute is with what goes one way: its copies, and its casts at `rate`."""
-        items, toll_us = self.program.items, self.program.machine.toll_us
+        items, toll_us = self.program.items, self.program.machine.link.overhead_us
         found = {column: toll_us(items[i].nbytes) for i, column in self.model.away.items()}
         return found | {
             column: items[i].nbytes / rate + toll_us(items[i].wire) for i, column in self.model.cast.items()

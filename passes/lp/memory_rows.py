@@ -192,7 +192,7 @@ class _Row:
         self.model = model
         self.coefficients: dict[int, float] = {}
         if model.links:
-            self.add(model.staged, model.program.machine.staging / MIB)
+            self.add(model.staged, model.program.machine.link.staging / MIB)
 
     def add(self, column: int, nbytes: float) -> None:
         self.coefficients[column] = self.coefficients.get(column, 0.0) + nbytes

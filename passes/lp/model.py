@@ -15,7 +15,8 @@ without a visit, of which k-1 and k have those of rest(r, k) between them; a gra
     D_j, G_j  bytes that have left by the end of stage j of forward, and gradients that have by that of one of backward
     P_j  bytes that have come back by the end of stage j: for backward; in forward and on, those of fetches as well
     M_rk = n_r (X_r - N_rk), N_r0 = 0       y_t   gradients that have left by t
-    q_s, r_s, h_r  microseconds that compute loses to one copy of s as it is, as cast, of r (`Machine.toll_us`); H_r: to
+    q_s, r_s, h_r  microseconds that compute loses to one copy of s as it is, as cast, of r
+          (`Link.overhead_us`); H_r: to
           all copies of r outside of the update: h_r X_r for one that leaves, sum of h_r (X_r - N_rk) over its visits
     e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
     x_s, y_s  microseconds of the casts of s, out and back         z  anything is copied: copies need their staging
@@ -98,12 +99,14 @@ class PlanModel:
         self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
         self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
         self.away = {
-            i: self.linear.column(2 * machine.toll_us(item.nbytes) + TIE * item.nbytes / MIB)
+            i: self.linear.column(2 * machine.link.overhead_us(item.nbytes) + TIE * item.nbytes / MIB)
             for i, item in enumerate(program.items)
             if item.leaves
         }
         self.cast = {
-            i: self.linear.column(machine.cast_us(item.nbytes) + 2 * machine.toll_us(item.wire) + TIE * item.wire / MIB)
+            i: self.linear.column(
+                machine.cast.us(item.nbytes) + 2 * machine.link.overhead_us(item.wire) + TIE * item.wire / MIB
+            )
             for i, item in enumerate(program.items)
             if item.wire
         }

@@ -107,7 +107,7 @@ class Occupancy:
         moving[boundary:] = np.maximum(self._carried(links.back, 1) - used, 0.0)[boundary:]
         moving[:boundary] += np.maximum(self._carried(links.fetch, 1) - self._fetched(), 0.0)[:boundary]
         moving += self._resting(links)
-        return moving + program.machine.staging / MIB * float(self.values[self.model.staged])
+        return moving + program.machine.link.staging / MIB * float(self.values[self.model.staged])
 
     def _carried(self, curve: Curve, before: int = 0) -> Floats:
         """A curve at every position: at the end of its stage, or so many stages before; 0 in the first of them."""
@@ -139,9 +139,11 @@ class Occupancy:
         resting: Floats = np.cumsum(change)[:-1] - np.minimum(np.cumsum(done)[:-1], self._carried(links.home))
         for position, window in far.windows.items():
             workspace = program.gaps.trace.ops[position].workspace
-            resting[position] += (program.machine.window - workspace) / MIB * self.values[window]
+            resting[position] += (program.machine.streaming.window - workspace) / MIB * self.values[window]
         for before, after in pairwise([*far.ahead, program.size]):
-            resting[before + 1 : after] += program.machine.ahead / MIB * self.values[far.ahead[before]]
+            resting[before + 1 : after] += (
+                program.machine.streaming.update_staging / MIB * self.values[far.ahead[before]]
+            )
         return resting
 
     def _far(self) -> Iterator[tuple[Resident, float, dict[int | None, float]]]:

@@ -94,7 +94,7 @@ class LinearProgram:
                 use=self.gaps.uses.get(storage, (self.size,))[0],
                 readers=tuple(readers[storage]),
                 leaves=leaves[storage],
-                wire=self.gaps.wire_nbytes(storage, self.machine.wire) if leaves[storage] else 0,
+                wire=self.gaps.wire_nbytes(storage, self.machine.cast.dtype) if leaves[storage] else 0,
             )
             for storage, value in self.gaps.maker.items()
         )
@@ -185,7 +185,7 @@ class LinearProgram:
     def workspace(self, position: int) -> int:
         """The least that the op at a position takes while it runs: an update may run in windows."""
         nbytes = self.gaps.trace.ops[position].workspace
-        return min(nbytes, self.machine.window) if self.residents and position in self.updates else nbytes
+        return min(nbytes, self.machine.streaming.window) if self.residents and position in self.updates else nbytes
 
     @cached_property
     def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -243,5 +243,5 @@ class LinearProgram:
 
     def _leaves(self, storage: str, readers: list[int]) -> bool:
         wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
-        there = self.trips and self.machine.out > 0 < self.machine.back
+        there = self.trips and self.machine.link.works
         return wanted and there and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

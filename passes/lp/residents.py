@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..analysis.reuse_gaps import ReuseGaps
-from ..ir.machine import SMALLEST_HOME, Machine
+from ..ir.machine import SMALLEST_STREAMED, Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Resident:
 
     def update_us(self, machine: Machine) -> float:
         """How long the links take for it in an update that reads it."""
-        return self.nbytes / machine.back + (self.nbytes / machine.out if self.written else 0.0)
+        return self.nbytes / machine.link.back + (self.nbytes / machine.link.out if self.written else 0.0)
 
 
 def residents(gaps: ReuseGaps, machine: Machine) -> tuple[Resident, ...]:
     """What is large enough for a home in the far tier, if there can be any."""
-    if not (machine.homes and machine.out > 0 < machine.back):
+    if not (machine.streaming.enabled and machine.link.works):
         return ()
     places, streamable = _places(gaps), gaps.streamable
     found = []
     for storage, value in streamable.value.items():
         op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
-        if nbytes >= SMALLEST_HOME and machine.houses(op.fn):
+        if nbytes >= SMALLEST_STREAMED and machine.streaming.can_offload(op.fn):
             made = not op.is_input
             visits = ((gaps.index[value], streamable.ended[storage]),) if made else _visits(places.get(storage, []))
             found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))

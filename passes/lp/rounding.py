@@ -66,7 +66,7 @@ def _passes(model: PlanModel, solved: Solution, h: int) -> bool:
     """Whether a resident is to go between two visits between which it would stay if time were all."""
     resident, begins = model.program.residents[h], model.program.gaps.begins
     again = ((last, first) for (_, last), (first, _) in pairwise(resident.visits))
-    us = resident.nbytes / model.program.machine.back
+    us = resident.nbytes / model.program.machine.link.back
     return any(
         begins[first] - begins[last] <= us and solved.values[model.far.stays[h, k]] < HALF
         for k, (last, first) in enumerate(again, 1)

@@ -40,6 +40,6 @@ def add_tier_room_rows(model: PlanModel) -> None:
     stored = {column: mib for i in model.away for column, mib in model.sent(i).items()}
     homes = zip(model.far.lives, model.program.residents, strict=True)
     stored |= {lives: resident.nbytes / MIB for lives, resident in homes}
-    capacity = model.program.machine.capacity / MIB
+    capacity = model.program.machine.link.capacity / MIB
     if sum(stored.values()) > capacity:
         model.linear.row(-INFINITY, capacity, stored)

@@ -38,7 +38,7 @@ class StateRows:
     def of(cls, model: PlanModel) -> StateRows:
         """The columns."""
         program, column = model.program, model.linear.column
-        tolls = [program.machine.toll_us(resident.nbytes) for resident in program.residents]
+        tolls = [program.machine.link.overhead_us(resident.nbytes) for resident in program.residents]
         lives = tuple(
             column(toll * len(resident.visits) + TIE * resident.nbytes / MIB)
             for toll, resident in zip(tolls, program.residents, strict=True)
@@ -52,7 +52,7 @@ class StateRows:
         updates = program.updates if lives else ()
         longer = {position: column(1.0, most=INFINITY) for position in updates}
         windows = {position: column() for position in updates}
-        ahead = {position: column() for position in updates} if program.machine.ahead else {}
+        ahead = {position: column() for position in updates} if program.machine.streaming.update_staging else {}
         return cls(lives, stays, windows, longer, _hosted(model) if lives else {}, ahead)
 
     def there(self, model: PlanModel, position: int) -> Terms:
@@ -66,10 +66,10 @@ class StateRows:
                         terms[self.stays[h, rest.visit]] = resident.nbytes / MIB
         before = max((update for update in self.ahead if update < position), default=-1)
         if before >= 0 and position not in self.windows:
-            terms[self.ahead[before]] = model.program.machine.ahead / MIB
+            terms[self.ahead[before]] = model.program.machine.streaming.update_staging / MIB
         if position in self.windows:
             workspace = model.program.gaps.trace.ops[position].workspace
-            terms[self.windows[position]] = (model.program.machine.window - workspace) / MIB
+            terms[self.windows[position]] = (model.program.machine.streaming.window - workspace) / MIB
         return terms
 
     def fetched(self, model: PlanModel, when: Callable[[int], bool]) -> Terms:
@@ -88,7 +88,7 @@ class StateRows:
         take their toll, and updates in backward longer."""
         early, late = Terms(), {u: 1.0 for position, u in self.longer.items() if position < model.program.end}
         for h, resident in enumerate(model.program.residents):
-            toll = model.program.machine.toll_us(resident.nbytes)
+            toll = model.program.machine.link.overhead_us(resident.nbytes)
             for k, (first, _) in enumerate(resident.visits):
                 phase = early if first < model.program.boundary else late
                 phase[self.lives[h]] = phase.get(self.lives[h], 0.0) + toll
@@ -150,7 +150,7 @@ def add_update_rows(model: PlanModel) -> None:
 def _hosted(model: PlanModel) -> dict[str, tuple[int, int]]:
     """H, and T in microseconds, of each part of the states that may live far."""
     program, column = model.program, model.linear.column
-    if not program.machine.stepping:
+    if not program.machine.streaming.host_update_rate:
         return {}
     values = {resident.value for resident in program.residents}
     states = (part.states.name for position in program.updates for part in _parts(model, position))

@@ -59,7 +59,7 @@ def is_reloaded(model: PlanModel) -> list[int]:
             resident = program.residents[h]
             rest = sum(first <= program.wanted[1][o] for first, _ in resident.visits)
             if (h, rest) not in found:
-                found[h, rest] = model.linear.column(resident.nbytes / program.machine.back)
+                found[h, rest] = model.linear.column(resident.nbytes / program.machine.link.back)
             rows.append(
                 model.linear.row(-INFINITY, 1.0, {model.again[o]: 1.0, model.far.lives[h]: 1.0, found[h, rest]: -1.0})
             )

@@ -43,7 +43,7 @@ def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
     if not marks:
         return trace
     number = {name: i for part in parts for name, i in part.slices(marks).items()}
-    return _in_order(trace, number, len(marks) + 1, not machine.hides)
+    return _in_order(trace, number, len(marks) + 1, not machine.network.overlaps_comm)
 
 
 def reslice_microbatches(trace: Trace, like: Trace) -> Trace:
@@ -139,9 +139,9 @@ def _cuts(parts: Sequence[_Part], machine: Machine) -> tuple[int, ...]:
 
 def _us(part: _Part, span: tuple[int, int], nbytes: int, machine: Machine) -> float:
     """What a slice costs a part: its boundary on the links, and what of its parameters comes too late."""
-    begins, rate = part.chain.gaps.begins, machine.back or math.inf
+    begins, rate = part.chain.gaps.begins, machine.link.back or math.inf
     boundary = int(part.chain.crossing_nbytes[span[0]]) if span[0] else 0
-    moved = boundary / (machine.out or math.inf) + boundary / rate
+    moved = boundary / (machine.link.out or math.inf) + boundary / rate
     return moved + max(0.0, nbytes / rate / len(part.numbers) - (begins[span[1]] - begins[span[0]]))
 
 

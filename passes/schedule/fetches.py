@@ -92,7 +92,7 @@ class StreamedValues:
         begins, last = self.gaps.begins, self.last[storage]
         # What is fetched when it is used leaves room in between, however slow the link: only views take no time.
         waits = self.ahead[storage] and storage not in self.passing
-        worth = self.gaps.trace.nbytes[storage] / self.machine.back if waits else 0.0
+        worth = self.gaps.trace.nbytes[storage] / self.machine.link.back if waits else 0.0
         if begins[index] - begins[last] > worth and not self._is_one_slice(last, index):
             self.there[storage] = set()
             return False
@@ -148,7 +148,7 @@ class StreamedValues:
         room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
         idle, decisions = 0.0, list[Decision]()
         for k, (out, storage) in enumerate(outs):
-            idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
+            idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.link.out
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
             value, free = self.streamable.gradients[storage], out
             if self.sent[storage]:

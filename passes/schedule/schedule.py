@@ -65,7 +65,7 @@ def sent_nbytes(gaps: ReuseGaps, machine: Machine, storage: str, fate: Placement
     """The bytes that go to the far tier if `storage` has this fate."""
     if fate not in OFFLOADED and fate not in STATE_OFFLOADED:
         return 0
-    return gaps.wire_nbytes(storage, machine.wire) if fate in CAST else gaps.trace.nbytes[storage]
+    return gaps.wire_nbytes(storage, machine.cast.dtype) if fate in CAST else gaps.trace.nbytes[storage]
 
 
 class _Scheduler:
@@ -78,7 +78,9 @@ class _Scheduler:
         self.lost = {storage for storage, known in self.fates.items() if known is not Placement.KEEP}
         ahead = {s: f in (Placement.OFFLOAD, Placement.STREAM) for s, f in fates.items() if f in STATE_OFFLOADED}
         self.streams = StreamedValues(gaps, machine, ahead, {s for s, f in fates.items() if f is Placement.STREAM})
-        self.links = _Links(gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.turns else ())
+        self.links = _Links(
+            gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.link.half_duplex else ()
+        )
         self.there: set[str] = set()
         self.now: set[str] = set()
         self.sent: set[str] = set()
@@ -178,7 +180,7 @@ class _Links:
     def offload(self, storage: str) -> Offload:
         left = self.gaps.left[storage]
         free = self.freed.get(storage, left)
-        wire = self.machine.wire if self.fates[storage] in CAST else ""
+        wire = self.machine.cast.dtype if self.fates[storage] in CAST else ""
         return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire)
 
     def fetch(self, storage: str, use: int) -> ReloadWindow:
@@ -196,7 +198,7 @@ class _Links:
                 continue
             use = back = decision.use
             if decision.first < use:  # else compute waits for it, and no other is late for that
-                due = min(due, begins[use]) - decision.nbytes / self.machine.back
+                due = min(due, begins[use]) - decision.nbytes / self.machine.link.back
                 back = min(use, max(bisect.bisect_right(ends, due) - 1, decision.first))
             found.append(Reload(decision.value, ops[back].name, ops[use].name))
         return found[::-1]
@@ -221,7 +223,7 @@ class _Links:
         idle, freed = 0.0, {}
         for storage in away:
             left = self.gaps.left[storage]
-            idle = max(idle, self.gaps.begins[left + 1]) + self.sent[storage] / self.machine.out
+            idle = max(idle, self.gaps.begins[left + 1]) + self.sent[storage] / self.machine.link.out
             ended = bisect.bisect_left(self.gaps.begins, idle) - 1
             freed[storage] = max(left, min(ended, self.gaps.trace.boundary - 1))
         return freed

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan
 from ..ir.liveness import Life
-from ..ir.machine import SMALLEST_HOME, Machine
+from ..ir.machine import SMALLEST_STREAMED, Machine
 from ..ir.trace import Trace
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, placement_of, sent_nbytes
@@ -62,7 +62,7 @@ def greedy_from(
 
 def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The same without the far tier."""
-    return greedy_plan(trace, replace(machine, out=0.0, back=0.0), until, fine) if machine.out else ()
+    return greedy_plan(trace, machine.without_tier, until, fine) if machine.link.out else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _way_down(
     lowest = state
     while ops > 0 and time.monotonic() < until and (moves := _moves(gaps, machine, state)):
         away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
-        room = machine.capacity - sum(away.values())
+        room = machine.link.capacity - sum(away.values())
         nbytes = int(movable * (GRAIN if fine > 0 else COARSE))
         state = make_candidate(gaps, machine, state.fates | _batch(moves, nbytes, away, room))
         ops, fine = ops - len(state.forecast.trace.ops), fine - len(state.forecast.trace.ops)
@@ -168,7 +168,7 @@ class ChangeCosts:
         self.homes = {storage: state.fates.get(storage, Placement.KEEP) for storage in gaps.streamable.value}
         self.known = self.fates | self.homes
         self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
-        self.room = machine.capacity - sum(self.sent.values())
+        self.room = machine.link.capacity - sum(self.sent.values())
         self.again = {op.again for op in self.forecast.trace.ops if op.again}
         at = self.forecast.at
         self.present = {life.storage for life in state.forecast.alive(at)}
@@ -198,9 +198,11 @@ class ChangeCosts:
         """Where an input or a gradient that is there at the peak can live, or come to later."""
         storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
         value = self.gaps.streamable.value.get(storage)
-        now = self.homes[storage] if value and self.machine.houses(self.gaps.trace.op[value].fn) else None
-        there = self.machine.out > 0 < self.machine.back
-        if now is Placement.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
+        now = (
+            self.homes[storage] if value and self.machine.streaming.can_offload(self.gaps.trace.op[value].fn) else None
+        )
+        there = self.machine.link.works
+        if now is Placement.KEEP and there and SMALLEST_STREAMED <= life.nbytes <= self.room:
             yield PlacementChange(storage, Placement.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
         elif now in NEXT_HOME and life.nbytes and life.first < self.forecast.at < life.last:
             yield self._away(storage, NEXT_HOME[now], life.nbytes)
@@ -211,10 +213,10 @@ class ChangeCosts:
         value = self.gaps.streamable.value[storage]
         updated = any(value in op.reads for op in trace.ops if op.phase == "update")
         fn = trace.op[value].fn
-        goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0
-        own = (goes + nbytes / self.machine.back) * updated
-        if fn == "state" and self.machine.stepping:  # or the host updates it there
-            own = min(own, nbytes / self.machine.stepping)
+        goes = nbytes / self.machine.link.out if fn in ("parameter", "state") else 0.0
+        own = (goes + nbytes / self.machine.link.back) * updated
+        if fn == "state" and self.machine.streaming.host_update_rate:  # or the host updates it there
+            own = min(own, nbytes / self.machine.streaming.host_update_rate)
         return own + (fn != "state") * self._offload_us(nbytes)
 
     def _moves_of_copy(self, storage: str, now: Placement, nbytes: int) -> Iterator[PlacementChange]:
@@ -234,17 +236,17 @@ class ChangeCosts:
 
     def _can(self, storage: str, new: Placement) -> bool:
         """Whether `storage` can leave in this way."""
-        if storage not in self.gaps.root or not self.machine.out > 0 < self.machine.back:
+        if storage not in self.gaps.root or not self.machine.link.works:
             return False
         nbytes = sent_nbytes(self.gaps, self.machine, storage, new)
         return nbytes <= self.room and (nbytes > 0 or new not in CAST)
 
     def _away(self, storage: str, new: Placement, nbytes: int) -> PlacementChange:
         sent = sent_nbytes(self.gaps, self.machine, storage, new)
-        trip = sent / self.machine.out + sent / self.machine.back + 2 * self.machine.toll_us(sent)
+        trip = sent / self.machine.link.out + sent / self.machine.link.back + 2 * self.machine.link.overhead_us(sent)
         us = self._offload_us(sent) if new in OVERLAPPED else trip
         if new in CAST and self.fates[storage] not in CAST:
-            us += self.machine.cast_us(self.gaps.trace.nbytes[storage])
+            us += self.machine.cast.us(self.gaps.trace.nbytes[storage])
         return PlacementChange(storage, new, nbytes, us, sent)
 
     def _remake(self, storage: str, new: Placement, nbytes: int) -> Iterator[PlacementChange]:
@@ -284,6 +286,6 @@ class ChangeCosts:
         rate."""
         begins, boundary = self.gaps.begins, self.gaps.trace.boundary
         sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in OVERLAPPED)
-        windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)
+        windows = (begins[boundary], self.machine.link.out), (begins[-1] - begins[boundary], self.machine.link.back)
         late = sum(min(nbytes / rate, max(0.0, (sent + nbytes) / rate - window)) for window, rate in windows)
-        return late + 2 * (nbytes / MEMORY_RATE + self.machine.toll_us(nbytes))
+        return late + 2 * (nbytes / MEMORY_RATE + self.machine.link.overhead_us(nbytes))

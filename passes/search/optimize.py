@@ -67,17 +67,17 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
 
 def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same without the far tier; what is proven of that says nothing of plans that use it."""
-    if not machine.out:
+    if not machine.link.out:
         return Proposal(())
-    found = optimize(trace, replace(machine, out=0.0, back=0.0), until)
+    found = optimize(trace, machine.without_tier, until)
     return Proposal(found.plan, home_us=found.any_us)
 
 
 def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same with nothing cast for its way; what is proven of that says nothing of plans that cast."""
-    if not (machine.wire and machine.out):
+    if not (machine.cast.dtype and machine.link.out):
         return Proposal(())
-    return Proposal(optimize(trace, replace(machine, wire=""), until).plan)
+    return Proposal(optimize(trace, replace(machine, cast=replace(machine.cast, dtype="")), until).plan)
 
 
 class _Search:
@@ -359,7 +359,7 @@ class _Search:
     def _polish(self, ended: bool = False) -> None:
         """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing.  The
         search goes on from its own points: what it mends is not what is polished."""
-        if not self.machine.out or self._is_near() or time.monotonic() >= self.until:
+        if not self.machine.link.out or self._is_near() or time.monotonic() >= self.until:
             return
         starts = self._begin_with if self.best else self._at_home
         if ended and self._found and not self._is_as_proven:
@@ -385,7 +385,7 @@ class _Search:
     def _at_home(self) -> list[Candidate]:
         """The best plan without the far tier that is soon found, if there is one: where no point fits, links are the
         reason."""
-        machine = replace(self.machine, out=0.0, back=0.0)
+        machine = self.machine.without_tier
         search = _Search(LinearProgram(self.program.gaps, machine), machine, self.until)
         search.work, search.narrow = int(NARROW * search.work), NARROW * search.narrow
         self.home_us = search.run().any_us

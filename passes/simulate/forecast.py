@@ -6,11 +6,11 @@ Bytes: what is alive before an op, what it makes, and its workspace; the copies'
 copies. Time: four queues.  Compute runs the ops one after the other, casts among them; `out` and `back` carry copies,
 `net` what ranks exchange, each first in, first out; `out` and `back` are one where the tier carries one way at a time.
 `free`, `wait`, `reduced` and `gathered` hold compute until theirs has ended.  What a copy takes of compute
-itself (`Machine.toll_us`, `strain`) is charged where it begins.
+itself (`Link.overhead_us`, `Network.interference`) is charged where it begins.
 
 An update of what is far goes through windows: it takes as long as it computes, or as the tier carries, whichever is
-longer.  With `Machine.ahead` its first windows are filled from the end of the update before on, and its last ones leave
-behind it.
+longer.  With `Streaming.update_staging` its first windows are filled from the end of the update before on, and its
+last ones leave behind it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Forecast:
 
     @property
     def _staging(self) -> int:
-        return self.machine.staging if any(copy.queue != "net" for copy in self.copies) else 0
+        return self.machine.link.staging if any(copy.queue != "net" for copy in self.copies) else 0
 
     @cached_property
     def at(self) -> int:
@@ -147,8 +147,8 @@ def _workspaces(trace: Trace, machine: Machine) -> Bytes:
     taken = np.array([op.workspace for op in trace.ops], dtype=np.int64)
     windowed = [i for i, op in enumerate(trace.ops) if op.phase == "update" and offloaded_reads(trace, op)]
     if windowed:
-        taken[windowed[0] + 1 :] += machine.ahead
-        taken[windowed] = machine.window
+        taken[windowed[0] + 1 :] += machine.streaming.update_staging
+        taken[windowed] = machine.streaming.window
     return taken
 
 
@@ -170,13 +170,13 @@ def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
 def stepped_us(trace: Trace, op: Op, machine: Machine) -> float:
     """What the host takes for the states of an update that it steps on."""
     there = sum(type_nbytes(trace.op[read].type) for read in op.reads if trace.op[read].hosted)
-    return there / (machine.stepping or 1.0)
+    return there / (machine.streaming.host_update_rate or 1.0)
 
 
 def early_share(trace: Trace, op: Op, machine: Machine) -> float:
     """How much of what an update reads goes through windows that are there before it and behind it."""
     nbytes = sum(max(0, type_nbytes(trace.op[read].type)) for read in op.reads)
-    return min(1.0, machine.ahead / nbytes) if nbytes else 0.0
+    return min(1.0, machine.streaming.update_staging / nbytes) if nbytes else 0.0
 
 
 def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tuple[Copy, ...]]:
@@ -197,7 +197,11 @@ class Queues:
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace, self.machine = trace, machine
-        self.rate = {"out": machine.out or 1.0, "back": machine.back or 1.0, "net": machine.net or math.inf}
+        self.rate = {
+            "out": machine.link.out or 1.0,
+            "back": machine.link.back or 1.0,
+            "net": machine.network.rate or math.inf,
+        }
         self.idle = dict.fromkeys(self.rate, 0.0)
         self.ends: dict[str, float] = {}
         self.copies: list[Copy] = []
@@ -214,9 +218,9 @@ class Queues:
             case "memgraph.reload.default":
                 return self.send(now, op.name, "back", op.nbytes)
             case "memgraph.narrow.default":
-                return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.narrow or 1.0)
+                return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.cast.out or 1.0)
             case "memgraph.widen.default":
-                return now + op.nbytes / (machine.widen or 1.0)
+                return now + op.nbytes / (machine.cast.back or 1.0)
             case _ if op.fn in (BEGINS, GATHERS):
                 return self.send(now, op.name, "net", sent_nbytes(trace, op))
             case _ if op.fn in ("memgraph.free.default", "memgraph.wait.default", ENDS, GATHERED):
@@ -227,12 +231,12 @@ class Queues:
     def send(self, now: float, value: str, queue: str, nbytes: int) -> float:
         """Put a copy into its queue; when compute goes on."""
         begin = max(now, self.idle[queue])
-        latency = self.machine.latency if queue == "net" else 0.0
+        latency = self.machine.network.latency_us if queue == "net" else 0.0
         end = self.ends[value] = self._carry(queue, begin + latency, nbytes)
         self.copies.append(Copy(value, queue, begin, end))
         if queue == "net":
-            return now + min(self.machine.strain, 1.0) * (end - begin)
-        return now + self.machine.toll_us(nbytes)
+            return now + min(self.machine.network.interference, 1.0) * (end - begin)
+        return now + self.machine.link.overhead_us(nbytes)
 
     def update(self, now: float, op: Op) -> float:
         """Compute an update, in windows if some of it is far; when compute goes on."""
@@ -240,14 +244,14 @@ class Queues:
         stepped = stepped_us(self.trace, op, self.machine)
         if not come + go:
             return now + max(op.us, stepped)
-        begin = max(now, self.idle["back"]) if self.machine.turns else now
+        begin = max(now, self.idle["back"]) if self.machine.link.half_duplex else now
         early = early_share(self.trace, op, self.machine)
         waits, fetched = (now, 0.0) if self.filled is None else (max(now, self.filled), early)
         end = self._carry("out", self._carry("back", begin, (1 - fetched) * come), (1 - early) * go)
         now = max(waits + op.us, end, now + stepped)
         self.written = self._carry("out", max(now, end), early * go)
         self.updates.pop(0)
-        if self.updates and self.machine.ahead:
+        if self.updates and self.machine.streaming.update_staging:
             following = self.updates[0]
             share = early_share(self.trace, following, self.machine)
             self.filled = self._carry("back", self.written, share * update_nbytes(self.trace, following)[0])
@@ -256,6 +260,6 @@ class Queues:
     def _carry(self, queue: str, begin: float, nbytes: float) -> float:
         """Carry bytes from `begin` on; when they are there."""
         end = begin + nbytes / self.rate[queue]
-        for name in ("out", "back") if self.machine.turns and queue != "net" else (queue,):
+        for name in ("out", "back") if self.machine.link.half_duplex and queue != "net" else (queue,):
             self.idle[name] = max(self.idle[name], end)
         return end

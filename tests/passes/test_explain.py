@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Trace, make_plan, parse, predict
+from passes import BudgetError, Link, Machine, Streaming, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import STREAM, TIER, _in_use, explain_infeasible
 from passes.lp import residents
@@ -111,13 +111,13 @@ def test_above_the_floor_a_far_tier_may_help() -> None:
     floor = int(LinearProgram(ReuseGaps(ONCE), Machine(0)).floor.max())
     said = message(ONCE, Machine(floor))
     assert "No plan can do" not in said and TIER in said
-    assert TIER not in message(ONCE, Machine(floor, out=1.0, back=1.0, staging=5000))
+    assert TIER not in message(ONCE, Machine(floor, link=Link(out=1.0, back=1.0, staging=5000)))
 
 
 def test_where_state_lies_it_may_live_on_disk() -> None:
     assert STREAM in message(HEAVY, Machine(6000))
     assert STREAM not in message(HEAVY, Machine(6000, device="cuda:0"))
-    assert STREAM not in message(HEAVY, Machine(600, out=1.0, back=1.0, homes=True))
+    assert STREAM not in message(HEAVY, Machine(600, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True)))
     assert "smaller batch" not in message(HEAVY, Machine(6000))
 
 
@@ -125,8 +125,10 @@ def test_where_state_lies_it_may_live_on_disk() -> None:
 @given(traces(), st.booleans())
 def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residents, "SMALLEST_HOME", 1)  # so that what these traces have may live far
-        program = LinearProgram(ReuseGaps(trace), Machine(0, out=1.0, back=1.0, homes=homes))
+        patch.setattr(residents, "SMALLEST_STREAMED", 1)  # so that what these traces have may live far
+        program = LinearProgram(
+            ReuseGaps(trace), Machine(0, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=homes))
+        )
         for at in range(len(trace.ops)):
             assert sum(life.nbytes for life in _in_use(program, at)) + program.workspace(at) == program.floor[at]
 
@@ -150,7 +152,7 @@ def test_an_update_in_windows_takes_what_its_window_does() -> None:
         return output o
     """)
     far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | far").replace("mm(x, w)", "mm(x)"))
-    machine = Machine(100, out=1.0, back=1.0, homes=True, window=700)
+    machine = Machine(100, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True, window=700))
     text = explain_infeasible(predict(far, machine), machine, captured)
     assert "           700 bytes  workspace  of step itself" in text
     assert "-" not in text.partition("No plan")[0]

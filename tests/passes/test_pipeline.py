@@ -12,6 +12,7 @@ from passes import (
     PASSES,
     BrokenTrace,
     BudgetError,
+    Link,
     Machine,
     Plan,
     PlanResult,
@@ -60,7 +61,7 @@ PEAK, FLOOR = 2854, 2150  # at o; at b, where a is needed to make b
 
 def test_a_step_that_fits_is_left_as_it_is() -> None:
     for budget in (PEAK, PEAK + 1, 10**15):
-        choice = make_plan(STEP, Machine(budget, out=1.0, back=1.0, staging=10**9))
+        choice = make_plan(STEP, Machine(budget, link=Link(out=1.0, back=1.0, staging=10**9)))
         assert choice.plan == ()
         assert choice.forecast is choice.captured
         assert choice.forecast.trace == STEP
@@ -149,7 +150,7 @@ def test_a_broken_step_is_not_planned() -> None:
 )
 @pytest.mark.parametrize("link", [0.0, 1.0])
 def test_a_step_in_which_nothing_can_be_decided_fits_or_does_not(trace: Trace, link: float) -> None:
-    machine = Machine(0, out=link, back=link)
+    machine = Machine(0, link=Link(out=link, back=link))
     peak = predict(trace, machine).peak
     assert make_plan(trace, replace(machine, budget=peak)).plan == ()
     with pytest.raises(BudgetError) as raised:

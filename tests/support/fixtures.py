@@ -68,7 +68,7 @@ def _late(monkeypatch: pytest.MonkeyPatch, slabs: PinnedPool) -> Late:
         return PinnedTier(slots, device, late, slabs) if slots else None
 
     def linked(machine: Machine, *_: object) -> Machine:
-        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
+        return replace(machine, tier="host", link=replace(machine.link, out=100.0, back=100.0, capacity=1 << 40))
 
     monkeypatch.setattr(planner, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, slabs))
     monkeypatch.setattr(planner, "open_tier", tier)

@@ -60,4 +60,4 @@ def choice(gaps: ReuseGaps, fates: Mapping[str, Placement], machine: Machine) ->
 
 def linked(machine: Machine) -> Machine:
     """With a disk, whatever it has."""
-    return replace(machine, out=100.0, back=100.0, staging=STAGING)
+    return replace(machine, link=replace(machine.link, out=100.0, back=100.0, staging=STAGING))

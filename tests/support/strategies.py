@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hypothesis import note
 from hypothesis import strategies as st
 
-from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
+from passes import Cast, Link, Machine, Offload, Op, Plan, Recompute, Reload, Storage, Streaming, Trace, check
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.decisions import Decision
 from passes.schedule.schedule import CAST, OFFLOADED, STATE_OFFLOADED, Placement, schedule
@@ -74,12 +74,17 @@ def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: b
 
 def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st.SearchStrategy[Machine]:
     """Machines without a far tier, with slow links and with fast ones; the budget is for the test to say."""
-    link, cast = st.sampled_from(links), st.sampled_from(CASTS)
+    rate, cast = st.sampled_from(links), st.sampled_from(CASTS)
     return st.builds(
-        Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)),
-        call=st.sampled_from((0.0, 4.0)), drag=st.sampled_from((0.0, 0.02)),
-        window=st.sampled_from((0, 700)), ahead=st.sampled_from((0, 500)), turns=st.booleans(),
-        wire=st.sampled_from(wires), narrow=cast, widen=cast,
+        Machine, st.just(0),
+        link=st.builds(
+            Link, rate, rate, st.sampled_from((0, 100, 3_000)), st.sampled_from((0.0, 4.0)),
+            st.sampled_from((0.0, 0.02)), st.booleans(),
+        ),
+        cast=st.builds(Cast, st.sampled_from(wires), cast, cast),
+        streaming=st.builds(
+            Streaming, window=st.sampled_from((0, 700)), update_staging=st.sampled_from((0, 500)),
+        ),
     )  # fmt: skip
 
 
@@ -127,7 +132,7 @@ def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
     """What carries out random fates."""
     gaps = ReuseGaps(trace)
     machine = draw(machines(LINKS[1:], ("", "bf16")))
-    return schedule(gaps, draw(legal_fates(gaps, machine.wire)), machine)
+    return schedule(gaps, draw(legal_fates(gaps, machine.cast.dtype)), machine)
 
 
 @st.composite

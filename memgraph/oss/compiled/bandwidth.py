@@ -1,6 +1,6 @@
 """How fast the ranks of a group exchange buckets, what each exchange takes besides its bytes, and of compute.
 
-    with_network(machine, ...)   ->   880 bytes per microsecond, after 310 microseconds; strain 0.3
+    with_network(machine, ...)   ->   880 bytes per microsecond, after 310 microseconds; interference 0.3
 
 Measured at first use, as backward exchanges them, and kept with the costs; rank 0's numbers are those of all.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes import Machine
+from passes import Machine, Network
 from passes.shards import Bucket
 
 from ...system.measurement_cache import read_cached, write_cached
@@ -44,8 +44,7 @@ def measure_network(machine: Machine, oss: OSS, together: JointPlanner) -> Machi
         write_cached(key, found)
     assert found is not None
     _known[key] = found
-    net, latency, strain = together.first(found)
-    return replace(machine, net=net, latency=latency, strain=strain)
+    return replace(machine, network=Network(*together.first(found)))
 
 
 def _read(known: object) -> Speed | None:

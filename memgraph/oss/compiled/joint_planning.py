@@ -12,12 +12,13 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
 import passes
 from passes import Machine, PlanResult, Storage, Trace
+from passes.ir.machine import rates, with_rates
 
 from ...errors import PlanError
 from ...report.reuse_plan import reuse_plan
@@ -27,7 +28,6 @@ from ..comm.consensus import ADVICE
 from ..comm.exchange import BucketComm
 from ..comm.texts import texts
 
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
 PLANNING = "the planning of the step"
 FINE = f"{PLANNING}: without trouble"
 
@@ -73,16 +73,12 @@ class JointPlanner:
             AgreementError: a rank has failed to find out how fast its own are.
         """
         check_agreement(self.exchange.watch, [FINE], ADVICE)
-        facts = asdict(machine)
-        facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
+        machine = with_rates(machine, self.first(rates(machine)))
         hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
-        room = machine.capacity // hosts.count(platform.node().encode())
-        return replace(
-            Machine(**facts),
-            capacity=self.least(room),
-            homes=bool(self.least(machine.homes)),
-            window=-self.least(-machine.window),
-        )
+        room = machine.link.capacity // hosts.count(platform.node().encode())
+        link = replace(machine.link, capacity=self.least(room))
+        enabled, window = bool(self.least(machine.streaming.enabled)), -self.least(-machine.streaming.window)
+        return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
 
     def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
         """What rank 0 finds.

@@ -50,7 +50,7 @@ class Least:
 
 def solve_folded(program: LinearProgram, until: float = INFINITY) -> PlanResult | None:
     """A plan that fits, with what is proven; None, if there are no such layers, or if a search of all does better."""
-    found = find_equal_layers(program, LEAST) if program.size > LONG and not program.machine.out else None
+    found = find_equal_layers(program, LEAST) if program.size > LONG and not program.machine.link.out else None
     least = lowest(program, found, until) if found else None
     state = _rounded(program, least, until) if least else None
     if least is None or state is None:

@@ -18,13 +18,13 @@ from memgraph.guards.module_proxy import WithLoss
 from memgraph.optim.state_parts import state_parts
 from memgraph.optim.trained import TrainedParameters
 from memgraph.optim.update_cost import add_update
-from passes import Machine, apply, check, predict
+from passes import Link, Machine, Streaming, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.early_updates import update_early
 from passes.schedule.schedule import CAST, Placement, schedule
 from tests.support.streamed_state import batch, chain, loss
 
-MACHINE = Machine(0, out=1000.0, back=1000.0, homes=True)
+MACHINE = Machine(0, link=Link(out=1000.0, back=1000.0), streaming=Streaming(enabled=True))
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": chain,
     "random": partial(chain, 3, partial(nn.Dropout, 0.3), partial(nn.BatchNorm1d, 256)),

@@ -36,14 +36,16 @@ from memgraph.runtime.step import Step
 from memgraph.storage.io_threads import STAGING
 from memgraph.storage.tier import Lease
 from memgraph.storage.tiers import open_tier
-from passes import Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
+from passes import Cast, Link, Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import CAST, STATE_OFFLOADED, Placement, schedule
 from tests.support.law_models import MODELS, Subject, eager, price, subject, traced
 from tests.support.strategies import ways
 
 MACHINE = Machine(
-    1 << 40, out=10.0, back=10.0, staging=STAGING, capacity=1 << 40, wire="bf16", narrow=100.0, widen=100.0
+    1 << 40,
+    link=Link(out=10.0, back=10.0, staging=STAGING, capacity=1 << 40),
+    cast=Cast(dtype="bf16", out=100.0, back=100.0),
 )
 CPU = torch.device("cpu")
 # What the forecast may count too much of: a tangent is there from the first backward op on, but the engine hands it in when it likes.

@@ -115,7 +115,7 @@ def test_no_plan_of_checkmate_beats_the_bound(trace: Trace, share: float) -> Non
 def test_a_plan_fits_and_computes_the_same(trace: Trace, machine: Machine, share: float) -> None:
     budget = between(trace, share)
     found = cut_backward(trace, replace(machine, budget=budget))
-    assert found.any_us == 0.0 or not machine.out
+    assert found.any_us == 0.0 or not machine.link.out
     if found.plan:
         applied = apply(trace, found.plan)
         check(applied)

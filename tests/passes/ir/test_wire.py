@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
+from passes import Cast, Link, Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.ir.wire import narrowed
@@ -41,7 +41,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(rate: float, wire: str = "bf16", cast: float = 4000.0) -> Machine:
-    return Machine(140_000, out=rate, back=rate, wire=wire, narrow=cast, widen=cast)
+    return Machine(140_000, link=Link(out=rate, back=rate), cast=Cast(dtype=wire, out=cast, back=cast))
 
 
 def sent(trace: Trace, machine: Machine) -> dict[str, str]:
@@ -98,12 +98,13 @@ def test_the_greedy_pass_casts_as_well() -> None:
     plan = greedy_plan(STEP, slow)
     assert any(isinstance(decision, Offload) and decision.wire for decision in plan)
     assert predict(apply(STEP, plan), slow).peak <= slow.budget
-    without = predict(apply(STEP, greedy_plan(STEP, replace(slow, wire=""))), slow)
+    without = predict(apply(STEP, greedy_plan(STEP, replace(slow, cast=replace(slow.cast, dtype="")))), slow)
     assert predict(apply(STEP, plan), slow).us <= without.us
 
 
 def test_the_far_tier_needs_room_for_what_is_sent_only() -> None:
-    small = replace(machine(80.0), capacity=80_000)  # 20000 + 20000 + 40000
+    fast = machine(80.0)
+    small = replace(fast, link=replace(fast.link, capacity=80_000))  # 20000 + 20000 + 40000
     plan = greedy_plan(STEP, small)
     assert predict(apply(STEP, plan), small).peak <= small.budget
 

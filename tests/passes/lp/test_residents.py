@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from passes import (
     BudgetError,
+    Link,
     Machine,
     Offload,
     Plan,
     PlanResult,
     Reload,
     Stream,
+    Streaming,
     Trace,
     apply,
     check,
@@ -46,8 +48,8 @@ SINGLE = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD, Placement.OFFL
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
     monkeypatch.setattr(decisions, "WORKSPACE", 0)
-    monkeypatch.setattr(greedy, "SMALLEST_HOME", 1)
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
 
 
 @st.composite
@@ -104,13 +106,35 @@ def trainings(draw: st.DrawFn, most: int = 4, inside: bool = False) -> Trace:
 
 
 def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machine]:
-    link = st.sampled_from((1.0, 30.0, 1000.0))
+    rate = st.sampled_from((1.0, 30.0, 1000.0))
     return st.builds(
-        Machine, st.just(0), out=link, back=link, staging=st.sampled_from(staging), homes=st.just(True),
-        window=st.sampled_from((0, 300, 2000)), call=st.sampled_from((0.0, 3.0)), drag=st.sampled_from((0.0, 0.01)),
-        stepping=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
-        ahead=st.sampled_from((0, 200, 1500)), turns=st.booleans(),
-    ).map(lambda machine: replace(machine, ahead=0, turns=False) if machine.stepping else machine)  # fmt: skip
+        Machine,
+        st.just(0),
+        link=st.builds(
+            Link,
+            rate,
+            rate,
+            st.sampled_from(staging),
+            st.sampled_from((0.0, 3.0)),
+            st.sampled_from((0.0, 0.01)),
+            st.booleans(),
+        ),
+        streaming=st.builds(
+            Streaming,
+            st.just(True),
+            window=st.sampled_from((0, 300, 2000)),
+            update_staging=st.sampled_from((0, 200, 1500)),
+            host_update_rate=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
+        ),
+    ).map(_without_windows_in_backward)
+
+
+def _without_windows_in_backward(machine: Machine) -> Machine:
+    """The machine as it is where the host updates states."""
+    if not machine.streaming.host_update_rate:
+        return machine
+    streaming = replace(machine.streaming, update_staging=0)
+    return replace(machine, streaming=streaming, link=replace(machine.link, half_duplex=False))
 
 
 def fates_of(gaps: ReuseGaps, machine: Machine) -> dict[str, list[Placement]]:
@@ -131,7 +155,11 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
         if isinstance(decision, Reload):
             back = data.draw(st.integers(gaps.index[decision.back], gaps.index[decision.use]))
             plan[i] = replace(decision, back=trace.ops[back].name)
-        elif isinstance(decision, Stream) and machine.stepping and trace.op[decision.value].fn == "state":
+        elif (
+            isinstance(decision, Stream)
+            and machine.streaming.host_update_rate
+            and trace.op[decision.value].fn == "state"
+        ):
             plan[i] = replace(decision, on=data.draw(st.sampled_from(("", "host"))))
     holds(trace, machine, tuple(plan))
 
@@ -198,7 +226,7 @@ def test_copies_that_are_timed_otherwise_change_no_value(
     timed, after = retime_copies(gaps, replace(machine, budget=int(forecast.peak * share)), plan, forecast)
     applied = apply(trace, timed)
     check(applied)
-    plain, ran = run(trace, machine.window), run(applied, machine.window)
+    plain, ran = run(trace, machine.streaming.window), run(applied, machine.streaming.window)
     assert (ran.computed, ran.handed) == (plain.computed, plain.handed)
     assert after.peak == predict(applied, machine).peak
     assert after.us <= forecast.us + SMALL or after.peak < forecast.peak
@@ -231,7 +259,7 @@ CHAIN = parse(
 
 
 def test_a_chain_is_planned_near_what_is_proven() -> None:
-    machine, lines = Machine(0, out=20.0, back=20.0, homes=True, window=500), []
+    machine, lines = Machine(0, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500)), []
     for budget in (16_000, 12_000, 8_000, 6_000, 4_000, 3_000):
         machine = replace(machine, budget=budget)
         quick = predict(apply(CHAIN, greedy.greedy_plan(CHAIN, machine)), machine)
@@ -253,14 +281,16 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
-    machine = Machine(1000, out=20.0, back=20.0, homes=True, window=500)
+    machine = Machine(1000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500))
     floor = int(problem.LinearProgram(ReuseGaps(CHAIN), machine).floor.max())
     with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
         make_plan(CHAIN, machine)
 
 
 def test_where_only_states_may_live_far_nothing_else_does() -> None:
-    machine = Machine(0, out=20.0, back=20.0, homes=True, only_states=True, window=500)
+    machine = Machine(
+        0, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
+    )
     for budget in (16_000, 12_000, 9_500):
         machine = replace(machine, budget=budget)
         for plan in (greedy.greedy_plan(CHAIN, machine), make_plan(CHAIN, machine).plan):

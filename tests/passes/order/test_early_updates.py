@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 
-from passes import BrokenTrace, Machine, Recompute, Trace, apply, check, parse, predict
+from passes import BrokenTrace, Link, Machine, Recompute, Streaming, Trace, apply, check, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.early_updates import update_early
 from passes.schedule.schedule import Placement, schedule
@@ -32,7 +32,7 @@ STEP = parse(f"""
     v_update = SGD.step(r, v, dv)  # workspace 40
     return output b
 """)
-LINKED = Machine(0, out=10.0, back=10.0, homes=True, window=60)
+LINKED = Machine(0, link=Link(out=10.0, back=10.0), streaming=Streaming(enabled=True, window=60))
 
 
 def planned(*storages: str, fate: Placement = Placement.OFFLOAD) -> Trace:

@@ -8,13 +8,13 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import Machine, Op, Reload, Storage, Trace, check, parse, predict
+from passes import Link, Machine, Op, Reload, Storage, Streaming, Trace, check, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.schedule.schedule import Placement, schedule
 from tests.support.strategies import machines, traces
 
-MACHINE = Machine(1000, out=10.0, back=10.0, homes=True, capacity=1 << 30)
+MACHINE = Machine(1000, link=Link(out=10.0, back=10.0, capacity=1 << 30), streaming=Streaming(enabled=True))
 INPUTS = """
     forward:
     v = parameter()  # f32[25] | makes v:100

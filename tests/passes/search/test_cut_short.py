@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, apply, parse, predict
+from passes import Link, Machine, Streaming, apply, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.trace import Trace
 from passes.lp import problem, residents
@@ -19,12 +19,12 @@ from passes.search import optimize
 from passes.search.greedy import greedy_from
 
 LAYERS = 8
-SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
+SLOW = Machine(0, link=Link(out=20.0, back=20.0, half_duplex=True), streaming=Streaming(enabled=True, window=100))
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
     monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
 
 

@@ -9,7 +9,20 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Offload, PlanResult, Recompute, Trace, apply, check, make_plan, parse, predict
+from passes import (
+    BudgetError,
+    Link,
+    Machine,
+    Offload,
+    PlanResult,
+    Recompute,
+    Trace,
+    apply,
+    check,
+    make_plan,
+    parse,
+    predict,
+)
 from passes.pipeline import Pass
 from passes.search.greedy import greedy_plan, greedy_plan_no_offload
 from tests.support.interpreter import run
@@ -39,8 +52,8 @@ STEP = parse("""
 GREEDY = (greedy_plan, greedy_plan_no_offload)
 NO_LINK, SLOW, FAST = (
     Machine(0),
-    Machine(0, out=1.0, back=1.0, staging=50),
-    Machine(0, out=1000.0, back=1000.0, staging=50),
+    Machine(0, link=Link(out=1.0, back=1.0, staging=50)),
+    Machine(0, link=Link(out=1000.0, back=1000.0, staging=50)),
 )
 
 
@@ -195,7 +208,7 @@ not 4157
 def test_staging_that_costs_more_than_it_saves_is_not_paid() -> None:
     once = parse(str(STEP).replace("0 us\n", "0 us | once\n"))
     assert_expected_inline(
-        way_down(once, replace(FAST, staging=100_000)),
+        way_down(once, replace(FAST, link=replace(FAST.link, staging=100_000))),
         """\
 7108 bytes at q, 4230 us
 not 7107
@@ -255,14 +268,14 @@ def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, 
 @given(traces(), machines(links=(0.0,)))
 def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
     assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, machine))
-    one_way = replace(machine, out=100.0)
+    one_way = replace(machine, link=replace(machine.link, out=100.0))
     assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, one_way))
 
 
 @settings(max_examples=20)
 @given(traces(), machines(LINKS[1:]), st.integers(0, 30_000))
 def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Machine, capacity: int) -> None:
-    plan = greedy_plan(trace, replace(machine, capacity=capacity))
+    plan = greedy_plan(trace, replace(machine, link=replace(machine.link, capacity=capacity)))
     sent = [trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload)]
     assert sum(trace.nbytes[storage] for storage in sent) <= capacity
 

@@ -10,7 +10,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Plan, PlanResult, Recompute, Reload, Trace, apply, make_plan, parse, predict
+from passes import (
+    BudgetError,
+    Cast,
+    Link,
+    Machine,
+    Plan,
+    PlanResult,
+    Recompute,
+    Reload,
+    Trace,
+    apply,
+    make_plan,
+    parse,
+    predict,
+)
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.lp import problem, solver
@@ -145,7 +159,7 @@ HIDDEN = parse("""
 @pytest.mark.parametrize("wire", ["", "bf16"])
 @pytest.mark.parametrize("rate", [5.0, 10.0, 20.0, 50.0])
 def test_links_carry_on_while_ops_run_again(rate: float, wire: str) -> None:
-    machine = Machine(2700, out=1000.0, back=rate, wire=wire, narrow=50.0, widen=50.0)
+    machine = Machine(2700, link=Link(out=1000.0, back=rate), cast=Cast(dtype=wire, out=50.0, back=50.0))
     best = cheapest_of_all(HIDDEN, machine)
     found = optimize(HIDDEN, machine)
     added = predict(apply(HIDDEN, found.plan), machine).us - predict(HIDDEN, machine).us
@@ -171,7 +185,7 @@ INDIRECT = parse("""
 
 @pytest.mark.parametrize("wire", ["", "bf16"])
 def test_what_only_re_runs_read_may_go_away_too(wire: str) -> None:
-    machine = Machine(4100, out=1e6, back=10.0, wire=wire, narrow=50.0, widen=50.0)
+    machine = Machine(4100, link=Link(out=1e6, back=10.0), cast=Cast(dtype=wire, out=50.0, back=50.0))
     best = cheapest_of_all(INDIRECT, machine)
     found = optimize(INDIRECT, machine)
     added = predict(apply(INDIRECT, found.plan), machine).us - predict(INDIRECT, machine).us
@@ -199,19 +213,19 @@ TWICE = parse("""
 
 @pytest.mark.parametrize("rate", [0.2, 0.4, 0.6])
 def test_what_came_back_for_a_re_run_is_there_once(rate: float) -> None:
-    machine = Machine(3050, out=1000.0, back=rate)
+    machine = Machine(3050, link=Link(out=1000.0, back=rate))
     best = cheapest_of_all(TWICE, machine)
     found = optimize(TWICE, machine)
     assert best is not None and 0.0 < found.any_us <= found.bound_us + SMALL <= best + 2 * SMALL
 
 
 def test_a_search_without_time_says_nothing() -> None:
-    found = optimize(TWICE, Machine(3050, out=1000.0, back=0.4), until=time.monotonic())
+    found = optimize(TWICE, Machine(3050, link=Link(out=1000.0, back=0.4)), until=time.monotonic())
     assert (found.plan, found.bound_us, found.any_us) == ((), 0.0, 0.0)
 
 
 def test_a_search_with_time_enough_is_that_without_a_clock() -> None:
-    machine = Machine(3050, out=1000.0, back=0.4)
+    machine = Machine(3050, link=Link(out=1000.0, back=0.4))
     found, timed = optimize(TWICE, machine), optimize(TWICE, machine, until=time.monotonic() + 1000.0)
     assert found.plan and (found.plan, found.bound_us, found.any_us) == (timed.plan, timed.bound_us, timed.any_us)
 
@@ -297,13 +311,13 @@ def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.parametrize("budget", [0, 8, 9, 10**9])
 def test_degenerate_steps_are_planned_without_a_word(text: str, budget: int) -> None:
-    proposal = optimize(parse(text), Machine(budget, out=1.0, back=1.0, staging=5))
+    proposal = optimize(parse(text), Machine(budget, link=Link(out=1.0, back=1.0, staging=5)))
     assert proposal.plan == () and not math.isnan(proposal.bound_us)
 
 
 def test_costs_of_zero() -> None:
     trace = layers(3)
     free = replace(trace, ops=tuple(replace(op, us=0.0) for op in trace.ops))
-    machine = between(free, Machine(0, out=10.0, back=10.0), 0.5)
+    machine = between(free, Machine(0, link=Link(out=10.0, back=10.0)), 0.5)
     choice = make_plan(free, machine)
     assert choice.forecast.peak <= machine.budget and choice.bound_us == 0.0

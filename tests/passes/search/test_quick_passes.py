@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.lp.problem import LinearProgram
@@ -27,7 +27,7 @@ from tests.oracle.network import layers
 TRACE = layers(6)
 LEAST = predict(apply(TRACE, greedy_plan(TRACE, Machine(0))), Machine(0)).peak
 PEAK = predict(TRACE, Machine(0)).peak
-TIGHT = Machine((LEAST + PEAK) // 2, out=20.0, back=20.0)
+TIGHT = Machine((LEAST + PEAK) // 2, link=Link(out=20.0, back=20.0))
 LONG = 10**6
 MOVED = parse("""
     forward:
@@ -80,7 +80,7 @@ def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[...,
 
 
 def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
-    slow = Machine(0, out=1.0, back=1.0)
+    slow = Machine(0, link=Link(out=1.0, back=1.0))
     first = make_candidate(ReuseGaps(MOVED), slow, dict.fromkeys("abc", Placement.OFFLOAD))
     program = LinearProgram(ReuseGaps(MOVED), replace(slow, budget=first.peak))
     times = [local_search(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]

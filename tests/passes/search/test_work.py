@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Plan, Proposal, Trace, make_plan, pipeline
+from passes import Link, Machine, Plan, Proposal, Streaming, Trace, make_plan, pipeline
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import residents
 from passes.lp.model import PlanModel
@@ -22,7 +22,7 @@ from tests.passes.lp.test_residents import CHAIN
 from tests.passes.search.test_optimize import between
 from tests.passes.test_pipeline import FLOOR, STEP
 
-LINKED = Machine(FLOOR, "cuda", "host", 1e3, 1e3)
+LINKED = Machine(FLOOR, "cuda", "host", link=Link(1e3, 1e3))
 
 
 def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
@@ -77,15 +77,17 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(
 def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> None:
     trace = layers(4)
     alone = between(trace, Machine(0), 0.3)
-    linked = replace(alone, tier="host", out=1e3, back=1e3)
+    linked = replace(alone, tier="host", link=Link(1e3, 1e3))
     found = optimize_no_offload(trace, linked)
     assert found.bound_us == found.any_us == 0.0
     assert found.home_us == optimize.optimize(trace, alone).any_us > 0.0
 
 
 def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
-    machine = Machine(4000, out=20.0, back=20.0, homes=True, only_states=True, window=500)
+    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
+    machine = Machine(
+        4000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
+    )
     search = optimize._Search(LinearProgram(ReuseGaps(CHAIN), machine), machine, INFINITY)
     monkeypatch.setattr(optimize._Search, "run", lambda search: pytest.fail("searched again"))
     search._again()
