@@ -166,7 +166,7 @@ def _ours(row: Row, shape: Shape, laps: Laps, count: int, **options: Any) -> Row
 def plan_of(report: memgraph.Report) -> str:
     """How much of what a plan does."""
     fns = [op.fn for op in report.forecast.trace.ops]
-    again = sum(bool(op.again) for op in report.forecast.trace.ops)
+    again = sum(bool(op.recomputes) for op in report.forecast.trace.ops)
     far = sum(isinstance(decision, Stream) for decision in report.plan)
     moved = f"{fns.count('memgraph.offload.default')} away" + (f", {far} at home there" if far else "")
     return f"{again} again, {moved}, forecast {report.forecast.us / 1e3:.1f} ms"

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from .analysis.reuse_gaps import ReuseGaps
-from .ir.liveness import Life
+from .ir.liveness import Lifetime
 from .ir.machine import Machine
 from .ir.trace import Op, Trace
 from .lp.problem import LinearProgram
@@ -39,8 +39,10 @@ STREAM = "state that lives on disk (offload='auto', and an optimizer that update
 
 def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) -> str:
     """What was wanted, what is, where, and what to do."""
-    op, there = forecast.trace.ops[forecast.at], forecast.alive(forecast.at)
-    op = replace(op, workspace=int(forecast.by_kind["workspace"][forecast.at]))  # of an update, that of its window
+    op, there = forecast.trace.ops[forecast.peak_index], forecast.live_at(forecast.peak_index)
+    op = replace(
+        op, workspace=int(forecast.by_kind["workspace"][forecast.peak_index])
+    )  # of an update, that of its window
     lines = [
         f"{machine.budget} bytes are allowed; the smallest budget for which a plan was found is {forecast.peak}.",
         f"It needs most at {_named(op)}; on {machine.device} lie there:",
@@ -74,11 +76,11 @@ def _named(op: Op) -> str:
     return f"{op.name} ({', '.join(filter(None, (op.fn, op.where)))})"
 
 
-def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[str]:
+def _listed(trace: Trace, op: Op, there: tuple[Lifetime, ...], nbytes: int) -> list[str]:
     """A line for each of the largest, and, if there is any, for the rest of the `nbytes` and the workspace of `op`."""
     lines = []
     for life in there[:TOP]:
-        maker = trace.op[life.maker]
+        maker = trace.op[life.producer]
         lines.append(f"  {life.nbytes:>14} bytes  {life.kind:<10} {life.storage} {maker.type} {maker.where}".rstrip())
     rest = nbytes - op.workspace - sum(life.nbytes for life in there[:TOP])
     if rest or len(there) > TOP:
@@ -88,7 +90,7 @@ def _listed(trace: Trace, op: Op, there: tuple[Life, ...], nbytes: int) -> list[
     return lines
 
 
-def _in_use(program: LinearProgram, at: int) -> tuple[Life, ...]:
+def _in_use(program: LinearProgram, at: int) -> tuple[Lifetime, ...]:
     """What is there at a position whatever is decided: see `LinearProgram.floor`."""
     ops = program.gaps.trace.ops
     far = {
@@ -96,16 +98,16 @@ def _in_use(program: LinearProgram, at: int) -> tuple[Life, ...]:
     }
     read = {held for value in ops[at].reads for held in program.gaps.trace.op[value].holds}
 
-    def stays(life: Life) -> bool:
+    def stays(life: Lifetime) -> bool:
         if life.storage not in program.place:
             return life.storage not in far
         item = program.items[program.place[life.storage]]
         return life.storage in read if at >= program.boundary else not (item.left < at < item.use < program.size)
 
-    return tuple(life for life in program.captured.alive(at) if stays(life))
+    return tuple(life for life in program.captured.live_at(at) if stays(life))
 
 
-def _levers(trace: Trace, op: Op, there: tuple[Life, ...], machine: Machine) -> list[str]:
+def _levers(trace: Trace, op: Op, there: tuple[Lifetime, ...], machine: Machine) -> list[str]:
     """What lowers that of which most lies there."""
     kinds = Counter({"workspace": op.workspace})
     for life in there:
@@ -114,7 +116,7 @@ def _levers(trace: Trace, op: Op, there: tuple[Life, ...], machine: Machine) -> 
     levers = [HELP.get(kind, SMALLER) for kind in much]
     if any(kind in STATE for kind in much) and machine.device == "cpu" and not machine.streaming.enabled:
         levers.append(STREAM)
-    if _is_loss([op, *(trace.op[life.maker] for life in there[:2])]):
+    if _is_loss([op, *(trace.op[life.producer] for life in there[:2])]):
         levers.append(CHUNKS)
     return list(dict.fromkeys(levers))
 

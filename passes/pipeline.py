@@ -27,8 +27,8 @@ from .order.microbatch_order import slice_microbatches
 from .schedule.copy_timing import has_copies, retime_copies
 from .search.greedy import greedy_plan, greedy_plan_no_offload
 from .search.optimize import optimize, optimize_no_offload, optimize_uncast
-from .simulate.choice import PlanResult, Proposal
 from .simulate.forecast import predict
+from .simulate.plan_result import PlanResult, Proposal
 
 Pass = Callable[[Trace, Machine, float], Plan | Proposal]  # which ends at that time, as `time.monotonic` has it
 Log = Callable[[str], None]
@@ -48,11 +48,11 @@ PASSES: tuple[Pass, ...] = (
 )
 SEARCHES: tuple[Pass, ...] = (optimize, optimize_uncast, optimize_no_offload)
 # Those that plan without the far tier only.
-AT_HOME: tuple[Pass, ...] = (optimize_no_offload, cut_backward, anneal, rerun_chain, greedy_plan_no_offload)
+WITHOUT_OFFLOAD: tuple[Pass, ...] = (optimize_no_offload, cut_backward, anneal, rerun_chain, greedy_plan_no_offload)
 QUICK: tuple[Pass, ...] = (greedy_plan, greedy_plan_no_offload)  # asked without time as well, as long as nothing fits
-FINE = 15_000  # ops that these simulate in fine steps under a limit of time: some hundred milliseconds
-NEAR = 0.02  # a gap at which no further pass is asked
-FAIR = 0.05  # a gap at which no further search is: it takes seconds
+QUICK_WORK = 15_000  # ops that these simulate in fine steps under a limit of time: some hundred milliseconds
+GOOD_GAP = 0.02  # a gap at which no further pass is asked
+FAIR_GAP = 0.05  # a gap at which no further search is: it takes seconds
 
 
 def quiet(line: str) -> None:
@@ -99,13 +99,13 @@ def _search(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: L
     trace, best, home_us = best.captured.trace, replace(best, greedy=not solver.there()), 0.0
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
-        if fits and (not best.plan or best.gap <= NEAR):
+        if fits and (not best.plan or best.gap <= GOOD_GAP):
             break
         if (late and (fits or find not in QUICK)) or (fits and _is_spared(find, best, home_us)):
             continue
         hurried = _hurried(find) if until < math.inf and find in QUICK and not fits else None
         found = _asked(hurried or find, trace, machine, until)
-        best, home_us = _better(best, found, machine), max(home_us, found.home_us)
+        best, home_us = _better(best, found, machine), max(home_us, found.no_offload_us)
         log(f"{find.__name__:<16} {best.forecast}")
     return best
 
@@ -113,20 +113,20 @@ def _search(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: L
 def _is_spared(find: Pass, best: PlanResult, home_us: float) -> bool:
     """Whether a pass is not worth its time beside a plan that fits; `home_us`: what every plan adds that does without
     the far tier."""
-    if find in AT_HOME and best.forecast.us < best.captured.us + home_us:
+    if find in WITHOUT_OFFLOAD and best.forecast.us < best.captured.us + home_us:
         return True
     is_far = any(isinstance(decision, Reload | Stream) for decision in best.plan)
     if find is cut_backward:  # where once does without the far tier, twice is hardly faster
         return best.is_single and not is_far
     if find is anneal:  # which is without the far tier, and proves nothing
         return best.is_single or is_far
-    return find in SEARCHES and best.gap <= FAIR
+    return find in SEARCHES and best.gap <= FAIR_GAP
 
 
 def _hurried(find: Pass) -> Pass:
     """The quick pass, which does not look at the clock and simulates few ops."""
     down = greedy_plan if find is greedy_plan else greedy_plan_no_offload
-    return lambda trace, machine, until: down(trace, machine, fine=FINE)
+    return lambda trace, machine, until: down(trace, machine, fine=QUICK_WORK)
 
 
 def _asked(find: Pass, trace: Trace, machine: Machine, until: float) -> Proposal:

@@ -44,7 +44,7 @@ class Rewriter:
     def rewrite(self, applied: Trace) -> fx.Graph:
         """The new graph; once."""
         for op in applied.ops:
-            if op.name in self.old or op.again:
+            if op.name in self.old or op.recomputes:
                 self.env[op.name] = self._compute(op)
             elif op.fn.startswith("memgraph."):
                 self.env[op.name] = self._memory_op(op)
@@ -55,22 +55,22 @@ class Rewriter:
 
     def _compute(self, op: Op) -> fx.Node:
         """A captured node, or a copy of one, reading what the line reads."""
-        source = self.old[op.again or op.name]
+        source = self.old[op.recomputes or op.name]
         inputs = source.all_input_nodes
         # The states that an update reads, which stand first, are in no graph.
         reads = dict(zip(inputs, op.reads[len(op.reads) - len(inputs) :], strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
         node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
-        if op.again:
-            node.meta["again"] = op.again
-        if op.far:
+        if op.recomputes:
+            node.meta["again"] = op.recomputes
+        if op.offloaded:
             node.meta[FAR] = True
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
-        if op.again and REAL in source.meta:
+        if op.recomputes and REAL in source.meta:
             node.meta["val"] = rerun(node, self.mode)
             self.fresh.add(node)
-        elif op.again or moved:
+        elif op.recomputes or moved:
             node.meta["val"] = derived_nodes(node, self.mode)
             self.fresh.add(node)
         return self._named(node, op)

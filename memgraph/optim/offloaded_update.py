@@ -167,10 +167,10 @@ class OffloadedStates:
     def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
         """What a planned step says of `parts` of the states."""
         states = [
-            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.offloaded and op.fn == "state"
         ]
         far = tuple(owner for _, part in states for owner in part.owners)
-        hosted = tuple(owner for op, part in states if op.hosted for owner in part.owners)
+        hosted = tuple(owner for op, part in states if op.on_host for owner in part.owners)
         return cls(update, far, hosted, update.window)
 
     @property

@@ -90,28 +90,28 @@ class GradAverager:
     def _with_sparse(self, laid: BucketViews, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The gradients of whole parameters, sparse where they are so."""
         exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
-        found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
-        for piece in laid.bucket.pieces:
-            if kinds[piece.item] != SPARSE:
+        found = dict(zip((piece.param for piece, _ in laid.own), gradients, strict=True))
+        for piece in laid.bucket.shards:
+            if kinds[piece.param] != SPARSE:
                 continue
-            parameter = parameters[piece.item]
+            parameter = parameters[piece.param]
             gradient = parameter.grad if self.optimizer.are_same else average_sparse(exchange, parameter, piece.rank)
             if piece.rank == exchange.rank and gradient is not None:
-                found[piece.item] = gradient
+                found[piece.param] = gradient
         return list(found.values())
 
     def used(self, kinds: Sequence[int]) -> list[BucketViews]:
         """The buckets in which some rank has a gradient."""
         if self.optimizer.is_cut and SPARSE in kinds:
             refuse_sparse(self.optimizer.optim)
-        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
+        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.params)]
 
 
 def assign_grads(laid: BucketViews, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
     """Let the own pieces of a bucket have their gradients; returns those that have one."""
     given = []
     for (piece, view), gradient in zip(laid.own, gradients, strict=True):
-        if kinds[piece.item]:
+        if kinds[piece.param]:
             view.grad = gradient
             given.append(view)
     return given

@@ -36,8 +36,8 @@ class HeldGradients:
         """Each gradient, with its parameter's number."""
         for laid, gradients in self.gradients:
             for (piece, _), gradient in zip(laid.own, gradients, strict=True):
-                if self.kinds[piece.item]:
-                    yield piece.item, gradient
+                if self.kinds[piece.param]:
+                    yield piece.param, gradient
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all of them."""

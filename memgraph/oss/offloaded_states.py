@@ -86,9 +86,9 @@ def large_nbytes(oss: OSS) -> list[list[int]]:
     each = _each(oss)
     found = []
     for laid in oss.pieces.laid:
-        group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.exchange.ranks
-        for piece in laid.bucket.pieces:
-            parameter = oss.pieces.parameters[piece.item]
+        group, of_ranks = oss.group_of[laid.bucket.params[0]], [0] * oss.exchange.ranks
+        for piece in laid.bucket.shards:
+            parameter = oss.pieces.parameters[piece.param]
             if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_STREAMED:
                 of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
         found.append(of_ranks)

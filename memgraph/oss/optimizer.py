@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from passes.shards import Item, Sizes, loads_of, shards
+from passes.shards import BucketSizes, ParamSpec, make_buckets, owned_nbytes
 
 from ..errors import ShardError
 from ..optim.elementwise import EXACT, is_elementwise
@@ -107,7 +107,7 @@ class OSS(StateDictMixin):
             self.is_cut = is_elementwise(plain) and not clone_obstacle(plain)
             self.is_driven = issubclass(optim, torch.optim.LBFGS)
             self.pieces = ShardViews(self.exchange.rank, self.exchange.ranks)
-            self.items: list[Item] = []
+            self.items: list[ParamSpec] = []
             self.group_of: list[int] = []  # of each parameter
             self.held: HeldGradients | None = None
             self.inner: Any = None  # the optimizer that runs on the pieces of this rank
@@ -355,19 +355,19 @@ class OSS(StateDictMixin):
             for p in parameters
         ]
         on_cpu = all(p.device.type == "cpu" for p in parameters)
-        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not fused else None)
+        sizes = BucketSizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not fused else None)
         ranks = 1 if self.is_driven else self.exchange.ranks
-        loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
-        buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
+        loads = owned_nbytes([laid.bucket for laid in self.pieces.laid], self.items, ranks)
+        buckets = [bucket.shifted(len(self.items)) for bucket in make_buckets(items, ranks, sizes, loads)]
         self.pieces.add(parameters, buckets)
         self.items += items
         self.group_of += [group] * len(items)
 
     def _inner_group(self, index: int) -> Group:
         """A group of the optimizer that runs on pieces."""
-        own = [one for laid in self.pieces.laid for one in laid.own if self.group_of[one[0].item] == index]
+        own = [one for laid in self.pieces.laid for one in laid.own if self.group_of[one[0].param] == index]
         # In the order of the caller's parameters: LBFGS sums over all of them.
-        own.sort(key=lambda one: (one[0].item, one[0].begin))
+        own.sort(key=lambda one: (one[0].param, one[0].begin))
         return {**options(self.param_groups[index]), "params": [view for _, view in own]}
 
 
@@ -376,10 +376,10 @@ def _is_fresh(state: Mapping[Any, Any]) -> bool:
     return all("step" in one and float(one["step"]) == 0 for one in state.values() if one)
 
 
-def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
+def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> ParamSpec:
     whole = not is_cut or not is_dense(p) or p.is_complex()
     quantum = 1 if p.dtype in EXACT and not fused else VECTOR
-    return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
+    return ParamSpec(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
 
 def only_watch() -> CollectiveWatchdog | None:

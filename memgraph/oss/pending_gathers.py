@@ -47,7 +47,7 @@ class PendingGathers:
     def is_trained(self, bucket: int) -> bool:
         """Whether a step may update it."""
         pieces = self.optimizer.pieces
-        return any(pieces.parameters[item].requires_grad for item in pieces.laid[bucket].bucket.items)
+        return any(pieces.parameters[item].requires_grad for item in pieces.laid[bucket].bucket.params)
 
     def deferred(self, used: Iterable[BucketViews]) -> list[BucketViews]:
         """The buckets of a step that begins now which the next forward will gather."""
@@ -124,7 +124,7 @@ class PendingGathers:
         """
         oss, there = self.optimizer, set(map(id, tensors)) if self.buckets else set()
         lacking = (oss.pieces.laid[i].bucket for i in (self.buckets if buckets is None else buckets))
-        if items := [i for one in lacking for i in one.items if id(oss.pieces.parameters[i]) in there]:
+        if items := [i for one in lacking for i in one.params if id(oss.pieces.parameters[i]) in there]:
             raise ShardError(
                 f"{what} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
                 f"that are NaN here: {ADVICE}"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
-from passes.shards import Bucket, Piece
+from passes.ir.machine import CAST_WORKSPACE
+from passes.shards import Bucket, ShardRange
 
 from ..errors import ShardError
 from ..guards.signature import has_hooks
@@ -76,13 +76,13 @@ class ShardedGradients:
         found = []
         for i, laid in enumerate(oss.pieces.laid):
             bucket, ranks = laid.bucket, oss.exchange.ranks
-            if bucket.owner is None and bucket.part:
+            if bucket.owner is None and bucket.shard_size:
                 stretches = tuple(
-                    Stretch(names.get(oss.pieces.parameters[one.item], ""), one.begin, one.end, one.at)
+                    Stretch(names.get(oss.pieces.parameters[one.param], ""), one.begin, one.end, one.offset)
                     for one in _stretches_of(bucket, ranks)
                 )
-                room = _room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
-                found.append(GradBucket(i, stretches, bucket.part * ranks, bucket.part, room))
+                room = _room_nbytes(oss, bucket.shard_size, oss.pieces.parameters[bucket.params[0]])
+                found.append(GradBucket(i, stretches, bucket.shard_size * ranks, bucket.shard_size, room))
         return found
 
     def begin(self, takers: Mapping[str, Tensor | None]) -> GradReduction:
@@ -121,16 +121,16 @@ class ShardedGradients:
 
     def averaged(self, laid: BucketViews) -> Callable[[], list[Tensor]] | None:
         """What waits for the mean gradients of the own pieces of a bucket, if backward has averaged some of them."""
-        kinds = [self.kinds[item] for item in laid.bucket.items]
+        kinds = [self.kinds[item] for item in laid.bucket.params]
         if PARTS not in kinds:
             return None
         oss = self.optimizer
         part = self.parts.get(oss.pieces.number(laid))
         own = laid.stretches[oss.exchange.rank]
-        first = oss.exchange.rank * laid.bucket.part
+        first = oss.exchange.rank * laid.bucket.shard_size
         if part is None:  # no gradient is there on this rank, but on others
-            part = oss.pieces.parameters[laid.bucket.items[0]].detach().new_zeros(laid.bucket.part)
-        mine = [part[one.at - first : one.at - first + one.count] for one in own]
+            part = oss.pieces.parameters[laid.bucket.params[0]].detach().new_zeros(laid.bucket.shard_size)
+        mine = [part[one.offset - first : one.offset - first + one.count] for one in own]
         if max(kinds) < DENSE:
             return lambda: laid.gradients(mine)
         wait = oss.exchange.reduce(laid.bucket, oss.pieces.sources(laid, {}))
@@ -172,12 +172,12 @@ class ShardedGradients:
         items = {i for i, parameter in enumerate(pieces.parameters) if parameter in parameters}
         for i, part in list(self.parts.items()):
             bucket = pieces.laid[i].bucket
-            if not any(pieces.parameters[item] in self.ghosts for item in bucket.items):
+            if not any(pieces.parameters[item] in self.ghosts for item in bucket.params):
                 del self.parts[i]
                 continue
             for one in pieces.laid[i].stretches[pieces.rank]:
-                if one.item in items:
-                    first = one.at - pieces.rank * bucket.part
+                if one.param in items:
+                    first = one.offset - pieces.rank * bucket.shard_size
                     part[first : first + one.count].zero_()
 
 
@@ -200,12 +200,12 @@ class GradReduction:
         return self.begun.pop(bucket)()
 
 
-def _stretches_of(bucket: Bucket, ranks: int) -> list[Piece]:
+def _stretches_of(bucket: Bucket, ranks: int) -> list[ShardRange]:
     """What lies in a bucket, joined where one piece goes on where another ends, whoever's it is."""
-    found: list[Piece] = []
-    for one in (one for rank in range(ranks) for one in bucket.stretches(rank)):
-        if found and found[-1].item == one.item:
-            found[-1] = Piece(one.item, found[-1].begin, one.end, found[-1].rank, found[-1].at)
+    found: list[ShardRange] = []
+    for one in (one for rank in range(ranks) for one in bucket.ranges(rank)):
+        if found and found[-1].param == one.param:
+            found[-1] = ShardRange(one.param, found[-1].begin, one.end, found[-1].rank, found[-1].offset)
         else:
             found.append(one)
     return found
@@ -223,4 +223,4 @@ def _room_nbytes(oss: OSS, part: int, like: Tensor) -> int:
         return 0 if dist.get_backend(oss.exchange.group) == "nccl" else (others + 1) * part * like.element_size()
     if wire is None or like.element_size() <= wire.itemsize:
         return (others - 1) * part * like.element_size() + MEETING * (others + 1)
-    return 2 * others * part * wire.itemsize + part * like.element_size() + WORKSPACE
+    return 2 * others * part * wire.itemsize + part * like.element_size() + CAST_WORKSPACE

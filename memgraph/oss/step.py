@@ -219,7 +219,7 @@ class ShardedStep:
         """Update the own pieces of a bucket, which are all of one group."""
         optimizer = self.optimizer
         views = assign_grads(laid, gradients, kinds)
-        group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
+        group = optimizer.param_groups[optimizer.group_of[laid.bucket.params[0]]]
         given = options(group) | {"params": views}
         number = optimizer.pieces.number(laid)
         if views and number in optimizer.far.far_states and not kwargs:

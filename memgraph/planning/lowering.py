@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from passes import Machine, Op, PlanResult, Trace
-from passes.segments import Price, Segment, affordable, fused, segments, shared
-from passes.simulate.choice import with_higher_costs
+from passes.segments import Price, Segment, affordable_segments, find_segments, fuse_segments, spread_segment_times
+from passes.simulate.plan_result import with_higher_costs
 
 from ..graph import inductor
 from ..graph.nodes import all_storages, storages, tensors
@@ -43,7 +43,7 @@ class Lowering:
     def __init__(self, graph: fx.Graph, trace: Trace, prober: OpProfiler, must: bool = True) -> None:
         self.graph = graph
         self.nodes = {node.name: node for node in graph.nodes}
-        found = segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
+        found = find_segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
         self.trace = self._alone(trace, found, prober)
         self.run = inductor.compile_segments({each.name: self._part(each) for each in found}, must)
         self.refused = len(found) - len(self.run)
@@ -54,12 +54,12 @@ class Lowering:
 
     def shared(self) -> Trace:
         """The text at the prices that ops have in segments."""
-        return shared(self.trace, self.segments, self.prices)
+        return spread_segment_times(self.trace, self.segments, self.prices)
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
         """The graph and its text, with all segments that are faster than their ops and within the budget."""
-        self.chosen = affordable(self.trace, machine, self.segments, self.prices)
-        text = fused(self.trace, self.chosen, self.prices)
+        self.chosen = affordable_segments(self.trace, machine, self.segments, self.prices)
+        text = fuse_segments(self.trace, self.chosen, self.prices)
         return _WithSegments(self.graph, self.run, self.chosen).rewrite(text), text
 
     def stated(self, choice: PlanResult, machine: Machine) -> PlanResult:
@@ -105,7 +105,7 @@ class Lowering:
             source = self.nodes[name]
             if all(read in env for read in source.all_input_nodes):
                 env[source] = part.node_copy(source, env.__getitem__)
-        part.output(tuple(env[self.nodes[value]] for value in segment.gives))
+        part.output(tuple(env[self.nodes[value]] for value in segment.outputs))
         part.eliminate_dead_code()
         return part
 
@@ -113,7 +113,7 @@ class Lowering:
         """What it takes; None if it can't be run here, or makes what the graph does not foretell."""
         graph, given = self._begun(segment)
         node = graph.create_node("call_function", self.run[segment.name], tuple(given.values()), name=segment.name)
-        expected = [tensors(self.nodes[value])[0] for value in segment.gives]
+        expected = [tensors(self.nodes[value])[0] for value in segment.outputs]
         node.meta = {"val": tuple(expected)}
         made = prober.made(node)
         if made is None or [(one.layout, one.offset) for one in made] != [(layout(value), 0) for value in expected]:
@@ -133,17 +133,17 @@ class _WithSegments(Rewriter):
     def _compute(self, op: Op) -> fx.Node:
         if not op.reads or op.reads[0] not in self.given:
             return super()._compute(op)
-        whole, place = self.env[op.reads[0]], self.given[op.reads[0]].gives.index(op.name)
+        whole, place = self.env[op.reads[0]], self.given[op.reads[0]].outputs.index(op.name)
         return self._fresh(op, operator.getitem, (whole, place), whole.meta["val"][place])
 
     def _memory_op(self, op: Op) -> fx.Node:
-        sources = [tensors(self.old[value])[0] for value in self.given[op.name].gives]
+        sources = [tensors(self.old[value])[0] for value in self.given[op.name].outputs]
         value = tuple(empty_like(source, self.mode) for source in sources)
         return self._fresh(op, self.run[op.name], tuple(self.env[read] for read in op.reads), value)
 
     def _fresh(self, op: Op, target: Callable[..., object], args: tuple[Any, ...], value: object) -> fx.Node:
         node = self.new.create_node("call_function", target, args)
-        node.meta = {"phase": op.phase, "slice": op.slice, "part": op.part, "where": op.where, "val": value}
+        node.meta = {"phase": op.phase, "slice": op.slice, "part": op.microbatch, "where": op.where, "val": value}
         self.fresh.add(node)
         return self._named(node, op)
 

@@ -25,7 +25,7 @@ import passes
 from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
 from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
-from passes.pipeline import FAIR
+from passes.pipeline import FAIR_GAP
 
 from ..errors import PlanError
 from ..report.reuse_plan import reuse_plan
@@ -134,7 +134,7 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
         except (ValueError, KeyError, passes.BrokenTrace):
             continue
         choice = PlanResult(near.plan, captured, predict(applied, machine))
-        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR:
+        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR_GAP:
             return choice
     return None
 

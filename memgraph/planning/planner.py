@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 import passes
 from passes import Machine, Plan, PlanResult, Stream, Streaming, Trace, apply, make_plan, predict
-from passes.concurrent_forwards import as_it_is_nbytes, plan_forwards
-from passes.cuda_graph_memory import add_replay_memory
+from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
+from passes.cuda_graph_memory import add_recording_memory
 from passes.order.comm_order import place_collectives, sequence
 
 from ..capture.capture import OutputSelector
@@ -356,7 +356,7 @@ class Planner:
                 place_collectives(summarize(graph, prober), not machine.network.overlaps_comm), self.device
             )
             trace = self._with_update(trace, graph, trained)
-            trace = add_replay_memory(trace) if self.options.cuda_graphs is True else trace
+            trace = add_recording_memory(trace) if self.options.cuda_graphs is True else trace
             trace = (
                 trace
                 if together or self.options.plans
@@ -382,7 +382,7 @@ class Planner:
         return trace, together.machine(machine) if together is not None else machine
 
     def _needs(self, trace: Trace, machine: Machine) -> int:
-        return as_it_is_nbytes(trace, machine, self.options.forwards)
+        return unplanned_nbytes(trace, machine, self.options.forwards)
 
     def _with_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
         if self.sharded is not None:

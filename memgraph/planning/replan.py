@@ -61,7 +61,7 @@ def _load(ran: Trace, usual: Trace, machine: Machine, times: StepTimes) -> float
     """
     total, late = 0.0, [0.0]
     for op in ran.ops:
-        source = usual.op.get(op.again or op.name)
+        source = usual.op.get(op.recomputes or op.name)
         if op.name in times.ops and op.fn in STARTS:
             late.append(max(0.0, times.ops[op.name] - machine.link.call_us))
         elif op.name in times.ops and source is not None and _computes(source):
@@ -94,7 +94,7 @@ def reprice(captured: Trace, ran: Trace, times: StepTimes) -> Trace:
     first = {op.name: op for op in captured.ops}
     seen: defaultdict[Hashable, list[float]] = defaultdict(list)
     for op in ran.ops:
-        source = first.get(op.again or op.name)
+        source = first.get(op.recomputes or op.name)
         if source is not None and op.name in times.ops:
             seen[_kind(source)].append(times.ops[op.name])
 

@@ -244,15 +244,15 @@ def _kinds(forecast: Forecast) -> Table:
     lines = table("bytes", "kind", "at the peak", "at its own peak", right=NUMBERS)
     for kind in KINDS:
         if (most := int(forecast.by_kind[kind].max(initial=0))) > 0:
-            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.at])), mb(most))
+            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.peak_index])), mb(most))
     lines.add_row("all", mb(forecast.peak), "")
     return lines
 
 
 def _peak(forecast: Forecast) -> Table:
-    op = forecast.trace.ops[forecast.at]
+    op = forecast.trace.ops[forecast.peak_index]
     lines = table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where", right=NUMBERS)
-    makers = [(life, forecast.trace.op[life.maker]) for life in forecast.alive(forecast.at)]
+    makers = [(life, forecast.trace.op[life.producer]) for life in forecast.live_at(forecast.peak_index)]
     rows = _folded(Row(life.kind, f"{maker.fn} {maker.type}", maker.where, life.nbytes) for life, maker in makers)
     for row in sorted(rows, key=lambda row: -row.nbytes)[:TOP]:
         fn, _, type = row.fn.partition(" ")

@@ -107,7 +107,7 @@ class Report:
         finds there, but for `absent` bytes; `states`: those that were there, if it has made others."""
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
-        there -= self.forecast.trace.others  # which are there only if they are open, and are measured then
+        there -= self.forecast.trace.other_nbytes  # which are there only if they are open, and are measured then
         return replace(
             self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
         )
@@ -115,7 +115,7 @@ class Report:
     def with_update(self, nbytes: int) -> Report:
         """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""
         there = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
-        there -= self.forecast.trace.others
+        there -= self.forecast.trace.other_nbytes
         return replace(self, measured=max(self.measured or 0, there + nbytes))
 
     @property

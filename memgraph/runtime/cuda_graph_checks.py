@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from passes import Trace
-from passes.cuda_graph_memory import kept_nbytes, replay_obstacle
+from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
@@ -34,7 +34,7 @@ def refuse_recording(step: Step, graph: fx.Graph, recorder: Callable[[], Recorde
         RecordingError: something is in the way of one who insists.
     """
     forecast = step.report.forecast
-    why, kept = _in_the_way(step.captured, graph, forecast.trace), kept_nbytes(forecast.trace)
+    why, kept = _in_the_way(step.captured, graph, forecast.trace), recording_nbytes(forecast.trace)
     if not why and not insists and forecast.peak + kept > step.report.budget:
         why = f"it would keep {kept} bytes more than the plan leaves of the budget"
     if why and insists:
@@ -54,7 +54,7 @@ def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "a hook, or a process group, is told of a gradient, or one is yet to be conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
-    return _shared(captured, graph) or replay_obstacle(trace)
+    return _shared(captured, graph) or explain_not_recordable(trace)
 
 
 def _shared(captured: Captured, graph: fx.Graph) -> str:

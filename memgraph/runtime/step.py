@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from passes import Plan
-from passes.concurrent_forwards import waiting_nbytes
+from passes.concurrent_forwards import pending_gradient_nbytes
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.captured import Captured, Output
@@ -135,8 +135,8 @@ class Step:
         there are."""
         flight.others = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
-        gradients = waiting_nbytes(trace) * (2 if self.adds_itself else 1)
-        together = self.report.peak - trace.others + flight.others + gradients
+        gradients = pending_gradient_nbytes(trace) * (2 if self.adds_itself else 1)
+        together = self.report.peak - trace.other_nbytes + flight.others + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
             warn_user(

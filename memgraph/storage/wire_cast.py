@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ..tensors.layout import flat
 
 LARGEST = torch.finfo(torch.bfloat16).max
-PART = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
+PART = CAST_WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
 
 
 def wire_name(dtype: torch.dtype | None) -> str:

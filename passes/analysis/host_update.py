@@ -40,7 +40,7 @@ def state_groups(trace: Trace, update: Op) -> Iterator[StateGroup]:
             yield StateGroup(reads[begin], tuple(reads[begin + 1 : end]))
 
 
-def hosted_states(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
+def host_updated_states(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
     """The states that the host updates, if these storages are far."""
     found: set[str] = set()
     for op in trace.ops if machine.streaming.host_update_rate else ():

@@ -23,8 +23,8 @@ from ..lp import solver
 from ..lp.problem import LinearProgram
 from ..lp.solver import INFINITY, SearchLimits, Solution
 from ..schedule.recompute_order import RecomputeOrder
-from ..simulate.choice import Proposal
 from ..simulate.forecast import Forecast, predict
+from ..simulate.plan_result import Proposal
 from .phase_lp import Phases, Pieces
 
 ROUNDS = 8
@@ -45,7 +45,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
-    return replace(found, any_us=0.0, home_us=found.any_us) if machine.link.out else found
+    return replace(found, any_us=0.0, no_offload_us=found.any_us) if machine.link.out else found
 
 
 class _Search:
@@ -57,7 +57,7 @@ class _Search:
         self.room = self.budget  # what the rows leave; if less, nothing is proven
         self.until = until
         self.pieces = Pieces(program, self.budget)
-        self.made = frozenset(s for s, op in program.gaps.maker.items() if not program.gaps.trace.op[op].once)
+        self.made = frozenset(s for s, op in program.gaps.producer.items() if not program.gaps.trace.op[op].once)
         self.cuts: tuple[int, ...] = ()
         self.work = WORK_PER_OP * program.size
         self.grain = COARSE
@@ -113,11 +113,11 @@ class _Search:
         for q, (begin, end) in enumerate(zip(phases.begins, phases.ends, strict=True)):
             reruns.drop(held[q])
             reads = [i for i in gaps.reads if begin <= i <= end]
-            wanted = held[q + 1].union(*(gaps.held[value] for i in reads for value in gaps.reads[i]))
+            wanted = held[q + 1].union(*(gaps.holds[value] for i in reads for value in gaps.reads[i]))
             for i in sorted({*reads, end}):
                 if i == end:
-                    reruns.make([reruns.root(s) for s in sorted(held[q + 1] & self.made)], end, wanted)
-                reruns.make(gaps.reads.get(i, ()), i, wanted)
+                    reruns.recompute([reruns.whole_value(s) for s in sorted(held[q + 1] & self.made)], end, wanted)
+                reruns.recompute(gaps.reads.get(i, ()), i, wanted)
         return tuple(reruns.decisions)
 
     def _cut(self, forecast: Forecast) -> None:

@@ -141,16 +141,16 @@ class RerunState:
     def plan(self) -> Plan:
         """The decisions that run again what is to."""
         gaps, items = self.program.gaps, self.program.items
-        every = frozenset(gaps.maker)
-        reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.maker.items() if not gaps.trace.op[op].once))
+        every = frozenset(gaps.producer)
+        reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.producer.items() if not gaps.trace.op[op].once))
         again: dict[int, set[str]] = {position: set() for position in gaps.reads}
         for key in self.runs:
             position, o = divmod(key, self.stride)
             again.setdefault(position, set()).update(items[i].storage for i in self.pieces.made[o])
         for position, new in sorted(again.items()):
             reruns.drop(every - new)
-            reruns.make([reruns.root(storage) for storage in sorted(new)], position, frozenset(new))
-            reruns.make(gaps.reads.get(position, ()), position, frozenset(new))
+            reruns.recompute([reruns.whole_value(storage) for storage in sorted(new)], position, frozenset(new))
+            reruns.recompute(gaps.reads.get(position, ()), position, frozenset(new))
         return tuple(reruns.decisions)
 
     def _key(self, position: int) -> int:
@@ -162,7 +162,7 @@ class RerunState:
 
     def _crossing(self) -> Ints:
         change = np.zeros(self.program.size + 1, dtype=np.int64)
-        for life in self.program.captured.lives:
+        for life in self.program.captured.lifetimes:
             # Tangents are there from the first of backward on, a re-run or not.
             change[life.first + (life.kind != "tangent")] += life.nbytes
             change[life.last + 1] -= life.nbytes

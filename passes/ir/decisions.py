@@ -42,8 +42,8 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+from .machine import CAST_WORKSPACE, cast_type
 from .trace import Op, Storage, Trace, type_nbytes
-from .wire import WORKSPACE, narrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class _Writer:
         new = self._renamed(op)
         if op.name in self.streamed:
             makes = tuple(Storage(made.name, 0) for made in op.makes)
-            new = replace(new, makes=makes, far=True, hosted=self.streamed[op.name] == HOST)
+            new = replace(new, makes=makes, offloaded=True, on_host=self.streamed[op.name] == HOST)
             self.far[op.name] = new
         self.lines.append(new)
         if new is not op:
@@ -215,7 +215,7 @@ class _Writer:
                 self.before.setdefault(decision.before, []).append((self._recompute, value))
             case Offload():
                 if decision.wire:
-                    self.wires[value] = narrowed(type := self.trace.op[value].type, decision.wire)
+                    self.wires[value] = cast_type(type := self.trace.op[value].type, decision.wire)
                     if not self.wires[value]:
                         raise ValueError(f"{decision}: {type or 'it'} may not be cast to {decision.wire!r}")
                 self.after.setdefault(decision.out, []).append((self._offload, value))
@@ -245,7 +245,7 @@ class _Writer:
         if wire := self.wires.get(op.name):
             reads, sent, type = (sent,), f"{op.name}__wire", wire
             nbytes = type_nbytes(wire)
-            self._runtime(sent, "narrow", reads, phase, nbytes, type=wire, where=op.where, workspace=WORKSPACE)
+            self._runtime(sent, "narrow", reads, phase, nbytes, type=wire, where=op.where, workspace=CAST_WORKSPACE)
         empty = type.partition("[")[0] + "[0]"
         self.far[op.name] = self._runtime(f"{op.name}__out", "offload", (sent,), phase, 0, type=empty)
 
@@ -290,7 +290,7 @@ class _Writer:
         reads, holds = self._read(op)
         if (reads, holds) == (op.reads, op.holds):
             return op
-        return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.again)
+        return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.recomputes)
 
     def _read(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The newest definitions of what an op reads, and what it holds: what those hold where it is a view of them."""

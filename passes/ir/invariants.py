@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from .ops import BEGINS, ENDS, GATHERED, GATHERS, ROOM, gathered_by
+from .ops import GATHER, GATHER_ROOM, GATHERED, REDUCE_SCATTER, REDUCED, gathered_by
 from .trace import INPUTS, Op, Trace
 
 
@@ -82,11 +82,11 @@ def _exchanged(op: Op, holds: dict[str, tuple[str, ...]], under_way: set[str]) -
     """`under_way` are the storages that exchanges between ranks fill."""
     if under_way:
         read = {held for name in op.reads for held in holds[name]}
-        if op.fn == ENDS:
+        if op.fn == REDUCED:
             under_way -= read
         elif late := under_way & read:
             raise BrokenTrace(f"{op.name} reads {min(late)}, which is still under way between ranks")
-    if op.fn == BEGINS:
+    if op.fn == REDUCE_SCATTER:
         under_way.update(op.holds)
 
 
@@ -94,7 +94,7 @@ def _gathered(op: Op, holds: dict[str, tuple[str, ...]], gathers: dict[str, set[
     """`gathers` are those yet to end, with the storages that they fill."""
     if op.fn == GATHERED:
         del gathers[op.name]
-    elif gathers and op.fn not in (GATHERS, ROOM):
+    elif gathers and op.fn not in (GATHER, GATHER_ROOM):
         read = {held for name in op.reads for held in holds[name]}
         if early := [name for name, storages in gathers.items() if storages & read]:
             raise BrokenTrace(f"{op.name} reads what {early[0]} has yet to wait for")
@@ -102,19 +102,19 @@ def _gathered(op: Op, holds: dict[str, tuple[str, ...]], gathers: dict[str, set[
 
 def _far(op: Op, trace: Trace) -> None:
     for read in op.reads:
-        if trace.op[read].far and op.fn != "memgraph.reload.default" and op.phase != "update":
+        if trace.op[read].offloaded and op.fn != "memgraph.reload.default" and op.phase != "update":
             raise BrokenTrace(f"{op.name} reads {read}, which is far: it has to be reloaded before")
-    if op.far and (op.nbytes or not op.is_input):
+    if op.offloaded and (op.nbytes or not op.is_input):
         raise BrokenTrace(f"{op.name} is far, and no input or of {op.nbytes} bytes here")
-    if op.hosted and not (op.far and op.fn == "state"):
+    if op.on_host and not (op.offloaded and op.fn == "state"):
         raise BrokenTrace(f"{op.name} is updated on the host, and is no state that lives there")
 
 
 def _again(trace: Trace, index: int) -> None:
     op = trace.ops[index]
-    if not op.again:
+    if not op.recomputes:
         return
-    first = trace.op[op.again]
+    first = trace.op[op.recomputes]
     if first.once:
         raise BrokenTrace(f"{op.name} runs {first.name} again, which may run once")
     around = [trace.ops[i].fn for i in (index - 1, index + 1) if 0 <= i < len(trace.ops)]

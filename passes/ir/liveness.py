@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .trace import OTHERS, Op, Storage, Trace
+from .trace import OTHER_FORWARDS, Op, Storage, Trace
 
 # The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
 Span = tuple[Op, Storage, int, int]
@@ -25,7 +25,7 @@ RELEASED = "released"  # the kind of an output that its caller lets go of before
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Lifetime:
     """A storage, the indices of the first and the last op while which its bytes are held, and what it is."""
 
     storage: str
@@ -33,17 +33,17 @@ class Life:
     first: int
     last: int
     kind: str
-    maker: str  # the value that made it
+    producer: str  # the value that made it
 
 
-def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, ...]:
+def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Lifetime, ...]:
     """The life of every storage, or of `some`, in the order in which they are made."""
     said = {"watched": "gradient", "shard": "gradient", RELEASED: "output"}
     handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
 
-    def life(op: Op, made: Storage, first: int, last: int) -> Life:
+    def life(op: Op, made: Storage, first: int, last: int) -> Lifetime:
         kind = handed.get(made.name) or _kind(trace, op, last >= trace.boundary)
-        return Life(made.name, made.nbytes, first, last, kind, op.name)
+        return Lifetime(made.name, made.nbytes, first, last, kind, op.name)
 
     return tuple(life(*span) for span in (spans(trace) if some is None else some))
 
@@ -51,7 +51,9 @@ def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, .
 def spans(trace: Trace) -> Iterator[Span]:
     """When each storage is held, in the order in which they are made."""
     read, end, turn = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
-    ended = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), end + 1) - 1 if trace.others else end
+    ended = (
+        next((i for i, op in enumerate(trace.ops) if op.phase == "update"), end + 1) - 1 if trace.other_nbytes else end
+    )
     handed = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
     lent = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
@@ -59,7 +61,7 @@ def spans(trace: Trace) -> Iterator[Span]:
             if op.fn == "tangent":
                 yield op, made, turn, max(turn, read[made.name]) if lent and not _is_number(op) else end
             elif op.is_input:
-                yield op, made, 0, ended if op.name == OTHERS else end
+                yield op, made, 0, ended if op.name == OTHER_FORWARDS else end
             elif made.name in handed:
                 yield op, made, index, end
             else:

@@ -16,6 +16,8 @@ RATES = {  # the measured fields of each part of a machine
     "network": ("rate", "latency_us", "interference"),
     "streaming": ("host_update_rate",),
 }
+CASTABLE = {"bf16": "f32"}  # the type of values that may be cast to each: of the same range, so that none overflows
+CAST_WORKSPACE = 16384  # bytes that the cast before a copy may allocate and free
 SMALLEST_STREAMED = 1 << 16  # bytes of an input or a gradient; smaller ones stay on the device
 
 
@@ -154,3 +156,10 @@ def with_rates(machine: Machine, measured: Sequence[float]) -> Machine:
         part: replace(getattr(machine, part), **{name: next(left) for name in names}) for part, names in RATES.items()
     }
     return replace(machine, **parts)
+
+
+def cast_type(type: str, dtype: str) -> str:
+    """Return the type of a value cast to `dtype`: "f32[8, 4]" to "bf16[8, 4]"; empty if it may not be cast."""
+    own, _, shape = type.partition("[")
+    # A value of several tensors has several brackets.
+    return f"{dtype}[{shape}" if CASTABLE.get(dtype) == own and "[" not in shape else ""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from .trace import Op, Trace, type_nbytes
 
-BEGINS = "memgraph.reduce_scatter.default"
-ENDS = "memgraph.reduced.default"
+REDUCE_SCATTER = "memgraph.reduce_scatter.default"
+REDUCED = "memgraph.reduced.default"
 
-GATHERS = "memgraph.gather.default"
+GATHER = "memgraph.gather.default"
 
 
 GATHERED = "memgraph.gathered.default"
 
 
-ROOM = "memgraph.room.default"
+GATHER_ROOM = "memgraph.room.default"
 
 
 def gathered_by(trace: Trace) -> dict[str, set[str]]:
@@ -27,4 +27,4 @@ def gathered_by(trace: Trace) -> dict[str, set[str]]:
 
 def sent_nbytes(trace: Trace, op: Op) -> int:
     """The bytes of the whole bucket that an exchange or a gather is about."""
-    return type_nbytes(op.type) if op.fn == GATHERS else trace.nbytes[trace.op[op.reads[0]].holds[0]]
+    return type_nbytes(op.type) if op.fn == GATHER else trace.nbytes[trace.op[op.reads[0]].holds[0]]

@@ -21,10 +21,10 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
-OTHERS = "other_forwards"  # the input that stands for what other open forwards hold, until the update
+OTHER_FORWARDS = "other_forwards"  # the input that stands for what other open forwards hold, until the update
 _INPUTS = frozenset(INPUTS)  # asked of every op
-FLAGS = ("once", "far", "hosted")
-NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
+FLAGS = ("once", "offloaded", "on_host")
+NOTES = ("makes", "holds", "workspace", "draws", "microbatch", "slice", "recomputes")
 ITEMSIZE = {
     "f64": 8,
     "f32": 4,
@@ -67,10 +67,10 @@ class Op:
     workspace: int = 0  # bytes that the op allocates and frees while it runs
     draws: int = 0  # bytes of the generator's state, for an op that draws random numbers
     once: bool = False  # may not run a second time
-    far: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
-    hosted: bool = False  # states that are far, and are updated there, with the parameters whose they are
-    again: str = ""  # the op that this one repeats
-    part: int = 0  # the micro-batch that it works on, from 1
+    offloaded: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
+    on_host: bool = False  # states that are far, and are updated there, with the parameters whose they are
+    recomputes: str = ""  # the op that this one repeats
+    microbatch: int = 0  # the micro-batch that it works on, from 1
     slice: int = 0  # the slice that it belongs to, from 1
     type: str = ""
     where: str = ""
@@ -85,12 +85,12 @@ class Op:
 
     def rewritten(
         self, name: str, reads: tuple[str, ...], makes: tuple[Storage, ...], holds: tuple[str, ...], phase: str,
-        again: str,
+        recomputes: str,
     ) -> Op:  # fmt: skip
         """The same op as another line: what `dataclasses.replace` does, in a fraction of its time."""
         return Op(
-            name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.far,
-            self.hosted, again, self.part, self.slice, self.type, self.where,
+            name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.offloaded,
+            self.on_host, recomputes, self.microbatch, self.slice, self.type, self.where,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -100,10 +100,10 @@ class Op:
         if self.holds != tuple(storage.name for storage in self.makes):
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
-        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["far"] * self.far
-        notes += ["hosted"] * self.hosted
-        notes += [f"part {self.part}"] * bool(self.part) + [f"slice {self.slice}"] * bool(self.slice)
-        notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
+        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["offloaded"] * self.offloaded
+        notes += ["on_host"] * self.on_host
+        notes += [f"microbatch {self.microbatch}"] * bool(self.microbatch) + [f"slice {self.slice}"] * bool(self.slice)
+        notes += [f"recomputes {self.recomputes}"] * bool(self.recomputes) + [f"at {self.where}"] * bool(self.where)
         text = " | ".join(note for note in notes if note)
         return f"{self.name} = {self.fn}({', '.join(self.reads)})" + (f"  # {text}" if text else "")
 
@@ -130,9 +130,9 @@ class Trace:
         return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
 
     @cached_property
-    def others(self) -> int:
+    def other_nbytes(self) -> int:
         """The bytes that are counted for other open forwards."""
-        return self.op[OTHERS].nbytes if OTHERS in self.op else 0
+        return self.op[OTHER_FORWARDS].nbytes if OTHER_FORWARDS in self.op else 0
 
     @cached_property
     def saved(self) -> dict[str, int]:
@@ -201,8 +201,9 @@ def _parse_op(line: str, phase: str) -> Op:
     return Op(
         name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
-        once=bool(facts["once"]), far=bool(facts["far"]), hosted=bool(facts["hosted"]), again=facts["again"],
-        part=int(facts["part"] or 0), slice=int(facts["slice"] or 0), type=facts["type"], where=where,
+        once=bool(facts["once"]), offloaded=bool(facts["offloaded"]), on_host=bool(facts["on_host"]),
+        recomputes=facts["recomputes"], microbatch=int(facts["microbatch"] or 0), slice=int(facts["slice"] or 0),
+        type=facts["type"], where=where,
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class LinearProgram:
     @cached_property
     def makers(self) -> tuple[ProducerOp, ...]:
         items: dict[str, list[int]] = {}
-        for i, value in enumerate(self.gaps.maker.values()):
+        for i, value in enumerate(self.gaps.producer.values()):
             items.setdefault(value, []).append(i)
         ops = self.gaps.trace.op
         return tuple(ProducerOp(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
@@ -84,19 +84,19 @@ class LinearProgram:
     def items(self) -> tuple[StorageVar, ...]:
         place = {maker.value: i for i, maker in enumerate(self.makers)}
         readers = self._readers()
-        leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.maker}
+        leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.producer}
         return tuple(
             StorageVar(
                 storage=storage,
                 nbytes=self.gaps.trace.nbytes[storage],
                 maker=place[value],
-                left=self.gaps.left[storage],
+                left=self.gaps.last_forward_use[storage],
                 use=self.gaps.uses.get(storage, (self.size,))[0],
                 readers=tuple(readers[storage]),
                 leaves=leaves[storage],
                 wire=self.gaps.wire_nbytes(storage, self.machine.cast.dtype) if leaves[storage] else 0,
             )
-            for storage, value in self.gaps.maker.items()
+            for storage, value in self.gaps.producer.items()
         )
 
     @cached_property
@@ -153,7 +153,7 @@ class LinearProgram:
         """The bytes at every position that no plan without far homes lowers, whatever it runs again and how often: in
         backward, of the items only those that the op reads."""
         waiting = np.zeros(self.size + 1)
-        for life in self.captured.lives:
+        for life in self.captured.lifetimes:
             if life.storage in self.place and life.last >= self.boundary:
                 waiting[self.items[self.place[life.storage]].use] += life.nbytes
                 waiting[life.last + 1] -= life.nbytes
@@ -233,15 +233,15 @@ class LinearProgram:
         return np.array([item.use for item in self.items], dtype=np.int64)
 
     def _readers(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {storage: [] for storage in self.gaps.maker}
+        found: dict[str, list[int]] = {storage: [] for storage in self.gaps.producer}
         for i, maker in enumerate(self.makers):
             if not maker.once:
                 reads = self.gaps.trace.op[maker.value].reads
-                for storage in dict.fromkeys(held for read in reads for held in self.gaps.held.get(read, ())):
+                for storage in dict.fromkeys(held for read in reads for held in self.gaps.holds.get(read, ())):
                     found[storage].append(i)
         return found
 
     def _leaves(self, storage: str, readers: list[int]) -> bool:
-        wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
+        wanted = storage in self.gaps.whole_value and (storage in self.gaps.uses or bool(readers))
         there = self.trips and self.machine.link.works
         return wanted and there and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP

@@ -65,11 +65,11 @@ def residents(gaps: ReuseGaps, machine: Machine) -> tuple[Resident, ...]:
         return ()
     places, streamable = _places(gaps), gaps.streamable
     found = []
-    for storage, value in streamable.value.items():
+    for storage, value in streamable.values.items():
         op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
         if nbytes >= SMALLEST_STREAMED and machine.streaming.can_offload(op.fn):
             made = not op.is_input
-            visits = ((gaps.index[value], streamable.ended[storage]),) if made else _visits(places.get(storage, []))
+            visits = ((gaps.index[value], streamable.last_use[storage]),) if made else _visits(places.get(storage, []))
             found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
     return tuple(found)
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..analysis.host_update import StateGroup, device_us, host_us, state_groups
-from ..simulate.forecast import early_share
+from ..simulate.forecast import staged_share
 from .rows import MIB, TIE
 from .solver import INFINITY
 
@@ -131,7 +131,7 @@ def add_update_rows(model: PlanModel) -> None:
     program, row, far = model.program, model.linear.row, model.far
     for position, window in far.windows.items():
         op, us = program.gaps.trace.ops[position], Terms()
-        rest = 1.0 - early_share(program.gaps.trace, op, program.machine)
+        rest = 1.0 - staged_share(program.gaps.trace, op, program.machine)
         for lives, resident in zip(far.lives, program.residents, strict=True):
             if resident.value in op.reads:
                 us[lives] = -rest * resident.update_us(program.machine)

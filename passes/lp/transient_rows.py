@@ -27,18 +27,18 @@ def add_event_rows(model: PlanModel, forecast: Forecast, index: int, position: i
     homes = {resident.storage: h for h, resident in enumerate(model.program.residents)}
     makers = {f"{maker.value}__rng": o for o, maker in enumerate(model.program.makers)}
     read = {held for value in forecast.trace.ops[index].reads for held in forecast.trace.op[value].holds}
-    for life in forecast.alive(index):
-        made = forecast.trace.op[life.maker]
-        if life.maker in makers:
+    for life in forecast.live_at(index):
+        made = forecast.trace.op[life.producer]
+        if life.producer in makers:
             held += life.nbytes
-            coefficients[model.again[makers[life.maker]]] = life.nbytes / MIB
+            coefficients[model.again[makers[life.producer]]] = life.nbytes / MIB
         if life.storage in homes and life.storage not in read and life.first < index:
             coefficients[model.far.lives[homes[life.storage]]] = -life.nbytes / MIB
         i = model.program.place.get(model.program.gaps.origin(life, made))
-        if i is None or not (made.again or _waits(model, i, position)):
+        if i is None or not (made.recomputes or _waits(model, i, position)):
             continue
         held += life.nbytes
-        found = [model.kept[i], *([model.again[model.program.items[i].maker]] if made.again else [])]
+        found = [model.kept[i], *([model.again[model.program.items[i].maker]] if made.recomputes else [])]
         if made.name in gone or made.fn in COPIES:
             found += model.sent(i)
         for column in found:

@@ -167,7 +167,7 @@ class _Walk:
         said = self.plan[place]
         assert isinstance(said, Offload)
         out, boundary = self.gaps.index[said.out], self.gaps.trace.boundary
-        last = boundary - 1 if out < boundary else self.gaps.streamable.leaves_by(said.value)
+        last = boundary - 1 if out < boundary else self.gaps.streamable.offload_deadline(said.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
         self.leaving.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
 
@@ -188,7 +188,7 @@ class _Walk:
 
     def _comings(self) -> Iterator[PendingReload]:
         """All fetches."""
-        gone = {life.storage: life.last for life in self.forecast.lives}
+        gone = {life.storage: life.last for life in self.forecast.lifetimes}
         boundary, ops = self.gaps.trace.boundary, self.gaps.trace.ops
         begin = next((i for i, op in enumerate(ops) if not op.is_input), 0)
         count: dict[str, int] = {}

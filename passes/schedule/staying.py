@@ -39,7 +39,7 @@ def keep_between_uses(plan: Plan, forecast: Forecast, room: int) -> Plan:
 def _rests(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
     """Between two fetches of what lives far."""
     far = {said.value for said in plan if isinstance(said, Stream)}
-    gone = {life.storage: life.last for life in forecast.lives}
+    gone = {life.storage: life.last for life in forecast.lifetimes}
     index = {op.name: line for line, op in enumerate(forecast.trace.ops)}
     count: dict[str, int] = {}
     for place, said in enumerate(plan):

@@ -43,13 +43,13 @@ class _LocalSearch:
         for storage, fate in changes:
             if self.tries <= 0 or time.monotonic() >= self.until:
                 return False
-            if self.state.fates.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
+            if self.state.placements.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
                 self.tries -= 1
                 self._try(storage, fate)
         return self.state is not before
 
     def _try(self, storage: str, fate: Placement) -> None:
-        new = make_candidate(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
+        new = make_candidate(self.program.gaps, self.program.machine, self.state.placements | {storage: fate})
         if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
             self.state = new
             self.failed.clear()
@@ -59,7 +59,7 @@ class _LocalSearch:
 
 def _others(program: LinearProgram, state: Candidate) -> Iterator[PlacementSwap]:
     """What else may become of the storages that are given up, the largest first."""
-    given = [item for item in program.items if state.fates.get(item.storage, Placement.KEEP) is not Placement.KEEP]
+    given = [item for item in program.items if state.placements.get(item.storage, Placement.KEEP) is not Placement.KEEP]
     for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
         for fate in _ways(program, item):
             yield item.storage, fate

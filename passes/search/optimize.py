@@ -26,7 +26,7 @@ from ..lp.transient_rows import add_event_rows, broken, is_reloaded
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.copy_timing import retime_copies
 from ..schedule.schedule import Placement
-from ..simulate.choice import PlanResult, Proposal
+from ..simulate.plan_result import PlanResult, Proposal
 from .greedy import greedy_from
 from .local_search import PlacementSwap, local_search
 from .work import AIMING, NARROW, PROVING, work_for, work_of_ops
@@ -70,7 +70,7 @@ def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY)
     if not machine.link.out:
         return Proposal(())
     found = optimize(trace, machine.without_tier, until)
-    return Proposal(found.plan, home_us=found.any_us)
+    return Proposal(found.plan, no_offload_us=found.any_us)
 
 
 def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
@@ -366,8 +366,8 @@ class _Search:
             starts = [*starts, *self._at_home]
         tries = POLISHED // max(1, self.program.size) // (STREAMED if self.program.residents else 1)
         for start in starts:
-            if start.fates not in self.begun and not self._is_near():
-                self.begun.append(start.fates)
+            if start.placements not in self.begun and not self._is_near():
+                self.begun.append(start.placements)
                 self.polished.append(self._in_time(local_search(self.program, start, tries, self.until, self._wanted)))
 
     @cached_property
@@ -378,7 +378,7 @@ class _Search:
     def _begin_with(self) -> list[Candidate]:
         """What is polished of a plan that fits: as it is without other times for its copies, which take too long to be
         found for each try.  With another fate one would not fit that does so only because of these."""
-        plain = make_candidate(self.program.gaps, self.machine, self.state.fates)
+        plain = make_candidate(self.program.gaps, self.machine, self.state.placements)
         return [plain] if plain.peak <= self.machine.budget else self._at_home
 
     @cached_property

@@ -1,5 +1,5 @@
 """Say what a planned step takes: the one simulator that has the last word.
 
 forecast    bytes at every op, time on every queue
-choice      a plan beside the step it was made for, and its proven bound
+plan_result   PlanResult: a plan beside the step as captured, and what is proven of both
 """

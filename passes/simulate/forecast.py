@@ -22,9 +22,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..ir.liveness import Life, Span, lifetimes, spans
+from ..ir.liveness import Lifetime, Span, lifetimes, spans
 from ..ir.machine import Machine
-from ..ir.ops import BEGINS, ENDS, GATHERED, GATHERS, sent_nbytes
+from ..ir.ops import GATHER, GATHERED, REDUCE_SCATTER, REDUCED, sent_nbytes
 from ..ir.trace import Op, Trace, type_nbytes
 
 KINDS = (
@@ -68,13 +68,13 @@ class Forecast:
     copies: tuple[Copy, ...]
 
     @cached_property
-    def lives(self) -> tuple[Life, ...]:
+    def lifetimes(self) -> tuple[Lifetime, ...]:
         return lifetimes(self.trace, self._spans)
 
     @cached_property
     def by_kind(self) -> dict[str, Bytes]:
         change = {kind: np.zeros(len(self.trace.ops) + 1, dtype=np.int64) for kind in KINDS}
-        for life in self.lives:
+        for life in self.lifetimes:
             change[life.kind][life.first] += life.nbytes
             change[life.kind][life.last + 1] -= life.nbytes
         by_kind = {kind: np.cumsum(steps[:-1]) for kind, steps in change.items()}
@@ -101,32 +101,32 @@ class Forecast:
         return self.machine.link.staging if any(copy.queue != "net" for copy in self.copies) else 0
 
     @cached_property
-    def at(self) -> int:
+    def peak_index(self) -> int:
         """The index of the first op at the peak."""
         return int(np.argmax(self.total)) if len(self.total) else 0
 
     @property
     def peak(self) -> int:
-        return int(self.total[self.at]) if len(self.total) else 0
+        return int(self.total[self.peak_index]) if len(self.total) else 0
 
     @cached_property
     def retained(self) -> int:
         """The peak if backward lets nothing go that forward had saved for it, or goes through the same a second time,
         when its gradients come beside those that are there."""
         turn, kept = self.trace.boundary, np.zeros(len(self.total) + 1, dtype=np.int64)
-        for life in self.lives:
+        for life in self.lifetimes:
             if life.first < turn <= life.last:
                 kept[life.last + 1] += life.nbytes
         gradients = int(self.by_kind["gradient"].max(initial=0))
         return max(int((self.total + np.cumsum(kept)[:-1]).max(initial=0)), self.peak + gradients)
 
-    def alive(self, index: int) -> tuple[Life, ...]:
+    def live_at(self, index: int) -> tuple[Lifetime, ...]:
         """What is on the device while op `index` runs, the largest first."""
         there = [span for span in self._spans if span[2] <= index <= span[3]]
         return tuple(sorted(lifetimes(self.trace, there), key=lambda life: -life.nbytes))
 
     def __str__(self) -> str:
-        where = self.trace.ops[self.at].name if self.trace.ops else "nothing"
+        where = self.trace.ops[self.peak_index].name if self.trace.ops else "nothing"
         return f"{self.peak} bytes at {where}, {self.us:.0f} us"
 
 
@@ -139,7 +139,7 @@ def predict(trace: Trace, machine: Machine) -> Forecast:
 def offloaded_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
     """What an op of the update reads where it lies in the far tier: inputs, and tickets of what has left."""
     found = (trace.op[read] for read in op.reads) if op.phase == "update" else ()
-    return tuple(read for read in found if read.far or read.fn == OFFLOAD)
+    return tuple(read for read in found if read.offloaded or read.fn == OFFLOAD)
 
 
 def _workspaces(trace: Trace, machine: Machine) -> Bytes:
@@ -157,8 +157,8 @@ def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
     on the host, all that is not."""
     come, go, hosted = 0, 0, False
     for read in map(trace.op.__getitem__, op.reads):
-        hosted = read.hosted if read.fn == "state" else hosted  # and so is what stands behind it
-        far, written = read.far or read.fn == OFFLOAD, read.fn in ("parameter", "state")
+        hosted = read.on_host if read.fn == "state" else hosted  # and so is what stands behind it
+        far, written = read.offloaded or read.fn == OFFLOAD, read.fn in ("parameter", "state")
         nbytes = max(0, type_nbytes((trace.op[read.reads[0]] if read.fn == OFFLOAD else read).type))
         if far and not hosted:
             come, go = come + nbytes, go + nbytes * written
@@ -167,13 +167,13 @@ def update_nbytes(trace: Trace, op: Op) -> tuple[int, int]:
     return come, go
 
 
-def stepped_us(trace: Trace, op: Op, machine: Machine) -> float:
+def host_update_us(trace: Trace, op: Op, machine: Machine) -> float:
     """What the host takes for the states of an update that it steps on."""
-    there = sum(type_nbytes(trace.op[read].type) for read in op.reads if trace.op[read].hosted)
+    there = sum(type_nbytes(trace.op[read].type) for read in op.reads if trace.op[read].on_host)
     return there / (machine.streaming.host_update_rate or 1.0)
 
 
-def early_share(trace: Trace, op: Op, machine: Machine) -> float:
+def staged_share(trace: Trace, op: Op, machine: Machine) -> float:
     """How much of what an update reads goes through windows that are there before it and behind it."""
     nbytes = sum(max(0, type_nbytes(trace.op[read].type)) for read in op.reads)
     return min(1.0, machine.streaming.update_staging / nbytes) if nbytes else 0.0
@@ -221,9 +221,9 @@ class Queues:
                 return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.cast.out or 1.0)
             case "memgraph.widen.default":
                 return now + op.nbytes / (machine.cast.back or 1.0)
-            case _ if op.fn in (BEGINS, GATHERS):
+            case _ if op.fn in (REDUCE_SCATTER, GATHER):
                 return self.send(now, op.name, "net", sent_nbytes(trace, op))
-            case _ if op.fn in ("memgraph.free.default", "memgraph.wait.default", ENDS, GATHERED):
+            case _ if op.fn in ("memgraph.free.default", "memgraph.wait.default", REDUCED, GATHERED):
                 return max(now, self.ends[op.reads[0]])
             case _:
                 return self.update(now, op) if op.phase == "update" else now + op.us
@@ -241,11 +241,11 @@ class Queues:
     def update(self, now: float, op: Op) -> float:
         """Compute an update, in windows if some of it is far; when compute goes on."""
         come, go = update_nbytes(self.trace, op)
-        stepped = stepped_us(self.trace, op, self.machine)
+        stepped = host_update_us(self.trace, op, self.machine)
         if not come + go:
             return now + max(op.us, stepped)
         begin = max(now, self.idle["back"]) if self.machine.link.half_duplex else now
-        early = early_share(self.trace, op, self.machine)
+        early = staged_share(self.trace, op, self.machine)
         waits, fetched = (now, 0.0) if self.filled is None else (max(now, self.filled), early)
         end = self._carry("out", self._carry("back", begin, (1 - fetched) * come), (1 - early) * go)
         now = max(waits + op.us, end, now + stepped)
@@ -253,7 +253,7 @@ class Queues:
         self.updates.pop(0)
         if self.updates and self.machine.streaming.update_staging:
             following = self.updates[0]
-            share = early_share(self.trace, following, self.machine)
+            share = staged_share(self.trace, following, self.machine)
             self.filled = self._carry("back", self.written, share * update_nbytes(self.trace, following)[0])
         return now
 

@@ -46,7 +46,7 @@ def best_fates(trace: Trace, machine: Machine) -> tuple[float, Plan] | None:
 
 def keep_or_recompute(gaps: ReuseGaps) -> Choices:
     """For each movable storage whether it is kept; what may run once is."""
-    return {s: (Placement.KEEP,) if gaps.trace.op[made].once else (Placement.KEEP, Placement.RECOMPUTE) for s, made in gaps.maker.items()}  # fmt: skip
+    return {s: (Placement.KEEP,) if gaps.trace.op[made].once else (Placement.KEEP, Placement.RECOMPUTE) for s, made in gaps.producer.items()}  # fmt: skip
 
 
 def all_fates(gaps: ReuseGaps, machine: Machine) -> Choices:

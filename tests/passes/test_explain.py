@@ -151,7 +151,7 @@ def test_an_update_in_windows_takes_what_its_window_does() -> None:
         step = SGD.step(w, o)  # workspace 9000 | 10.0 us
         return output o
     """)
-    far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | far").replace("mm(x, w)", "mm(x)"))
+    far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | offloaded").replace("mm(x, w)", "mm(x)"))
     machine = Machine(100, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True, window=700))
     text = explain_infeasible(predict(far, machine), machine, captured)
     assert "           700 bytes  workspace  of step itself" in text

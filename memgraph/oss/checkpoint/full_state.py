@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...errors import StateError
 from ...tensors.layout import flat
@@ -100,16 +100,16 @@ def _own_outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> tuple[str
         return str(error), []
 
 
-def places(oss: StateDictMixin) -> list[list[Piece]]:
+def places(oss: StateDictMixin) -> list[list[ShardRange]]:
     """The pieces of each parameter, in order."""
-    found: list[list[Piece]] = [[] for _ in oss.pieces.parameters]
+    found: list[list[ShardRange]] = [[] for _ in oss.pieces.parameters]
     for laid in oss.pieces.laid:
-        for piece in laid.bucket.pieces:
-            found[piece.item].append(piece)
+        for piece in laid.bucket.shards:
+            found[piece.param].append(piece)
     return [sorted(pieces, key=lambda piece: piece.begin) for pieces in found]
 
 
-def is_elementwise(given: Outline, piece: Piece) -> bool:
+def is_elementwise(given: Outline, piece: ShardRange) -> bool:
     """Whether an entry of a piece that is not the whole parameter has an element for each of its own."""
     return any(kind.shape == (piece.count,) for kind in kinds(given)) and "tensor" in given
 
@@ -124,7 +124,7 @@ class _Gathering:
         held: Mapping[Key, Entries],
         told: Mapping[Key, Outline],
         item: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ShardRange],
     ) -> None:
         self.courier, self.held, self.told, self.pieces = courier, held, told, pieces
         self.parameter = oss.pieces.parameters[item]
@@ -160,7 +160,7 @@ class _Gathering:
         return torch.empty(0) if whole is None else whole
 
 
-def _part(value: Any, parameter: Tensor, piece: Piece) -> Any:
+def _part(value: Any, parameter: Tensor, piece: ShardRange) -> Any:
     """What a piece has of an entry of its parameter."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return in_order_of(value, parameter)[piece.begin : piece.end].clone()

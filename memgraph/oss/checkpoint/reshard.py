@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...tensors.layout import flat
 from ..comm.watchdog import CollectiveWatchdog
@@ -26,9 +26,9 @@ from .state_outline import Kind
 Key = tuple[int, int]  # a piece: its parameter, and where it begins
 
 
-def key(piece: Piece) -> Key:
+def key(piece: ShardRange) -> Key:
     """By what a piece is known."""
-    return piece.item, piece.begin
+    return piece.param, piece.begin
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def rows_of(kind: Kind, ranks: int) -> Rows:
 class Overlap:
     """Elements [begin, end) of a parameter: of a piece of one rank, in the rows of another."""
 
-    piece: Piece
+    piece: ShardRange
     rank: int
     begin: int
     end: int
 
 
-def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
+def overlaps(pieces: Sequence[ShardRange], rows: Rows) -> Iterator[Overlap]:
     """What each piece has of each rank's rows."""
     for piece in pieces:
         for rank, (first, last) in enumerate(pairwise(rows.bounds)):
@@ -76,11 +76,11 @@ def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
 class Transfer:
     """One tensor on its way between pieces and rows, on all ranks at once."""
 
-    def __init__(self, watch: CollectiveWatchdog, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
+    def __init__(self, watch: CollectiveWatchdog, kind: Kind, pieces: Sequence[ShardRange], rows: Rows) -> None:
         self.watch, self.kind, self.me = watch, kind, watch.group.rank()
         self.overlaps = list(overlaps(pieces, rows))
         self.base = rows.bounds[self.me]
-        self.name = f"exchange of the state of parameter {pieces[0].item}"
+        self.name = f"exchange of the state of parameter {pieces[0].param}"
 
     def to_rows(self, mine: Mapping[Key, Tensor], local: Tensor) -> None:
         """Fill this rank's rows, `local`; `mine` are its pieces, flat."""

@@ -60,7 +60,7 @@ def compare_metadata(found: Metadata, there: Mapping[str, Any]) -> None:
 
 def allocate_room(optimizer: StateDictMixin, found: Metadata) -> dict[str, Any]:
     """Where the optimizer's part of a checkpoint goes, on this rank."""
-    own = {piece.item for laid in optimizer.pieces.laid for piece, _ in laid.own}
+    own = {piece.param for laid in optimizer.pieces.laid for piece, _ in laid.own}
     places: dict[Any, Any] = {"state": {}, "param_groups": {}}
     for name, entry in found.state_dict_metadata.items():
         top, *path = found.planner_data[name]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...tensors.layout import is_dense
 from ..comm.watchdog import CollectiveWatchdog
@@ -90,7 +90,7 @@ def _mesh_of(oss: StateDictMixin) -> DeviceMesh:
     return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
 
 
-def _divisible(parameter: Tensor, pieces: Sequence[Piece], given: Outline) -> Kind | None:
+def _divisible(parameter: Tensor, pieces: Sequence[ShardRange], given: Outline) -> Kind | None:
     """What the whole of an entry is, if it has the shape of its parameter."""
     if not isinstance(given, dict) or "tensor" not in given or not _has_rows(parameter):
         return None
@@ -123,7 +123,7 @@ def _dtensor(mesh: DeviceMesh, kind: Kind, rows: Rows, local: Tensor) -> DTensor
 
 def _moved(
     watch: CollectiveWatchdog, mesh: DeviceMesh, copies: OffloadedCopies, kind: Kind, parameter: Tensor,
-    pieces: Sequence[Piece], mine: Mapping[Key, Tensor],
+    pieces: Sequence[ShardRange], mine: Mapping[Key, Tensor],
 ) -> DTensor:  # fmt: skip
     rows = rows_of(kind, len(watch.members))
     local = copies.room(rows.local(watch.group.rank(), kind, watch.device))
@@ -133,7 +133,9 @@ def _moved(
     return _dtensor(mesh, kind, rows, local)
 
 
-def _back(watch: CollectiveWatchdog, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]) -> dict[Key, Tensor]:
+def _back(
+    watch: CollectiveWatchdog, value: DTensor, parameter: Tensor, pieces: Sequence[ShardRange]
+) -> dict[Key, Tensor]:
     kind = _like(parameter, value.dtype)
     found = Transfer(watch, kind, pieces, rows_of(kind, len(watch.members))).to_pieces(value.to_local())
     if len(pieces) > 1:

@@ -180,10 +180,10 @@ class StateDictMixin(optim.Optimizer):
             id(view): i for i, view in enumerate(view for group in self.inner.param_groups for view in group["params"])
         }
         state = {
-            number[id(view)]: dict(entries[piece.item, piece.begin])
+            number[id(view)]: dict(entries[piece.param, piece.begin])
             for laid in self.pieces.laid
             for piece, view in laid.own
-            if (piece.item, piece.begin) in entries
+            if (piece.param, piece.begin) in entries
         }
         inner = [
             {**_options(group), "params": [number[id(view)] for view in mine["params"]]}

@@ -76,7 +76,7 @@ class _Entries:
     def __init__(self, oss: StateDictMixin, groups: Sequence[Group], sharded: bool) -> None:
         self.oss, self.groups, self.sharded = oss, groups, sharded
         self.name, self.first = oss.optim.__name__, FirstState(oss.optim, oss.given)
-        self.own = {piece.item for laid in oss.pieces.laid for piece, _ in laid.own}
+        self.own = {piece.param for laid in oss.pieces.laid for piece, _ in laid.own}
 
     def troubles(self, place: int, entries: object) -> Iterator[str]:
         if not isinstance(entries, Mapping):

@@ -41,7 +41,7 @@ class CollectiveComm:
         if bucket.owner is not None:
             part, kept = packed, dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
         else:
-            part = packed.new_empty(bucket.part)
+            part = packed.new_empty(bucket.shard_size)
             kept = _reduce_scatter(part, packed, group=self.group, async_op=True)
 
         def wait() -> list[Tensor]:
@@ -76,7 +76,7 @@ class CollectiveComm:
         if bucket.owner is not None:
             work = dist.broadcast(whole, group=self.group, group_src=bucket.owner, async_op=True)
         else:
-            part = whole[self.rank * bucket.part : (self.rank + 1) * bucket.part].clone()
+            part = whole[self.rank * bucket.shard_size : (self.rank + 1) * bucket.shard_size].clone()
             work = _all_gather(whole, part, group=self.group, async_op=True)
 
         def wait() -> None:
@@ -90,17 +90,17 @@ class CollectiveComm:
 
     def _packed(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
         """The sources where they lie in the bucket, zeros where nothing lies."""
-        count = bucket.part * (self.ranks if bucket.owner is None else 1)
+        count = bucket.shard_size * (self.ranks if bucket.owner is None else 1)
         packed = like.new_zeros(count, dtype=wire_type(like.dtype, self.wire))
         for rank, of_rank in enumerate(sources):
-            for piece, source in zip(bucket.stretches(rank), of_rank, strict=False):
-                packed[piece.at : piece.at + piece.count].copy_(narrowed(source.reshape(-1), self.wire))
+            for piece, source in zip(bucket.ranges(rank), of_rank, strict=False):
+                packed[piece.offset : piece.offset + piece.count].copy_(narrowed(source.reshape(-1), self.wire))
         return packed
 
     def _unpacked(self, bucket: Bucket, part: Tensor, rank: int) -> list[Tensor]:
-        first = rank * bucket.part if bucket.owner is None else 0
-        return [part[piece.at - first : piece.at - first + piece.count] for piece in bucket.stretches(rank)]
+        first = rank * bucket.shard_size if bucket.owner is None else 0
+        return [part[piece.offset - first : piece.offset - first + piece.count] for piece in bucket.ranges(rank)]
 
     def _put(self, bucket: Bucket, whole: Tensor, views: Sequence[Sequence[Tensor]], rank: int) -> None:
-        stretches = bucket.stretches(rank)
-        put(torch.cat([whole[piece.at : piece.at + piece.count] for piece in stretches]), views[rank])
+        stretches = bucket.ranges(rank)
+        put(torch.cat([whole[piece.offset : piece.offset + piece.count] for piece in stretches]), views[rank])

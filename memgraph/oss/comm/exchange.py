@@ -64,7 +64,7 @@ class BucketComm:
         mine = list(sources[self.rank])
         if self.is_alone:
             return lambda: mine
-        name = f"averaging of the gradients of {op_name(bucket.items)}"
+        name = f"averaging of the gradients of {op_name(bucket.params)}"
         with self.watch.naming(name):
             wait = self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
         return self._watched(wait, name)
@@ -75,18 +75,18 @@ class BucketComm:
         Returns:
             waits, and gives this rank's part
         """
-        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.params or [0])} in backward"
         with self.watch.naming(name):
             if whole.device.type != "cpu":
                 return self._watched(self.collectives.packed(whole), name)
-            wait = self.pairs.reduce([[part] for part in whole.split(bucket.part)])
+            wait = self.pairs.reduce([[part] for part in whole.split(bucket.shard_size)])
         return self._watched(lambda: wait()[0], name)
 
     def gather(self, bucket: Bucket, views: Sources) -> Done:
         """Begin to send this rank's stretches of a bucket to all, and to put those of the others into their views."""
         if self.is_alone:
             return lambda: None
-        name = f"gathering of {op_name(bucket.items)}"
+        name = f"gathering of {op_name(bucket.params)}"
         with self.watch.naming(name):
             wait = self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
         return self._watched(wait, name)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket, ShardRange
 
 from ..shards.shard_views import BucketViews
 from .exchange import BucketComm, op_name
@@ -79,7 +79,7 @@ class SharedMemoryComm:
             waits, and gives this rank's part
         """
         watch, ranks = self.exchange.watch, self.exchange.ranks
-        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.params or [0])} in backward"
         every = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
         with watch.naming(name):
             told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watch.group, async_op=True)
@@ -87,7 +87,7 @@ class SharedMemoryComm:
         def wait() -> Tensor:
             with watch.naming(name):
                 watch.wait(told)
-                mine = whole[self.exchange.rank * bucket.part : (self.exchange.rank + 1) * bucket.part]
+                mine = whole[self.exchange.rank * bucket.shard_size : (self.exchange.rank + 1) * bucket.shard_size]
                 at = mine.data_ptr() - whole.data_ptr()
                 total: Tensor | None = None
                 for rank in range(ranks):
@@ -129,7 +129,7 @@ class SharedMemoryComm:
         """Wait until all ranks are here; whether any of them has the flag."""
         return bool(self.exchange.most(torch.tensor([flag], dtype=torch.int32), name))
 
-    def _add_in_parts(self, whole: Piece, mine: Tensor, total: Tensor) -> None:
+    def _add_in_parts(self, whole: ShardRange, mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of a piece, into `total`, as much at once as stays in the cache."""
         step = CACHED // mine.element_size()
         for begin in range(0, whole.count, step):
@@ -137,7 +137,7 @@ class SharedMemoryComm:
             part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
             self._add([part], mine[begin:end], total[begin:end])
 
-    def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
+    def _add(self, pieces: Sequence[ShardRange], mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of these pieces, into `total`."""
         added: Tensor | None = None
         for rank in range(self.exchange.ranks):
@@ -148,22 +148,22 @@ class SharedMemoryComm:
             added = part if added is None else torch.add(added, part, out=total)
         total.div_(self.exchange.ranks)
 
-    def _read_gradients(self, rank: int, pieces: Sequence[Piece], room: Tensor) -> None:
+    def _read_gradients(self, rank: int, pieces: Sequence[ShardRange], room: Tensor) -> None:
         wanted = []
         for piece, part in zip(pieces, room.split([piece.count for piece in pieces]), strict=True):
-            if not self.gradients[rank][piece.item]:
+            if not self.gradients[rank][piece.param]:
                 part.zero_()
             elif piece.count:
                 wanted.append((part, self._at(self.gradients[rank], piece, part)))
-        with self.exchange.watch.naming(f"averaging of the gradients of {op_name([piece.item for piece in pieces])}"):
+        with self.exchange.watch.naming(f"averaging of the gradients of {op_name([piece.param for piece in pieces])}"):
             read(self.processes[rank], wanted)
 
-    def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
-        return begins[piece.item] + piece.begin * like.element_size()
+    def _at(self, begins: Sequence[int], piece: ShardRange, like: Tensor) -> int:
+        return begins[piece.param] + piece.begin * like.element_size()
 
 
 def _items(used: Iterable[BucketViews]) -> str:
-    return op_name([item for laid in used for item in laid.bucket.items] or [0])
+    return op_name([item for laid in used for item in laid.bucket.params] or [0])
 
 
 def shared_memory_comm(exchange: BucketComm) -> SharedMemoryComm | None:

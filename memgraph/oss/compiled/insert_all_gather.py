@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ...graph.captured import Captured
 from ...graph.nodes import derived_nodes
@@ -48,10 +48,10 @@ def arrivals(oss: OSS, named: Mapping[str, Tensor]) -> list[Arrival]:
     names, parameters, found = {p: name for name, p in named.items()}, oss.pieces.parameters, []
     for i, laid in enumerate(oss.pieces.laid):
         bucket = laid.bucket
-        there = [parameters[item] for item in bucket.items if parameters[item].numel()]
+        there = [parameters[item] for item in bucket.params if parameters[item].numel()]
         if there and (i in oss.awaited.ever or oss.awaited.is_trained(i)) and names.keys() >= set(there):
-            size = bucket.part * (oss.exchange.ranks if bucket.owner is None else 1)
-            room = gathered_nbytes(oss, laid) + WORKSPACE * (oss.exchange.wire is not None)
+            size = bucket.shard_size * (oss.exchange.ranks if bucket.owner is None else 1)
+            room = gathered_nbytes(oss, laid) + CAST_WORKSPACE * (oss.exchange.wire is not None)
             found.append(Arrival(i, tuple(names[parameter] for parameter in there), size, room))
     return found
 

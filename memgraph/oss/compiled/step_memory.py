@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes import Trace
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ...optim.optimizer_profiler import update_nbytes
 from ...optim.state_parts import StatePart, is_large
@@ -83,7 +83,7 @@ def _told_nbytes(oss: OSS) -> int:
     """What is taken for flags, and by casts for the wire."""
     taken = (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
     if oss.exchange.wire is not None:
-        taken += WORKSPACE
+        taken += CAST_WORKSPACE
     if oss.exchange.wire is torch.float16:  # of which it is tried whether it takes the numbers
         taken += TRIED * max(parameter.nbytes for parameter in oss.pieces.parameters)
     return taken
@@ -120,8 +120,8 @@ def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
 def _own_group(oss: OSS, laid: BucketViews) -> tuple[Group, object]:
     """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
     alike."""
-    first, parameters = laid.bucket.items[0], oss.pieces.parameters
-    views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
+    first, parameters = laid.bucket.params[0], oss.pieces.parameters
+    views = [view for piece, view in laid.own if parameters[piece.param].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
     forms = tuple((view.shape, view.dtype, view.device) for view in views)
     key = oss.optim, repr(group), repr(attributes(oss.inner)), forms
@@ -133,10 +133,10 @@ def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
     ids, parameters, sure = set(map(id, trained)), oss.pieces.parameters, list[Tensor]()
     groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
     for piece, view in (one for laid in oss.pieces.laid for one in laid.own):
-        parameter = parameters[piece.item]
+        parameter = parameters[piece.param]
         if parameter.requires_grad or view in oss.inner.state:
             stepped = _trained(view)
-            groups[oss.group_of[piece.item]].append(stepped)
+            groups[oss.group_of[piece.param]].append(stepped)
             sure += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
     return update_nbytes(clone_optimizer(oss.inner, given), sure)
@@ -193,4 +193,4 @@ def _on_cpu(oss: OSS) -> bool:
 
 
 def _part_nbytes(oss: OSS, laid: BucketViews) -> int:
-    return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()
+    return laid.bucket.shard_size * oss.pieces.parameters[laid.bucket.params[0]].element_size()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket, ShardRange
 
 from ...errors import ShardError
 from ...tensors.layout import flat, is_dense
@@ -30,9 +30,9 @@ class BucketViews:
     """A bucket, with views of the parameters as they lie."""
 
     bucket: Bucket
-    stretches: tuple[tuple[Piece, ...], ...]  # of each rank
+    stretches: tuple[tuple[ShardRange, ...], ...]  # of each rank
     views: tuple[tuple[Tensor, ...], ...]  # of each of them, flat
-    own: tuple[tuple[Piece, Tensor], ...]  # what the update of this rank is given
+    own: tuple[tuple[ShardRange, Tensor], ...]  # what the update of this rank is given
 
     def gradients(self, stretches: Sequence[Tensor]) -> list[Tensor]:
         """For each of the own pieces its part of the gradient of the stretches of this rank, in the piece's shape."""
@@ -108,7 +108,7 @@ class ShardViews:
         """Put the gradients of all parameters into `flats`."""
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None and not is_placeholder(parameter.grad):
-                self._source(Piece(i, 0, 0, 0, 0), flats)
+                self._source(ShardRange(i, 0, 0, 0, 0), flats)
 
     def own_sources(self, laid: BucketViews, flats: dict[int, Tensor], rank: int) -> list[Tensor]:
         """The gradients of one rank's stretches of a bucket; those that are flat by now are in `flats`."""
@@ -117,31 +117,33 @@ class ShardViews:
     def own_gradients(self, laid: BucketViews, flats: dict[int, Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The gradients of the own pieces of a bucket, as they are here; nothing stands for one that no rank has."""
         return [
-            _in_shape_of(self._source(piece, flats), view) if kinds[piece.item] else view.new_empty(0)
+            _in_shape_of(self._source(piece, flats), view) if kinds[piece.param] else view.new_empty(0)
             for piece, view in laid.own
         ]
 
-    def _source(self, piece: Piece, flats: dict[int, Tensor]) -> Tensor:
-        parameter, known = self.parameters[piece.item], flats.get(piece.item)
+    def _source(self, piece: ShardRange, flats: dict[int, Tensor]) -> Tensor:
+        parameter, known = self.parameters[piece.param], flats.get(piece.param)
         if parameter.grad is None or is_placeholder(parameter.grad):
             return parameter.detach().new_zeros(piece.count)
         if known is None:
             gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            known = flats[piece.item] = in_order_of(gradient, parameter)
+            known = flats[piece.param] = in_order_of(gradient, parameter)
         return known[piece.begin : piece.end]
 
     def _lay(self, bucket: Bucket) -> BucketViews:
-        stretches = tuple(bucket.stretches(rank) for rank in range(self.ranks))
+        stretches = tuple(bucket.ranges(rank) for rank in range(self.ranks))
         views = tuple(tuple(map(self._stretch, of_rank)) for of_rank in stretches)
-        return BucketViews(bucket, stretches, views, tuple((piece, self._own(piece)) for piece in bucket.of(self.rank)))
+        return BucketViews(
+            bucket, stretches, views, tuple((piece, self._own(piece)) for piece in bucket.owned_by(self.rank))
+        )
 
-    def _stretch(self, piece: Piece) -> Tensor:
-        parameter = self.parameters[piece.item].detach()
+    def _stretch(self, piece: ShardRange) -> Tensor:
+        parameter = self.parameters[piece.param].detach()
         return flat(parameter)[piece.begin : piece.end] if is_dense(parameter) else parameter
 
-    def _own(self, piece: Piece) -> Tensor:
+    def _own(self, piece: ShardRange) -> Tensor:
         """A piece in the parameter's own shape, if it is all of it: some optimizers look at that."""
-        parameter = self.parameters[piece.item]
+        parameter = self.parameters[piece.param]
         return parameter.detach() if piece.count == parameter.numel() else self._stretch(piece)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...schedule.candidate import Candidate, make_candidate
-from ...simulate.choice import PlanResult
+from ...simulate.plan_result import PlanResult
 from .. import memory_rows
 from ..model import LONG, PlanModel
 from ..occupancy import Occupancy

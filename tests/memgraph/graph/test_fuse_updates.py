@@ -43,8 +43,8 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Plac
     _, captured = fused(MODELS[name])
     trace = update_early(summarize(captured.graph.graph))
     gaps = ReuseGaps(trace)
-    again = {s: only for s in gaps.maker if s in gaps.root and not trace.op[gaps.maker[s]].once}
-    homes = {s: only for s in gaps.streamable.value if only in (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)}
+    again = {s: only for s in gaps.producer if s in gaps.whole_value and not trace.op[gaps.producer[s]].once}
+    homes = {s: only for s in gaps.streamable.values if only in (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)}
     text = apply(trace, schedule(gaps, again | homes, MACHINE))
     check(text)
     assert str(summarize(rewrite(captured.graph.graph, text))) == str(text)

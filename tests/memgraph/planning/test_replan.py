@@ -287,7 +287,7 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
     def fails(trace: Trace, machine: Machine) -> PlanResult:
         raise BudgetError("none", machine.budget, machine.budget + 1)
 
-    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.again), 1e6)
+    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.recomputes), 1e6)
     plain = {op.name: 0.1 for op in report.choice.captured.trace.ops}
     measured = with_measured_times(report.choice, report.machine, StepTimes(plain | slow, 1.0))
     assert replanned(report.choice, *measured, fails) is None

@@ -28,7 +28,7 @@ def test_the_forecast_of_a_step_whose_peak_is_the_update_is_tight() -> None:
     compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
     step(compiled, optimizer, x)
     report = compiled.plan
-    assert report.forecast.trace.ops[report.forecast.at].name == "optimizer_step"
+    assert report.forecast.trace.ops[report.forecast.peak_index].name == "optimizer_step"
     assert report.measured is not None
     assert report.measured <= report.peak <= report.measured + 64
 

@@ -19,7 +19,7 @@ from memgraph.profile.memory_meter import measure_peak
 from memgraph.storage.wire_cast import LARGEST, narrow, widen
 from passes import Machine, Offload, PlanResult, Trace, apply, predict
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 from passes.lp.problem import SMALLEST_TRIP
 from passes.schedule.schedule import Placement, schedule
 
@@ -48,7 +48,7 @@ def batch() -> Tensor:
 def cast_all(trace: Trace, machine: Machine, **_: Any) -> PlanResult:
     """In the place of the search: all that may be cast is."""
     gaps = ReuseGaps(trace)
-    may = {s for s in gaps.uses if s in gaps.root and gaps.wire_nbytes(s, machine.cast.dtype)}
+    may = {s for s in gaps.uses if s in gaps.whole_value and gaps.wire_nbytes(s, machine.cast.dtype)}
     fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_TRIP}
     plan = schedule(gaps, fates, machine)
     return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
@@ -110,7 +110,7 @@ def test_a_cast_takes_no_more_beside_its_result_than_its_workspace(odd: float) -
     x[5, 5] = odd
     narrow(x)
     y, allocated = measure_peak(lambda: narrow(x), CPU)
-    assert allocated is not None and y.nbytes <= allocated.peak <= y.nbytes + WORKSPACE
+    assert allocated is not None and y.nbytes <= allocated.peak <= y.nbytes + CAST_WORKSPACE
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:

@@ -25,7 +25,7 @@ from passes import (
     parse_plan,
     predict,
 )
-from passes.analysis.host_update import hosted_states
+from passes.analysis.host_update import host_updated_states
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import residents
 from passes.schedule.schedule import Placement, schedule
@@ -111,7 +111,7 @@ def test_the_update_takes_as_long_as_the_longest_of_device_links_and_host() -> N
 def test_the_slower_the_host_the_less_it_updates(stepping: float, found: set[str]) -> None:
     everything = {*STATES, *(f"w{i}" for i in range(3)), *(f"e{i}" for i in range(3))}
     assert (
-        hosted_states(
+        host_updated_states(
             TRACE, replace(MACHINE, streaming=replace(MACHINE.streaming, host_update_rate=stepping)), everything
         )
         == found
@@ -120,9 +120,9 @@ def test_the_slower_the_host_the_less_it_updates(stepping: float, found: set[str
 
 def test_what_has_more_to_bring_there_than_it_spares_stays_on_the_device() -> None:
     momentum = trace_of(1)
-    assert hosted_states(momentum, MACHINE, set(STATES)) == set()
-    assert hosted_states(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
-    assert hosted_states(momentum, MACHINE, {"w0", "e0"}) == set()
+    assert host_updated_states(momentum, MACHINE, set(STATES)) == set()
+    assert host_updated_states(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
+    assert host_updated_states(momentum, MACHINE, {"w0", "e0"}) == set()
 
 
 @given(
@@ -176,7 +176,7 @@ def test_it_prints_and_parses_back() -> None:
     assert plan == (Stream("s0", on="host"), Stream("s1"))
     assert "\n".join(map(str, plan)) == "stream s0: on host\nstream s1"
     trace = apply(TRACE, plan)
-    assert str(trace.op["s0"]) == "s0 = state()  # u8[2000] | makes s0:0 | far | hosted"
+    assert str(trace.op["s0"]) == "s0 = state()  # u8[2000] | makes s0:0 | offloaded | on_host"
     assert parse(str(trace)) == trace
     assert str(MACHINE) == "cpu 0 bytes, disk 10/10 MB/s, steps states at 100 MB/s"
 

@@ -93,7 +93,7 @@ def test_without_highs_nothing_is_proposed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_to_decide_is_nothing_to_anneal() -> None:
     assert anneal(Trace(()), Machine(-1)) == ()
-    once = replace(STEP, ops=tuple(replace(op, once=op.name in ReuseGaps(STEP).held) for op in STEP.ops))
+    once = replace(STEP, ops=tuple(replace(op, once=op.name in ReuseGaps(STEP).holds) for op in STEP.ops))
     assert anneal(once, Machine(5107)) == ()
 
 

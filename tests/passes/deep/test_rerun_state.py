@@ -71,7 +71,7 @@ def test_the_simulator_says_the_same(trace: Trace, data: st.DataObject) -> None:
         applied = apply(trace, found.plan())
     check(applied)
     forecast = predict(applied, ALONE)
-    ran = {op.again for op in applied.ops} - {""}
+    ran = {op.recomputes for op in applied.ops} - {""}
     assert abs(forecast.us - predict(trace, ALONE).us - found.us) < 1e-6
     drawn = sum(op.draws for op in trace.ops if op.name in ran)
     assert found.beyond.max() <= forecast.peak <= found.beyond.max() + 3 * drawn

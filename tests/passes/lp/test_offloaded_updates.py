@@ -12,9 +12,9 @@ from passes.analysis.streamable import StreamableStates
 from passes.lp.model import PlanModel
 from passes.lp.problem import LinearProgram
 from passes.lp.relax import relax
-from passes.schedule.fetches import updates_of
 from passes.schedule.schedule import Placement, schedule
-from passes.simulate.forecast import early_share
+from passes.schedule.streamed_values import updates_of
+from passes.simulate.forecast import staged_share
 
 MACHINE = Machine(
     10_000, link=Link(out=10.0, back=10.0, half_duplex=True), streaming=Streaming(enabled=True, window=300)
@@ -27,10 +27,10 @@ def step(us: float = 50.0, rest: float = 5.0) -> Trace:
     return parse(
         f"""\
 forward:
-r = state()  # u8[100] | makes r:0 | far
-s = state()  # u8[100] | makes s:0 | far
-v = parameter()  # u8[200] | makes v:0 | far
-w = parameter()  # u8[200] | makes w:0 | far
+r = state()  # u8[100] | makes r:0 | offloaded
+s = state()  # u8[100] | makes s:0 | offloaded
+v = parameter()  # u8[200] | makes v:0 | offloaded
+w = parameter()  # u8[200] | makes w:0 | offloaded
 x = input()  # u8[10] | makes x:10
 o = sum(x)  # u8[4] | makes o:4 | 1.0 us
 backward:
@@ -131,7 +131,7 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     """`w` is wanted right behind the update of `v`, which takes the disk as long as it runs: so it comes before that."""
     text = str(step()).replace("mul(x, o)", "mul(x, w)", 1).replace("  # 5.0 us", "  # 500.0 us")
     for name, nbytes in (("r", 100), ("s", 100), ("v", 200), ("w", 200)):
-        text = text.replace(f"makes {name}:0 | far", f"makes {name}:{nbytes}")
+        text = text.replace(f"makes {name}:0 | offloaded", f"makes {name}:{nbytes}")
     gaps = ReuseGaps(parse(text))
     far = {home: Placement.OFFLOAD for home in StreamableStates(gaps.trace).inputs if home in ("r", "s", "v", "w")}
     assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
@@ -146,9 +146,9 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
 
 def test_the_share_of_an_update_that_is_early_is_at_most_all_of_it() -> None:
     op = step().op["v_update"]
-    assert early_share(step(), op, AHEAD) == 0.5
-    assert early_share(step(), op, replace(AHEAD, streaming=replace(AHEAD.streaming, update_staging=1000))) == 1.0
-    assert early_share(step(), op, MACHINE) == 0.0
+    assert staged_share(step(), op, AHEAD) == 0.5
+    assert staged_share(step(), op, replace(AHEAD, streaming=replace(AHEAD.streaming, update_staging=1000))) == 1.0
+    assert staged_share(step(), op, MACHINE) == 0.0
 
 
 def test_what_is_proven_of_a_step_without_backward_is_true_of_it() -> None:

@@ -47,7 +47,7 @@ SINGLE = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD, Placement.OFFL
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
     monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
     monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
 
@@ -140,7 +140,7 @@ def _without_windows_in_backward(machine: Machine) -> Machine:
 def fates_of(gaps: ReuseGaps, machine: Machine) -> dict[str, list[Placement]]:
     """The fates of every storage with which each value moves once."""
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    return single | {storage: [Placement.KEEP, *STATE_OFFLOADED] for storage in gaps.streamable.value}
+    return single | {storage: [Placement.KEEP, *STATE_OFFLOADED] for storage in gaps.streamable.values}
 
 
 @given(trainings(), homes(), st.data())
@@ -296,7 +296,7 @@ def test_where_only_states_may_live_far_nothing_else_does() -> None:
         for plan in (greedy.greedy_plan(CHAIN, machine), make_plan(CHAIN, machine).plan):
             applied = apply(CHAIN, plan)
             assert predict(applied, machine).peak <= budget
-            assert {op.fn for op in applied.ops if op.far} <= {"state"}
+            assert {op.fn for op in applied.ops if op.offloaded} <= {"state"}
             assert all(applied.op[value].fn == "mm" for kind, value in applied.outputs if kind == "gradient")
     with pytest.raises(BudgetError):
         make_plan(CHAIN, replace(machine, budget=8_000))

@@ -36,7 +36,7 @@ def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machin
 @given(traces(max_forward=14), machines((0.5, 100.0)), st.floats(0.0, 1.0))
 def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) -> None:
     """With the rows of all positions, and without those that are left out."""
-    assume(len(ReuseGaps(trace).maker) > 0)
+    assume(len(ReuseGaps(trace).producer) > 0)
     machine = between(trace, machine, share)
     bound, full = _least(trace, machine, 0), _least(trace, machine, len(trace.ops))
     assert (bound is None) >= (full is None)

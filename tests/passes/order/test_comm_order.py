@@ -146,7 +146,7 @@ def test_compute_loses_a_share_of_the_time_of_an_exchange() -> None:
 def test_gradients_are_there_until_they_are_packed_and_what_is_packed_until_it_has_arrived() -> None:
     forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
-    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
+    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lifetimes}
     assert there["dw"] == ("dw", "r_shard", "temporary")
     assert there["q"] == ("q", "q_shard", "temporary")
     assert there["dv"] == ("dv", "q", "temporary")

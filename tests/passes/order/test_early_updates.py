@@ -69,7 +69,9 @@ def test_updates_alone_move_and_only_once(trace: Trace) -> None:
 
 
 def test_a_gradient_lives_until_its_update() -> None:
-    gradients = {life.storage: (life.first, life.last) for life in predict(STEP, LINKED).lives if life.maker[0] == "d"}
+    gradients = {
+        life.storage: (life.first, life.last) for life in predict(STEP, LINKED).lifetimes if life.producer[0] == "d"
+    }
     at = {op.name: i for i, op in enumerate(STEP.ops)}
     assert gradients["dw"] == (at["dw"], at["w_update"])
     assert gradients["dv"] == (at["dv"], at["v_update"])

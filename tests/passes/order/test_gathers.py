@@ -144,7 +144,7 @@ def test_they_come_one_after_the_other_beside_compute() -> None:
 def test_room_is_there_until_what_takes_it_has_come() -> None:
     forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
-    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
+    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lifetimes}
     assert there["w_room"] == ("w_room", "w_here", "temporary")
     assert there["l_room"] == ("l_room", "l_here", "temporary")
     assert forecast.by_kind["temporary"][ops.index("l_sent")] == 60 + 20 + 1 * 4

@@ -279,7 +279,7 @@ def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trac
             case Offload(out=out, free=free):
                 assert gaps.index[out] <= gaps.index[free] < trace.boundary
     applied = apply(trace, plan)
-    assert not any(op.again for op in applied.ops[: applied.boundary])
+    assert not any(op.recomputes for op in applied.ops[: applied.boundary])
 
 
 @given(st.data(), traces(), machines(LINKS[1:]))
@@ -291,7 +291,7 @@ def test_each_storage_goes_out_once_and_what_is_not_sent_away_never(
     plan = schedule(gaps, fates, machine)
     sent = [decision.value for decision in plan if isinstance(decision, Offload)]
     assert len(sent) == len(set(sent))
-    assert set(sent) <= {gaps.root[storage] for storage, known in fates.items() if known in OFFLOADED}
+    assert set(sent) <= {gaps.whole_value[storage] for storage, known in fates.items() if known in OFFLOADED}
     assert {decision.value for decision in plan if isinstance(decision, Reload)} == set(sent)
 
 
@@ -299,5 +299,5 @@ def test_each_storage_goes_out_once_and_what_is_not_sent_away_never(
 def test_copies_that_hide_cost_no_time(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
     fast = Machine(0, link=Link(out=1e12, back=1e12))
-    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.root, Placement.OFFLOAD), fast))
+    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.whole_value, Placement.OFFLOAD), fast))
     assert predict(applied, fast).us - sum(op.us for op in applied.ops) < 1e-3

@@ -50,7 +50,7 @@ SINGLE = (
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 
 def between(trace: Trace, machine: Machine, share: float) -> Machine:
@@ -61,7 +61,7 @@ def between(trace: Trace, machine: Machine, share: float) -> Machine:
 
 
 def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(ReuseGaps(trace).maker) <= 9)
+    assume(0 < len(ReuseGaps(trace).producer) <= 9)
     machine = between(trace, Machine(0), share)
     best = cheapest(trace, machine.budget)
     assume(best is not None)
@@ -72,7 +72,7 @@ def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
 def best_that_moves_once(trace: Trace, machine: Machine, share: float) -> tuple[Machine, tuple[float, Plan] | None]:
     """The machine with a budget between, and what the best plan adds that moves each of a few values once, if at all."""
     gaps = ReuseGaps(trace)
-    assume(0 < len(gaps.maker) <= 5)
+    assume(0 < len(gaps.producer) <= 5)
     machine = between(trace, machine, share)
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
     return machine, best_of(gaps, single, machine)
@@ -128,7 +128,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
 @given(traces(max_forward=8), machines((0.5, 3.0, 100.0), ("bf16",)), st.floats(0.0, 1.0))
 def test_no_plan_that_casts_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = ReuseGaps(trace)
-    assume(0 < len(gaps.maker) <= 3)
+    assume(0 < len(gaps.producer) <= 3)
     machine = between(trace, machine, share)
     fates = all_fates(gaps, machine)
     single = {storage: [f for f in may if f in SINGLE] for storage, may in fates.items()}

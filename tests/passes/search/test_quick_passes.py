@@ -121,7 +121,7 @@ def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
         return state
 
     monkeypatch.setattr(greedy, "make_candidate", counted)
-    monkeypatch.setattr(pipeline, "FINE", 2 * len(trace.ops))
+    monkeypatch.setattr(pipeline, "QUICK_WORK", 2 * len(trace.ops))
     with suppress(BudgetError):
         assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
     hurried = sum(simulated)

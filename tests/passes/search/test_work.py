@@ -61,13 +61,13 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(
     was = list[str]()
 
     def first(trace: Trace, machine: Machine, until: float) -> Proposal:
-        return Proposal(greedy_plan_no_offload(trace, machine), home_us=home_us)
+        return Proposal(greedy_plan_no_offload(trace, machine), no_offload_us=home_us)
 
     def at_home(trace: Trace, machine: Machine, until: float) -> Plan:
         was.append("asked")
         return ()
 
-    monkeypatch.setattr(pipeline, "AT_HOME", (at_home,))
+    monkeypatch.setattr(pipeline, "WITHOUT_OFFLOAD", (at_home,))
     make_plan(STEP, replace(LINKED, budget=2 * FLOOR), passes=(first, at_home))
     assert not was  # it fits as it is
     make_plan(STEP, LINKED, passes=(first, at_home))
@@ -80,7 +80,7 @@ def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> 
     linked = replace(alone, tier="host", link=Link(1e3, 1e3))
     found = optimize_no_offload(trace, linked)
     assert found.bound_us == found.any_us == 0.0
-    assert found.home_us == optimize.optimize(trace, alone).any_us > 0.0
+    assert found.no_offload_us == optimize.optimize(trace, alone).any_us > 0.0
 
 
 def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,16 +111,16 @@ g: 331 = parameter 50, gradient 50, tangent 20, output 4, activation 100, tempor
 
 def test_the_peak_is_the_first_op_with_the_most_bytes() -> None:
     forecast = predict(STEP, MACHINE)
-    assert (forecast.at, forecast.peak) == (4, 1350)
+    assert (forecast.peak_index, forecast.peak) == (4, 1350)
     assert str(forecast) == "1350 bytes at c, 70 us"
     even = predict(parse("a = f()  # makes a:8\nb = f()  # makes b:8"), MACHINE)
-    assert (even.at, even.peak) == (0, 8)
+    assert (even.peak_index, even.peak) == (0, 8)
 
 
 def test_what_is_alive_at_an_op_is_listed_with_the_largest_first() -> None:
     forecast = predict(STEP, MACHINE)
-    assert [life.storage for life in forecast.alive(forecast.at)] == ["a", "b", "c", "w"]
-    assert [life.storage for life in forecast.alive(8)] == ["a", "f", "w", "g", "d", "o"]
+    assert [life.storage for life in forecast.live_at(forecast.peak_index)] == ["a", "b", "c", "w"]
+    assert [life.storage for life in forecast.live_at(8)] == ["a", "f", "w", "g", "d", "o"]
 
 
 def test_a_step_of_nothing_needs_nothing() -> None:
@@ -226,7 +226,7 @@ def test_bytes_do_not_depend_on_time(both: tuple[Trace, Plan], machine: Machine,
     slow = replace(applied, ops=tuple(replace(op, us=3 * op.us + 1) for op in applied.ops))
     same = replace(other, link=replace(other.link, staging=machine.link.staging), streaming=machine.streaming)
     here, there = predict(applied, machine), predict(slow, same)
-    assert here.lives == there.lives
+    assert here.lifetimes == there.lifetimes
     assert list(here.total) == list(there.total)
 
 
@@ -268,16 +268,16 @@ def test_nothing_passes_a_wait_before_its_copy_has_ended(both: tuple[Trace, Plan
             case _:
                 assert end == begin + op.us
     for op in forecast.trace.ops:
-        if op.fn == "memgraph.reload.default" and not forecast.trace.op[op.reads[0]].far:
+        if op.fn == "memgraph.reload.default" and not forecast.trace.op[op.reads[0]].offloaded:
             assert copies[op.name].begin >= copies[op.reads[0]].end
 
 
 def far_us(trace: Trace, op: Op, machine: Machine) -> float:
     """How long the links take for what an update reads in the far tier, and writes there."""
     reads = [trace.op[read] for read in op.reads]
-    inputs = sum(type_nbytes(read.type) for read in reads if read.far)
+    inputs = sum(type_nbytes(read.type) for read in reads if read.offloaded)
     left = sum(type_nbytes(trace.op[read.reads[0]].type) for read in reads if read.fn == "memgraph.offload.default")
-    written = sum(type_nbytes(read.type) for read in reads if read.far and read.fn != "gradient")
+    written = sum(type_nbytes(read.type) for read in reads if read.offloaded and read.fn != "gradient")
     return (inputs + left) / (machine.link.back or 1.0) + written / (machine.link.out or 1.0)
 
 
@@ -286,7 +286,7 @@ def test_time_is_never_less_than_that_of_any_queue(both: tuple[Trace, Plan], mac
     applied = apply(*both)
     forecast = predict(applied, machine)
     assert forecast.us >= sum(op.us for op in applied.ops)
-    if not any(op.fn.startswith("memgraph.") or op.far for op in applied.ops):
+    if not any(op.fn.startswith("memgraph.") or op.offloaded for op in applied.ops):
         assert forecast.us == sum(op.us for op in applied.ops)
 
 

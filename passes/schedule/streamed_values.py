@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..analysis.host_update import hosted_states
+from ..analysis.host_update import host_updated_states
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import HOST, Decision, Offload, Stream
 from ..ir.machine import Machine
@@ -58,7 +58,7 @@ class StreamedValues:
 
     def begin(self) -> list[Decision]:
         """What says that the values are far, and which states are updated there."""
-        there = hosted_states(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
+        there = host_updated_states(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
         values = [self.streamable.inputs[storage] for storage in self.ahead]
         return [Stream(value, HOST if value in there else "") for value in values]
 
@@ -75,7 +75,7 @@ class StreamedValues:
         """For each op (by index) before the update what it reads of what is far."""
         if not self.ahead:
             return {}
-        found = {i: tuple(filter(self.knows, values)) for i, values in self.streamable.visits.items()}
+        found = {i: tuple(filter(self.knows, values)) for i, values in self.streamable.reads.items()}
         return {i: values for i, values in found.items() if values}
 
     def passed(self, index: int) -> None:
@@ -144,7 +144,7 @@ class StreamedValues:
     def leave(self) -> list[Decision]:
         """What sends the gradients to their homes."""
         ops, begins = self.gaps.trace.ops, self.gaps.begins
-        outs = sorted((self.streamable.ended[storage], storage) for storage in self.sent)
+        outs = sorted((self.streamable.last_use[storage], storage) for storage in self.sent)
         room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
         idle, decisions = 0.0, list[Decision]()
         for k, (out, storage) in enumerate(outs):
@@ -152,7 +152,7 @@ class StreamedValues:
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
             value, free = self.streamable.gradients[storage], out
             if self.sent[storage]:
-                free = min(ended, self._crowded(outs[k:], room), self.streamable.leaves_by(value))
+                free = min(ended, self._crowded(outs[k:], room), self.streamable.offload_deadline(value))
             decisions.append(Offload(value, ops[out].name, ops[max(out, free)].name))
         return decisions
 

@@ -30,7 +30,7 @@ class Proposal:
     plan: Plan
     bound_us: float = 0.0
     any_us: float = 0.0
-    home_us: float = 0.0
+    no_offload_us: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import pytest
 from passes import Cast, Link, Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
-from passes.ir.wire import narrowed
+from passes.ir.machine import cast_type
 from passes.lp import problem
 from passes.search.greedy import greedy_plan
 from passes.search.optimize import optimize
@@ -37,7 +37,7 @@ STEP = parse("""
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 
 def machine(rate: float, wire: str = "bf16", cast: float = 4000.0) -> Machine:
@@ -74,7 +74,7 @@ def test_what_is_cast_takes_half_the_bytes_on_its_way_and_its_own_are_gone_at_on
     forecast = predict(applied, machine(80.0))
     a, wire, rest = 40_000, 20_000, 80_000  # of b and c
     held = {
-        op.name: sum(life.nbytes for life in forecast.alive(i) if life.nbytes >= wire)
+        op.name: sum(life.nbytes for life in forecast.live_at(i) if life.nbytes >= wire)
         for i, op in enumerate(applied.ops)
         if op.name.startswith(("a", "b", "c", "q", "t", "h", "i"))
     }
@@ -130,7 +130,7 @@ def test_it_is_the_same_plan_every_time() -> None:
     ],
 )
 def test_only_float32_is_cast(type: str, wire: str, found: str) -> None:
-    assert narrowed(type, wire) == found
+    assert cast_type(type, wire) == found
 
 
 def test_what_a_view_takes_for_another_type_is_not_cast() -> None:
@@ -141,5 +141,5 @@ def test_what_a_view_takes_for_another_type_is_not_cast() -> None:
 
 def test_a_storage_that_no_value_is_all_of_is_not_cast() -> None:
     piece = replace(STEP, ops=tuple(replace(op, type="f32[9]") if op.name == "a" else op for op in STEP.ops))
-    assert "a" not in ReuseGaps(piece).root
+    assert "a" not in ReuseGaps(piece).whole_value
     assert "a" not in sent(piece, machine(80.0))
