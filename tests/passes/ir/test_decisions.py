@@ -383,4 +383,4 @@ def test_no_decisions_never_change_anything(trace: Trace) -> None:
 
 def same(op: Op) -> dict[str, Any]:
     """What a copy need not share with the op that it repeats."""
-    return {name: getattr(op, name) for name in ("name", "reads", "makes", "holds", "phase", "again")}
+    return {name: getattr(op, name) for name in ("name", "reads", "makes", "holds", "phase", "recomputes")}
