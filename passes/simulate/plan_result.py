@@ -75,6 +75,11 @@ class PlanResult:
         return max(said.values(), default=0) <= 1 and not self._is_early
 
     @property
+    def offloads(self) -> bool:
+        """Return True if anything is reloaded from the tier or updated on it."""
+        return any(isinstance(decision, Reload | Stream) for decision in self.plan)
+
+    @property
     def _is_early(self) -> bool:
         """Whether anything runs again before somebody wants it.  Parts of what runs again are taken out at once."""
         ops, wanted = self.captured.trace.op, dict[str, set[str]]()

@@ -23,6 +23,7 @@ from passes import (
     parse,
     predict,
 )
+from passes.pipeline import Pass
 from tests.support.strategies import machines, traces
 
 STEP = parse("""
@@ -112,7 +113,7 @@ def make_a_again(trace: Trace, machine: Machine, until: float) -> Plan:
 
 def test_passes_run_in_order_until_one_fits() -> None:
     lines: list[str] = []
-    choice = make_plan(STEP, Machine(FLOOR), (keep_all, make_a_again, keep_all), lines.append)
+    choice = make_plan(STEP, Machine(FLOOR), tuple(map(Pass, (keep_all, make_a_again, keep_all))), lines.append)
     assert choice.plan == (Recompute("a", before="q"),)
     assert_expected_inline(
         "\n".join(lines) + "\n",
@@ -127,7 +128,7 @@ keep_all         2150 bytes at b, 70 us
 
 def test_the_lowest_of_all_plans_is_what_an_error_names() -> None:
     with pytest.raises(BudgetError) as raised:
-        make_plan(STEP, Machine(5), (make_a_again, keep_all))
+        make_plan(STEP, Machine(5), (Pass(make_a_again), Pass(keep_all)))
     assert raised.value.smallest == predict(apply(STEP, (Recompute("a", before="q"),)), Machine(5)).peak < PEAK
 
 
@@ -137,7 +138,7 @@ def test_a_pass_that_breaks_the_step_is_found_out() -> None:
 
     once = parse(str(STEP).replace("workspace 700", "workspace 700 | once"))
     with pytest.raises(BrokenTrace, match="which may run once"):
-        make_plan(once, Machine(5), (break_it,))
+        make_plan(once, Machine(5), (Pass(break_it),))
 
 
 def test_a_broken_step_is_not_planned() -> None:

@@ -283,8 +283,8 @@ def test_a_plan_error_is_memgraphs_and_a_value_error() -> None:
 
 PLAN = """
 import sys
-from passes import Machine, make_plan, parse
-print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), out=1000.0, back=1000.0)).plan, sep="\\n")
+from passes import Link, Machine, make_plan, parse
+print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), link=Link(1000.0, 1000.0))).plan, sep="\\n")
 """
 
 

@@ -49,7 +49,7 @@ STEP = parse("""
     u = conv_backward(t, x)  # u8[100] | makes u:100 | 900.0 us
     return output o, gradient u
 """)
-GREEDY = (greedy_plan, greedy_plan_no_offload)
+GREEDY = Pass(greedy_plan, offloads=True), Pass(greedy_plan_no_offload)
 NO_LINK, SLOW, FAST = (
     Machine(0),
     Machine(0, link=Link(out=1.0, back=1.0, staging=50)),
@@ -106,7 +106,7 @@ not 4107
 
 def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
     assert_expected_inline(
-        way_down(STEP, SLOW, (greedy_plan,)),
+        way_down(STEP, SLOW, GREEDY[:1]),
         """\
 7108 bytes at q, 4230 us
 6158 bytes at q, 4325 us
@@ -299,11 +299,10 @@ def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine
 
 PLAN_EACH = """
 import sys
-from passes import Machine, parse
-from passes.search.greedy import greedy_plan, greedy_plan_no_offload
-from passes.pipeline import Pass
+from passes import Link, Machine, parse
+from passes.search.greedy import greedy_plan
 for text in sys.stdin.read().split("=====\\n"):
-    print(*greedy_plan(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")
+    print(*greedy_plan(parse(text), Machine(0, link=Link(50.0, 50.0))), sep="\\n", end="\\n\\n")
 """
 
 
