@@ -168,7 +168,7 @@ def _machine(facts: dict[str, Any]) -> Machine:
         TypeError: a fact is of another type than its field.
     """
     parts = {name: kind(**_typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
-    return Machine(**_typed(Machine, facts, [name for name in facts if name not in PARTS]), **parts)
+    return Machine(**_typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
 
 
 def _seal(facts: dict[str, object]) -> str:

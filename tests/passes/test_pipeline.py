@@ -76,12 +76,12 @@ def test_the_error_says_what_is_in_the_way() -> None:
         str(raised.value) + "\n",
         """\
 1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
-It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
+Peak memory is at b (gelu, layers.0 model.py:8). Live on cpu at that point:
             1000 bytes  temporary  a u8[1000] layers.0 model.py:7
             1000 bytes  activation b u8[1000] layers.0 model.py:8
              100 bytes  input      x u8[100]
               50 bytes  parameter  w u8[50]
-No plan can do with less than 2150 bytes: so many are in use at b at the same time.
+No plan can use less than 2150 bytes: that many are in use at b at the same time.
 Give budget=2150, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
@@ -94,10 +94,10 @@ def test_the_error_tells_of_workspace() -> None:
         str(raised.value) + "\n",
         """\
 9 bytes are allowed; the smallest budget for which a plan was found is 10.
-It needs most at a (f); on cuda:0 lie there:
+Peak memory is at a (f). Live on cuda:0 at that point:
                8 bytes  output     a
                2 bytes  workspace  of a itself
-No plan can do with less than 10 bytes: so many are in use at a at the same time.
+No plan can use less than 10 bytes: that many are in use at a at the same time.
 Give budget=10, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
