@@ -269,7 +269,7 @@ class _Writer:
         back, type = ops.wait_name(op.name, number), self.wires.get(op.name, op.type)
         self.redefined[op.name] = self._runtime(back, ops.WAIT, holds, phase, holds=holds, type=type, where=op.where)
         if op.name in self.wires:
-            name, nbytes = ops.widen_name(op.name, number), self.trace.nbytes[op.holds[0]]
+            wide, nbytes = ops.widen_name(op.name, number), self.trace.nbytes[op.holds[0]]
             self.redefined[op.name] = self._runtime(
                 wide, ops.WIDEN, (back,), phase, nbytes, type=op.type, where=op.where
             )

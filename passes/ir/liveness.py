@@ -5,8 +5,9 @@
     c = mm(b, w)                       to 2, the last op that reads a value that holds it
 
 Inputs are live throughout (tangents from the first backward op on), and outputs until the end.  The caller may release
-outputs before backward: then they are live until the end of forward, or until their last read, as are tangents.  Scalars
-are never released, as the caller of backward() has the loss.  What other open forwards hold is freed before the update.
+outputs before backward: then they are live until the end of forward, or until their last read, as are tangents.
+Scalars are never released, as the caller of backward() has the loss.  What other open forwards hold is freed before
+the update.
 """
 
 from __future__ import annotations
