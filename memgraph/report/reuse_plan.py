@@ -2,8 +2,8 @@
 
     reuse_plan(plans, trace, machine)   ->   PlanResult, or a PlanError with the reason
 
-A saved plan is valid for a step with the same ops, types, bytes and views, on the same torch and kind of device. The times
-of ops may differ: the plan is forecast with those of now, and has to fit the budget.
+A saved plan is valid for a step with the same ops, types, bytes and views, on the same torch and kind of device. The
+times of ops may differ: the plan is forecast with those of now, and has to fit the budget.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     text = report.to_json()
     model = memgraph.compile(model, "8GB", plan=text)   ->   the same decisions, without a search
 
-The text is JSON, one line a decision and one an op, with a digest.  `reuse_plan` checks for which steps a plan is valid.
+The text is JSON, one line a decision and one an op, with a digest.  `reuse_plan` checks whether a plan fits a step.
 """
 
 from __future__ import annotations

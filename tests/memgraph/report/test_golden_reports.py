@@ -134,7 +134,7 @@ def test_a_step_that_recomputes_and_offloads() -> None:
         offload a: out h, free b
         reload a: back e, use da
     """
-    facts = {"measured_us": 5200.0, "repriced_us": 5100.0, "recent_us": 6000.0, "flight_us": 5100.0}
+    facts: dict[str, Any] = {"measured_us": 5200.0, "repriced_us": 5100.0, "recent_us": 6000.0, "flight_us": 5100.0}
     assert_expected_inline(
         report(DISK, plan, measured=29_000_000, pages_us=100.0, **facts),
         """\
@@ -228,7 +228,7 @@ stream  parameter  layers.0.weight  4.0 MB  0.4 ms  offloaded to disk
 
 def test_a_step_that_is_compiled_in_part() -> None:
     lowered = parse(str(TRAIN).replace("aten.gelu.default(a)", "memgraph.segment(a)"))
-    facts = {"lowered": predict(lowered, DISK), "apart_us": 4720.0, "uncompiled": 1}
+    facts: dict[str, Any] = {"lowered": predict(lowered, DISK), "apart_us": 4720.0, "uncompiled": 1}
     assert_expected_inline(
         report(DISK, **facts),
         """\
