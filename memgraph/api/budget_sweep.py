@@ -24,7 +24,7 @@ from torch import nn
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
 from passes.concurrent_forwards import as_it_is_nbytes, plan_forwards
 
-from ..options.argument_rules import check_arguments
+from ..options.argument_rules import check_argument
 from ..options.compile_options import parse_options
 from ..planning.progress import Progress
 from ..report.budget_curve import Point, Sweep, point_of_plan, point_of_refusal
@@ -63,8 +63,8 @@ def sweep(
         pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     planner = make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
-    several = check_arguments("budgets", budgets)  # all of them, before anything is captured
-    wanted = several and [budget_nbytes(check_arguments("budget", budget), planner.device) for budget in several]
+    several = check_argument("budgets", budgets)  # all of them, before anything is captured
+    wanted = several and [budget_nbytes(check_argument("budget", budget), planner.device) for budget in several]
     trace, machine = planner.priced(args, kwargs, asked.wanted)
     return _Sweeping(trace, machine, asked.time_limit, asked.forwards).run(wanted)
 

@@ -226,7 +226,7 @@ def _weight(step: Step) -> int:
     """What a step counts for: its nodes; more, if it holds room elsewhere."""
     halves = step.halves.forward, step.halves.backward
     nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
-    holds = step.tier is not None or step.home_slots is not None or step.replays is not None
+    holds = step.tier is not None or step.state_slots is not None or step.cuda_graphs is not None
     return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
 
 

@@ -19,7 +19,7 @@ from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
 from ..optim.fused_update import refuse_fused
-from ..options.argument_rules import check_arguments
+from ..options.argument_rules import check_argument
 from ..options.compile_options import Budget, CompileOptions, parse_options
 from ..oss import OSS
 from ..planning.planner import Planner
@@ -174,8 +174,8 @@ def plan(
 
 def in_microbatches(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
     """`model` with its loss, run on micro-batches; errors as in `compile`."""
-    model, loss = check_arguments("model", model), check_arguments("loss", loss)
-    count, reduction = check_arguments("microbatches", count), check_arguments("reduction", reduction)
+    model, loss = check_argument("model", model), check_argument("loss", loss)
+    count, reduction = check_argument("microbatches", count), check_argument("reduction", reduction)
     _refuse_parts(model)
     if reduction is not None and loss is not None:
         return MicroBatches(WithLoss(model, loss), count, reduction)

@@ -21,7 +21,7 @@ from ..storage.pinned_pool import pinned_nbytes
 from ..storage.spill_file import spill_folder
 from ..storage.wire_cast import wire_name
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses
-from .argument_rules import check_arguments
+from .argument_rules import check_argument
 
 Budget = str | int | float | None
 
@@ -62,7 +62,7 @@ class CompileOptions:
 
 def parse_options(budget: Budget, **given: Any) -> CompileOptions:
     """What the arguments of `compile`, by their names, mean; errors as there."""
-    own = {name: check_arguments(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
+    own = {name: check_argument(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
     _refuse_mixed(own, given.get("plan") is not None)
     if own["spill_dir"] is not None:
         spill_folder(own["spill_dir"])
@@ -111,4 +111,4 @@ def _refuse_mixed(own: Mapping[str, Any], plans: bool) -> None:
 def _plans(given: object) -> tuple[SavedPlan, ...]:
     """The saved plans that were given: one, several or none."""
     several = () if given is None else given if isinstance(given, list | tuple) else (given,)
-    return tuple(saved_plan(check_arguments("plan", one)) for one in several)
+    return tuple(saved_plan(check_argument("plan", one)) for one in several)

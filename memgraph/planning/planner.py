@@ -219,11 +219,11 @@ class Planner:
             machine, choice, planned_us=(time.perf_counter() - begin) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=self.options.optimizer is not None, uncompiled=refused,
         )  # fmt: skip
-        home_slots = None
+        state_slots = None
         if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.home for slot in its):
             states = OffloadedStates.of(self.update, choice.forecast.trace, trained.parts)
-            home_slots = OffloadedSlots(self.residence, its, captured, states, unread_parameters(planned, captured))
-        step = Step(captured, partition(planned, captured.graph), tier, report, home_slots)
+            state_slots = OffloadedSlots(self.residence, its, captured, states, unread_parameters(planned, captured))
+        step = Step(captured, partition(planned, captured.graph), tier, report, state_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
         step.lowering = lowering
@@ -257,8 +257,8 @@ class Planner:
             return step
         new.replan, new.recent = step.replan, StepHistory(step.recent.looks, step.recent.steps)
         new.adding, new.warned, new.report = step.adding, step.warned, replace(new.report, adding=step.report.adding)
-        if step.home_slots is not None:
-            step.home_slots.replaced(new.home_slots)
+        if step.state_slots is not None:
+            step.state_slots.replaced(new.state_slots)
         return new
 
     def _later(self, captured: Captured, graph: fx.Graph, trained: TrainedParameters) -> fx.Graph | None:

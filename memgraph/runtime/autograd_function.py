@@ -20,7 +20,7 @@ from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
 from ..profile.memory_meter import resident_bytes
 from ..system.user_warning import warn_user
-from .company import note_concurrent_run, passed_outputs
+from .concurrent_runs import note_concurrent_run, passed_outputs
 from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
 from .step_run import StepRun
 
@@ -116,17 +116,17 @@ class BackwardPass:
             if flight.shared:
                 step.accompany(flight, self.tensors)
         apart: Mapping[int, Tensor] = {}
-        if step.home_slots is not None:
-            apart, places = step.home_slots.before(self.takers, self.roles.adds)
+        if step.state_slots is not None:
+            apart, places = step.state_slots.before(self.takers, self.roles.adds)
             flight.bind(places)
         added = self._there() if self.roles.adds else []
         self._warn()
         try:
             self._begin()
             gradients = self._parted(self._made(added))
-            if step.home_slots is not None:
+            if step.state_slots is not None:
                 kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
-                gradients = step.home_slots.after(gradients, kept, apart, flight.sent)
+                gradients = step.state_slots.after(gradients, kept, apart, flight.sent)
         except BaseException as error:
             if self.fused is not None:
                 self.fused.failed(error)

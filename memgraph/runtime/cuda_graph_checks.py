@@ -1,6 +1,6 @@
 """Let a planned step be recorded, or say in words what is in the way.
 
-    let_record(step, graph, recorder, insists=False)   ->   step.replays, or a report with "not recorded: ..."
+    let_record(step, graph, recorder, insists=False)   ->   step.cuda_graphs, or a report with "not recorded: ..."
 
 What a recording does is the device's work alone: see `passes/cuda_graph_memory.py` for what of a text is the host's.
 """
@@ -41,7 +41,7 @@ def refuse_recording(step: Step, graph: fx.Graph, recorder: Callable[[], Recorde
         raise RecordingError(f"this step can't be recorded: {why}; {WITHOUT}")
     step.report = replace(step.report, recorded=f"not recorded: {why}" if why else RECORDED)
     if not why:
-        step.replays, step.insists, step.kept = CudaGraphCache(recorder), insists, kept if insists else 0
+        step.cuda_graphs, step.insists, step.kept = CudaGraphCache(recorder), insists, kept if insists else 0
 
 
 def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:

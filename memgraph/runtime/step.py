@@ -32,12 +32,12 @@ from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
 from ..storage.tier import Tier
 from ..system.user_warning import warn_user
-from . import company
+from . import concurrent_runs as open_runs
 from .autograd_function import StepFunction, UnplannedGradient
-from .company import concurrent_runs, held_nbytes
+from .concurrent_runs import concurrent_runs, held_nbytes
 from .cuda_graphs import CudaGraphCache, CudaGraphPair, Recorder
-from .shortage import explain_out_of_memory
-from .step_history import StepHistory, run_us
+from .out_of_memory import explain_out_of_memory
+from .step_history import StepHistory, forward_backward_us
 from .step_run import StepRun
 from .tensor_roles import TensorRoles
 
@@ -58,9 +58,9 @@ class Step:
         halves: Partition,
         tier: Tier | None,
         report: Report,
-        home_slots: OffloadedSlots | None = None,
+        state_slots: OffloadedSlots | None = None,
     ) -> None:
-        self.home_slots = home_slots
+        self.state_slots = state_slots
         self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
         self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
         self.again: Callable[[Step, StepTimes], Step] | None = None  # plans once more with what the ops took
@@ -72,7 +72,7 @@ class Step:
         self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
         self.excuse: Callable[[], None] | None = None  # tells them that this one can't
         self.lowering: Lowering | None = None  # what of it is compiled
-        self.replays: CudaGraphCache | None = None  # what of it is recorded
+        self.cuda_graphs: CudaGraphCache | None = None  # what of it is recorded
         self.kept = 0  # bytes that are forecast for a recording
         self.metered = 0  # forwards that were open at once, at most, when one of them was measured
         self.warned: set[int] = set()  # numbers of open forwards that have been warned of
@@ -96,12 +96,12 @@ class Step:
         with _window(meter):
             flight = self._begun(tensors, meter, others)
         flight.meeting = self.meet() if self.meet is not None else None
-        if flight.coming is not None:
+        if flight.gather is not None:
             flight.met()
         try:
             with _window(meter):
-                if flight.coming is not None:
-                    flight.coming.open()
+                if flight.gather is not None:
+                    flight.gather.open()
                 if self.halves.backward is not None:
                     return list(StepFunction.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
                 return flight.forward(tensors, self.roles.outputs)
@@ -157,18 +157,18 @@ class Step:
         that wait to be summed, and those in `.grad` of which no forecast knew."""
         others = concurrent_runs(map(tensors.__getitem__, self.roles.owners), flight)
         there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
-        flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
+        flight.others = max(flight.others, held_nbytes(others, tensors) + open_runs.waiting_nbytes() + there)
 
     def _recording(self, tensors: Sequence[Tensor]) -> CudaGraphPair | None:
         """What the next flight flies with: it is made once the step has run op by op, and was measured."""
-        if self.replays is None or self.report.measured is None or self.times is None:
+        if self.cuda_graphs is None or self.report.measured is None or self.times is None:
             return None
         try:
-            return self.replays.ready(tensors, self.recorded)
+            return self.cuda_graphs.ready(tensors, self.recorded)
         except RecordingError as error:
             if self.insists:
                 raise
-            self.replays, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
+            self.cuda_graphs, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
             return None
 
     def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:
@@ -177,15 +177,15 @@ class Step:
 
     def rest(self) -> None:
         """Another step wants the device: let a recording's memory go."""
-        if self.replays is not None:
-            self.replays.end()
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.end()
 
     def _boarded(self, tensors: Sequence[Tensor]) -> StepRun:
         """A flight for which everything is where it belongs, or on its way; if that can't be, the other ranks are
         told."""
         try:
-            if self.home_slots is not None:
-                places = self.home_slots.settled(tensors)
+            if self.state_slots is not None:
+                places = self.state_slots.settled(tensors)
                 if self.tier is not None:
                     self.tier.bind(places)
             if self.inside is not None:
@@ -198,7 +198,7 @@ class Step:
                 self.excuse()
             raise
         if self.inside is not None:
-            flight.coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
+            flight.gather = self.inside.optimizer.awaited.coming(self.captured, tensors)
         return flight
 
     def land(self, flight: StepRun) -> None:
@@ -228,7 +228,7 @@ class Step:
 
     def _judge(self) -> None:
         """Have the plan looked at again, with the times of the next flight's ops, if the latest steps call for that."""
-        if self.replan is None or self.again is not None or self.times is None or self.replays is not None:
+        if self.replan is None or self.again is not None or self.times is None or self.cuda_graphs is not None:
             return
         report = self.report
         plain_us = report.choice.captured.us
@@ -240,7 +240,7 @@ class Step:
     @property
     def forecast_us(self) -> float:
         """Microseconds that forward and backward were foretold to take."""
-        return run_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
+        return forward_backward_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
 
     @property
     def reported(self) -> Report:

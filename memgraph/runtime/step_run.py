@@ -47,7 +47,7 @@ class StepRun:
     ended = False
     update: UpdateRunner | None = None  # of a backward that updates parameters by itself
     exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
-    coming: ForwardGather | None = None  # what forward gathers of what other ranks have updated
+    gather: ForwardGather | None = None  # what forward gathers of what other ranks have updated
     meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
     leaving: ReleaseWatcher | None = None  # tells the meter when what came to backward goes
     lent: BorrowedOutputs | None = None  # its outputs, which may be gone when backward begins
@@ -105,8 +105,8 @@ class StepRun:
             with self.wall:
                 values = self._forward(tensors)
         except BaseException:
-            if self.coming is not None:
-                self.coming.close()
+            if self.gather is not None:
+                self.gather.close()
             raise
         # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output
         # the caller's own tensor is not held: so one sees whether the caller holds it.  And it leads to this node
@@ -225,7 +225,7 @@ class StepRun:
     def _alone(self) -> Iterator[None]:
         """Run a half: casts are in the graph already, and autograd has nothing to see."""
         with (
-            running(self.lease, self.sent, self.update, self.exchange, self.coming),
+            running(self.lease, self.sent, self.update, self.exchange, self.gather),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

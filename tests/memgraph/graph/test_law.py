@@ -92,10 +92,10 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     tier = open_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, PlanResult(plan, predict(trace, MACHINE), forecast))
     far = OffloadedStates(OffloadedUpdate(None))
-    home_slots = OffloadedSlots(
+    state_slots = OffloadedSlots(
         StatePlacement(its.model), found, its.captured, far, unread_parameters(graph, its.captured)
     )
-    yield Step(its.captured, partition(graph, its.captured.graph), tier, report, home_slots)
+    yield Step(its.captured, partition(graph, its.captured.graph), tier, report, state_slots)
     if tier is not None:
         tier.close()
 
@@ -239,8 +239,8 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         its.again()
         if adds:
             run(its, step, 1)
-        assert step.home_slots is not None
-        step.home_slots.settled(its.tensors)
+        assert step.state_slots is not None
+        step.state_slots.settled(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None

@@ -253,7 +253,7 @@ def test_what_the_device_cant_record_is_an_error_or_runs_op_by_op(
 
 
 def _recording(pair: Pair) -> CudaGraphPair:
-    replays = pair.ours._latest.replays
+    replays = pair.ours._latest.cuda_graphs
     assert replays is not None and replays.recording is not None
     return replays.recording
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.runtime.shortage import explain_out_of_memory
+from memgraph.runtime.out_of_memory import explain_out_of_memory
 from memgraph.runtime.step_run import StepRun
 from tests.support.models import net
 
