@@ -64,8 +64,8 @@ def sweep(
     )  # fmt: skip
     planner = make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
     several = check_argument("budgets", budgets)  # all of them, before anything is captured
-    wanted = several and [budget_nbytes(check_argument("budget", budget), planner.device) for budget in several]
-    trace, machine = planner.priced(args, kwargs, asked.wanted)
+    wanted = several and [budget_nbytes(check_argument("budget", budget), planner.target.device) for budget in several]
+    trace, machine = planner.price(args, kwargs, asked.wanted)
     return _Sweeping(trace, machine, asked.time_limit, asked.forwards).run(wanted)
 
 

@@ -1,8 +1,8 @@
-"""Flights that are open at the same time over the same parameters: one backward may go through several of them.
+"""Runs that are open at the same time over the same parameters: one backward may go through several of them.
 
     a, b = q(x), q(y); (a - b).square().mean().backward()
 
-Eager adds what comes from all of them to `.grad` at once, grad + (b's + a's).  So none of them may add by itself.
+Eager adds the sum of all their gradients to `.grad`, grad + (b's + a's).  So no run may add its own.
 """
 
 from __future__ import annotations
@@ -18,35 +18,37 @@ from ..storage.mapped_storage import is_offloaded
 from .step_run import StepRun
 
 _LOCK = threading.Lock()
-_open: list[tuple[weakref.ref[StepRun], frozenset[int]]] = []  # with the parameters of each, by id
-_waiting = 0  # bytes of gradients that autograd has of open flights, until the backward that made them ends
+_open: list[tuple[weakref.ref[StepRun], frozenset[int]]] = []  # each run with the ids of its parameters
+_waiting = 0  # bytes of gradients that autograd holds for open runs until the running backward ends
 
 
-def concurrent_runs(parameters: Iterable[Tensor], flight: StepRun | None = None) -> list[StepRun]:
-    """The flights, but for this one, over one of these parameters whose backward is outstanding."""
+def concurrent_runs(parameters: Iterable[Tensor], but: StepRun | None = None) -> list[StepRun]:
+    """Return the runs that wait for backward and share one of these parameters, without `but`."""
     with _LOCK:
-        there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
-        mine = set(map(id, parameters)) if there else set()
-        return [other for other, theirs in there if other is not flight and not theirs.isdisjoint(mine)]
+        others = _waiting_runs()
+        wanted = set(map(id, parameters)) if others else set()
+        return [run for run, ids in others if run is not but and not ids.isdisjoint(wanted)]
 
 
-def held_nbytes(flights: Iterable[StepRun], own: Iterable[Tensor]) -> int:
-    """The bytes of the device that open flights hold until their backward, but for those of tensors of one's `own`:
-    what they have saved, and what of their inputs and outputs is still there."""
-    held = [tensor for flight in flights for tensor in (*(flight.saved or ()), *flight.handed())]
-    mine = {tensor.untyped_storage().data_ptr() for tensor in own}
-    found = {
-        storage.data_ptr(): storage.nbytes() for storage in (x.untyped_storage() for x in held if not is_offloaded(x))
-    }
-    return sum(nbytes for address, nbytes in found.items() if address not in mine)
+def _waiting_runs() -> list[tuple[StepRun, frozenset[int]]]:
+    return [(run, ids) for ref, ids in _open if (run := ref()) is not None and run.saved is not None]
+
+
+def held_nbytes(runs: Iterable[StepRun], own: Iterable[Tensor]) -> int:
+    """Return the bytes on the device that open runs hold until backward, without the storages of `own`: their saved
+    tensors, and their inputs and outputs that still exist."""
+    held = [tensor for run in runs for tensor in (*(run.saved or ()), *run.caller_tensors())]
+    own_addresses = {tensor.untyped_storage().data_ptr() for tensor in own}
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held if not is_offloaded(x)}
+    return sum(nbytes for address, nbytes in sizes.items() if address not in own_addresses)
 
 
 def waiting_nbytes() -> int:
-    """The bytes of gradients that backward has made for several flights, and that autograd has yet to sum."""
+    """Return the bytes of gradients that backward has made for several runs, and that autograd has yet to sum."""
     return _waiting
 
 
-def passed_outputs(gradients: Sequence[Tensor]) -> None:
+def count_passed_on(gradients: Sequence[Tensor]) -> None:
     """Count gradients that autograd holds until the running backward ends."""
     nbytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients if not is_offloaded(gradient))
 
@@ -63,12 +65,12 @@ def _wait(nbytes: int) -> None:
         _waiting += nbytes
 
 
-def note_concurrent_run(flight: StepRun, parameters: frozenset[int]) -> None:
-    """The backward of `flight` is outstanding from now on; whoever else's is, over one of its parameters, shares."""
+def note_concurrent_run(run: StepRun, parameters: frozenset[int]) -> None:
+    """Register a run that waits for backward, and mark all runs that share a parameter with it."""
     with _LOCK:
-        there = [(other, theirs) for ref, theirs in _open if (other := ref()) is not None and other.saved is not None]
-        for other, theirs in there:
-            if not theirs.isdisjoint(parameters):
-                other.shared = flight.shared = True
-        # A flight that was dropped, or has been through its backward, is none of them.
-        _open[:] = [*((weakref.ref(other), theirs) for other, theirs in there), (weakref.ref(flight), parameters)]
+        others = _waiting_runs()
+        for other, ids in others:
+            if not ids.isdisjoint(parameters):
+                other.is_concurrent = run.is_concurrent = True
+        # Runs that were dropped, or whose backward has run, leave the list here.
+        _open[:] = [*((weakref.ref(other), ids) for other, ids in others), (weakref.ref(run), parameters)]

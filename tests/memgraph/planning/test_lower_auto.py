@@ -117,7 +117,7 @@ def test_what_is_in_no_segment_is_stated_at_its_own_price(monkeypatch: pytest.Mo
     lowering = Lowering(planned, choice.forecast.trace, prober)
     lowering.lowered(replace(machine, budget=1))  # none is within that
     assert not lowering.chosen
-    stated = lowering.stated(choice, machine)
+    stated = lowering.restated(choice, machine)
     assert stated.captured.us == pytest.approx(predict(alone, machine).us)
     assert stated.forecast.us == pytest.approx(predict(lowering.trace, machine).us)
     assert stated.captured.us > choice.captured.us and stated.forecast.peak == choice.forecast.peak

@@ -19,14 +19,14 @@ def trained() -> Twins:
     """Their state is far, their plan will not be looked at again."""
     twins = Twins()
     twins.train(1)
-    twins.model.__dict__["_latest"].again = None
+    twins.model.__dict__["_latest"]._replan_due = False
     twins.train(2)
     assert far(twins.module, twins.ours) == {"parameter", "gradient", "state"}
     return twins
 
 
 def state_slots(twins: Twins) -> OffloadedSlots:
-    found = twins.model.__dict__["_latest"].state_slots
+    found = twins.model.__dict__["_latest"].parts.state_slots
     assert isinstance(found, OffloadedSlots)
     return found
 

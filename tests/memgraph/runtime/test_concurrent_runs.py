@@ -119,7 +119,7 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     backward = StepRun.backward
 
     def noting(self: StepRun, *args: Any) -> Any:
-        found.append(self.shared)
+        found.append(self.is_concurrent)
         return backward(self, *args)
 
     monkeypatch.setattr(StepRun, "backward", noting)
