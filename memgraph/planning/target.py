@@ -50,8 +50,12 @@ class Target:
             hold_to(budget, device)
         recorder = recorder_of(device) if options.cuda_graphs else None
         location = buffer_location(device, options.spill_dir, options.pinned)
-        lowers = options.lower == "inductor" or (options.lower == "auto" and device.type == "cuda")
-        return cls(device, budget, tier, location, recorder, lowers)
+        return cls(device, budget, tier, location, recorder, asks_to_lower(options.lower, device))
+
+
+def asks_to_lower(option: str | None, device: torch.device) -> bool:
+    """Return True if Inductor is to compile ops on a device."""
+    return option == "inductor" or (option == "auto" and device.type == "cuda")
 
 
 class ModuleTarget:
