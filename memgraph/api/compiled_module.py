@@ -58,7 +58,7 @@ class CompiledModule(ModuleProxy):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
-        self.__dict__["_wanted"] = planner.options.wanted
+        self.__dict__["_wanted"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
 
     def __reduce__(self) -> Any:

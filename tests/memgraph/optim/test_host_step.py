@@ -215,7 +215,7 @@ def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate
 def test_what_is_not_built_is_refused() -> None:
     model = chain(1)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with pytest.raises(ValueError, match="host_update=True wants the optimizer"):
+    with pytest.raises(ValueError, match="host_update=True needs the optimizer"):
         streamed(model, 1, host_update=True)
     with pytest.raises(ValueError, match="fuse_update=True updates in backward: give one of them"):
         streamed(model, 1, optimizer=optimizer, host_update=True, fuse_update=True)
