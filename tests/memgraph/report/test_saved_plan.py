@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from memgraph.report import saved_plan as saved
 from memgraph.report.saved_plan import saved_plan, with_saved_prices
 from passes import Machine, parse, parse_plan
@@ -62,7 +62,7 @@ def test_the_plan_of_a_large_model_comes_back_and_is_used_again(monkeypatch: pyt
     assert report.plan
     plan = memgraph.SavedPlan.from_json(report.to_json())
     assert plan.to_json() == report.to_json()
-    monkeypatch.setattr(planner, "make_plan", never)
+    monkeypatch.setattr(search, "make_plan", never)
     again = memgraph.plan(model, budget=report.budget, plan=plan, **inputs.kwargs)
     assert again.plan == report.plan
     assert again.peak == report.peak
@@ -93,7 +93,7 @@ def test_a_plan_is_given_as_a_file(form: Callable[[Path], Any], tmp_path: Path) 
 
 def test_a_plan_is_used_again_without_a_search_and_trains_like_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     text, budget = pressed().to_json(), pressed().budget
-    monkeypatch.setattr(planner, "make_plan", never)
+    monkeypatch.setattr(search, "make_plan", never)
     eager, module = net(), net()
     compiled = memgraph.compile(module, budget, plan=text)
     for model in (eager, compiled):
