@@ -239,7 +239,7 @@ def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for
     assert memgraph.SavedPlan.from_json(text).plan == report.plan
     again = memgraph.plan(Layers(), batch(), budget=budget, plan=text, wire_dtype=torch.bfloat16)
     assert again.plan == report.plan and cast_values(again)
-    with pytest.raises(memgraph.PlanError, match="rounds values to bf16 on their way, for which wire_dtype= asks"):
+    with pytest.raises(memgraph.PlanError, match="rounds offloaded values to bf16, which needs wire_dtype="):
         memgraph.plan(Layers(), batch(), budget=budget, plan=text)
 
 
