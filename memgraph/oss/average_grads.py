@@ -30,18 +30,18 @@ class GradAverager:
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
-        self.near: SharedMemoryComm | None = None  # the ranks, if they can read each other's memory now
+        self.shared_memory: SharedMemoryComm | None = None  # the ranks, if they can read each other's memory now
         self.flats: dict[int, Tensor] = {}  # gradients as they lie, while they are averaged
 
     def begin(self) -> None:
         """Make gradients flat that other ranks are going to read, and tell them where they are."""
         optimizer = self.optimizer
-        self.near = optimizer.neighbours
+        self.shared_memory = optimizer.reachable_ranks
         self.flats.clear()
-        if self.near is not None:
-            if not optimizer.are_same and optimizer.held is None:
-                optimizer.pieces.flatten(self.flats)
-            self.near.open(self.flats, optimizer.pieces.parameters)
+        if self.shared_memory is not None:
+            if not optimizer.grads_replicated and optimizer.held is None:
+                optimizer.layout.flatten(self.flats)
+            self.shared_memory.open(self.flats, optimizer.layout.parameters)
 
     def end(self) -> None:
         """Let go of the flat gradients."""
@@ -53,22 +53,22 @@ class GradAverager:
         if optimizer.held is not None:
             held = optimizer.held.gradients_of(laid)
             return lambda: held
-        if (parts := optimizer.inside.averaged(laid)) is not None:
+        if (parts := optimizer.sharded_grads.averaged(laid)) is not None:
             return parts
-        if optimizer.are_same:
-            own = optimizer.pieces.own_gradients(laid, self.flats, optimizer.inside.kinds)
+        if optimizer.grads_replicated:
+            own = optimizer.layout.own_gradients(laid, self.flats, optimizer.sharded_grads.kinds)
             return lambda: own
-        if self.near is not None:
-            near, mine = self.near, optimizer.pieces.own_sources(laid, self.flats, optimizer.exchange.rank)
+        if self.shared_memory is not None:
+            near, mine = self.shared_memory, optimizer.layout.own_sources(laid, self.flats, optimizer.comm.rank)
             return lambda: laid.gradients(near.average(laid, mine))
-        wait = optimizer.exchange.reduce(laid.bucket, optimizer.pieces.sources(laid, self.flats))
+        wait = optimizer.comm.reduce(laid.bucket, optimizer.layout.sources(laid, self.flats))
         return lambda: laid.gradients(wait())
 
     def hold(self, kinds: Sequence[int]) -> HeldGradients:
         """The averages of all gradients."""
         optimizer = self.optimizer
-        kind = VersionKey if optimizer.are_same else HeldGradients
-        return kind(optimizer.pieces.parameters, kinds, self._all(kinds))
+        kind = VersionKey if optimizer.grads_replicated else HeldGradients
+        return kind(optimizer.layout.parameters, kinds, self._all(kinds))
 
     def give(self, kinds: Sequence[int]) -> None:
         """Let all own pieces have their gradients."""
@@ -80,31 +80,33 @@ class GradAverager:
         self.begin()
         coming = [(laid, self.of(laid)) for laid in self.used(kinds)]
         found = [(laid, wait()) for laid, wait in coming]
-        if self.near is not None:
-            self.near.meet("averaging of the gradients")
+        if self.shared_memory is not None:
+            self.shared_memory.meet("averaging of the gradients")
         self.end()
-        if self.optimizer.is_cut or self.optimizer.held is not None or SPARSE not in kinds:
+        if self.optimizer.splits_parameters or self.optimizer.held is not None or SPARSE not in kinds:
             return found
         return [(laid, self._with_sparse(laid, gradients, kinds)) for laid, gradients in found]
 
     def _with_sparse(self, laid: BucketViews, gradients: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The gradients of whole parameters, sparse where they are so."""
-        exchange, parameters = self.optimizer.exchange, self.optimizer.pieces.parameters
+        exchange, parameters = self.optimizer.comm, self.optimizer.layout.parameters
         found = dict(zip((piece.item for piece, _ in laid.own), gradients, strict=True))
         for piece in laid.bucket.pieces:
             if kinds[piece.item] != SPARSE:
                 continue
             parameter = parameters[piece.item]
-            gradient = parameter.grad if self.optimizer.are_same else average_sparse(exchange, parameter, piece.rank)
+            gradient = (
+                parameter.grad if self.optimizer.grads_replicated else average_sparse(exchange, parameter, piece.rank)
+            )
             if piece.rank == exchange.rank and gradient is not None:
                 found[piece.item] = gradient
         return list(found.values())
 
     def used(self, kinds: Sequence[int]) -> list[BucketViews]:
         """The buckets in which some rank has a gradient."""
-        if self.optimizer.is_cut and SPARSE in kinds:
-            refuse_sparse(self.optimizer.optim)
-        return [laid for laid in self.optimizer.pieces.laid if any(kinds[item] for item in laid.bucket.items)]
+        if self.optimizer.splits_parameters and SPARSE in kinds:
+            refuse_sparse(self.optimizer.optimizer_class)
+        return [laid for laid in self.optimizer.layout.buckets if any(kinds[item] for item in laid.bucket.items)]
 
 
 def assign_grads(laid: BucketViews, gradients: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:

@@ -88,7 +88,7 @@ def clip_grad_norm(
 
 
 def _total(optimizer: OSS, held: HeldGradients, norm_type: float, parallel: ModelParallel | None) -> Tensor:
-    parameters = optimizer.pieces.parameters
+    parameters = optimizer.layout.parameters
     used = [item for item, kind in enumerate(held.kinds) if kind and parameters[item].numel()]
     norms = _norms(optimizer, held, norm_type, used)
     if parallel is not None:
@@ -100,12 +100,12 @@ def _total(optimizer: OSS, held: HeldGradients, norm_type: float, parallel: Mode
     dtype = torch.float64 if any(wide) else torch.float32
     rounded = [norm if is_wide else norm.float() for norm, is_wide in zip(norms, wide, strict=True)]
     total = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in rounded]), norm_type) if used else 0.0
-    return torch.as_tensor(total, dtype=dtype, device=optimizer.pieces.device)
+    return torch.as_tensor(total, dtype=dtype, device=optimizer.layout.device)
 
 
 def _norms(optimizer: OSS, held: HeldGradients, norm_type: float, used: Sequence[int]) -> list[Tensor]:
     """The norm of each of these parameters' gradients, in float64."""
-    exchange, parameters, pieces = optimizer.exchange, optimizer.pieces.parameters, places(optimizer)
+    exchange, parameters, pieces = optimizer.comm, optimizer.layout.parameters, places(optimizer)
     found: dict[int, list[Tensor]] = {item: [] for item in used}
     are_whole = isinstance(held, VersionKey) and PARTS not in held.kinds
     if are_whole:  # and the owner of the first piece tells the norm
@@ -117,7 +117,7 @@ def _norms(optimizer: OSS, held: HeldGradients, norm_type: float, used: Sequence
                 found[item].append(_norm(gradient, norm_type))
     identity = math.inf if norm_type < 0 else 0.0
     mine = [float(_joint(parts, norm_type)) if parts else identity for parts in found.values()]
-    every = exchange.each(exchange.numbers(mine, torch.float64, optimizer.pieces.device))
+    every = exchange.each(exchange.numbers(mine, torch.float64, optimizer.layout.device))
     return [
         every[pieces[item][0].rank, i] if are_whole or len(pieces[item]) == 1 else _joint(list(every[:, i]), norm_type)
         for i, item in enumerate(used)

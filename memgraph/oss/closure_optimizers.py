@@ -41,14 +41,16 @@ def step_with_closure(optimizer: OSS, closure: Callable[[], Any] | None, kwargs:
             same on all ranks.
     """
     losses: list[Any] = []
-    exchange = optimizer.exchange
+    exchange = optimizer.comm
 
     def said(word: int) -> int:
-        return int(exchange.most(exchange.numbers([word], torch.int32, optimizer.pieces.device)))
+        return int(exchange.most(exchange.numbers([word], torch.int32, optimizer.layout.device)))
 
     def loss() -> Any:
         if closure is None:
-            raise TypeError(f"{optimizer.optim.__name__} evaluates the loss again and again; call step(closure)")
+            raise TypeError(
+                f"{optimizer.optimizer_class.__name__} evaluates the loss again and again; call step(closure)"
+            )
         found = closure()
         float(found.detach() if isinstance(found, Tensor) else found)  # as LBFGS does, but where all ranks are told
         return found
@@ -66,7 +68,7 @@ def step_with_closure(optimizer: OSS, closure: Callable[[], Any] | None, kwargs:
             except AllRanksFailed as failed:
                 raise failed.error from None
         if word == FAILED:
-            told = failures(optimizer.watch, None, FAILURE)
+            told = failures(optimizer.watchdog, None, FAILURE)
             _spread(optimizer)
             raise ShardError(f"the step has failed on another rank: {in_words(told)}")
     _spread(optimizer)
@@ -84,7 +86,7 @@ def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], 
         raise
     except BaseException as error:
         said(FAILED)
-        failures(optimizer.watch, error, FAILURE)
+        failures(optimizer.watchdog, error, FAILURE)
         _spread(optimizer)
         raise
     finally:
@@ -101,17 +103,17 @@ def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> 
         loss, trouble = optimizer.prepare(closure)
         losses.append(loss)
         try:
-            kinds, _ = exchange_presence(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
+            kinds, _ = exchange_presence(optimizer.comm, optimizer.layout, optimizer.param_groups, trouble, {})
         except BaseException as error:
             raise AllRanksFailed(error) from error
-        optimizer.inside.kinds = kinds
-        optimizer.averages.give(kinds)
+        optimizer.sharded_grads.kinds = kinds
+        optimizer.averager.give(kinds)
         optimizer.held = None
-        return optimizer.exchange.mean(torch.as_tensor(loss))
+        return optimizer.comm.mean(torch.as_tensor(loss))
 
 
 def _spread(optimizer: OSS) -> None:
     """The parameters of rank 0, to all."""
-    exact = optimizer.exchange.exact()  # a search along a line is lost in what rounding changes
-    for wait in [exact.gather(laid.bucket, laid.views) for laid in optimizer.pieces.laid]:
+    exact = optimizer.comm.exact()  # a search along a line is lost in what rounding changes
+    for wait in [exact.gather(laid.bucket, laid.views) for laid in optimizer.layout.buckets]:
         wait()

@@ -52,7 +52,7 @@ def exchange_presence(
         exchange.numbers(mine, torch.int32, pieces.device)
     ).tolist()
     if found[0]:
-        told = failures(exchange.watch, trouble, "exchange of why a rank can't step")
+        told = failures(exchange.watchdog, trouble, "exchange of why a rank can't step")
         raise trouble or ShardError(f"another rank can't step, so none does: {in_words(told)}")
     if most != -least:
         raise ShardError("ranks have parameters of different shapes, types or strides; do the same to all of them")
@@ -61,7 +61,7 @@ def exchange_presence(
         if is_there and is_missing and name != ANY_INFINITE:
             raise ShardError(f"some ranks have {name}, others have not; call the same on all ranks")
     if most_chosen != -least_chosen:
-        check_agreement(exchange.watch, list(_lines(groups, parameters, asked)), ADVICE)
+        check_agreement(exchange.watchdog, list(_lines(groups, parameters, asked)), ADVICE)
     return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
 
 

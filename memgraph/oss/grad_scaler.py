@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         if not hasattr(optimizer, "exchange"):
             return found
         worst = sum(float(value) for value in found.values())
-        exchange = optimizer.exchange
+        exchange = optimizer.comm
         everywhere = exchange.most(exchange.numbers([worst], torch.float32, found_inf.device))[0]
         # Where there are no gradients, torch finds nothing, and has nothing to look at later.
         return {device: value.copy_(everywhere) for device, value in (found or {found_inf.device: found_inf}).items()}
@@ -58,13 +58,13 @@ def unscale(optimizer: OSS, scale: Tensor) -> None:
     inverse = scale.double().reciprocal().float()
     if optimizer.held is not None:
         number = float(scale)
-        device = optimizer.pieces.device
-        most = optimizer.exchange.most(optimizer.exchange.numbers([number, -number], torch.float64, device))
+        device = optimizer.layout.device
+        most = optimizer.comm.most(optimizer.comm.numbers([number, -number], torch.float64, device))
         if float(most[0]) != -float(most[1]):
             message = f"gradients were clipped while ranks had scaled them by {float(most[0])} and {-float(most[1])}"
             raise ShardError(f"{message}; call scaler.unscale_(optimizer) before, or use memgraph.GradScaler")
         optimizer.held.scale(inverse)
         return
-    for parameter in optimizer.pieces.parameters:
+    for parameter in optimizer.layout.parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -42,12 +42,12 @@ class InterruptedStep:
     def __init__(self, begun: StepInProgress, oss: OSS) -> None:
         self.begun, self.oss = begun, oss
         self.is_loaded = False  # the optimizer has an earlier state again
-        self.parameters = list(map(TensorMark, oss.pieces.parameters))
+        self.parameters = list(map(TensorMark, oss.layout.parameters))
         self.gradients = list(map(TensorMark, self._gradients()))
 
     def way(self) -> int:
         """What can come now."""
-        now = self.oss.pieces.parameters
+        now = self.oss.layout.parameters
         if len(now) != len(self.parameters):
             return TORN
         if self.is_loaded:
@@ -56,7 +56,7 @@ class InterruptedStep:
         return ON if _same(self.parameters, now) and _same(self.gradients, self._gradients()) else TORN
 
     def _gradients(self) -> list[Tensor | None]:
-        return [*(parameter.grad for parameter in self.oss.pieces.parameters), *self.oss.inside.parts.values()]
+        return [*(parameter.grad for parameter in self.oss.layout.parameters), *self.oss.sharded_grads.shards.values()]
 
 
 class TensorMark:

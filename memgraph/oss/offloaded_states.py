@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from passes.ir.machine import SMALLEST_HOME
-
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.optimizer_clone import ClonedOptimizer
-from ..optim.state_parts import PARTS, Owner, StatePart, in_parts, is_large
+from ..optim.state_parts import Owner, is_large
 from ..optim.twin import clone_optimizer
 from ..optim.windowed_update import WindowedUpdate
-from .shards.param_groups import Group, options
+from .shards.param_groups import Group
 
 if TYPE_CHECKING:
     from .optimizer import OSS
@@ -37,11 +34,11 @@ class OffloadedShards(OffloadedUpdate):
 
     @property
     def can_stream(self) -> bool:
-        parameters, inner = self.oss.pieces.parameters, self.oss.inner
+        parameters, inner = self.oss.layout.parameters, self.oss.inner
         kinds = {(group, p.dtype) for group, p in zip(self.oss.group_of, parameters, strict=True)}
         on_cpu = all(p.device.type == "cpu" for p in parameters)
         steady = not any(is_nondeterministic(inner, *kind) for kind in kinds)
-        return on_cpu and self.oss.is_cut and is_elementwise(inner) and steady
+        return on_cpu and self.oss.splits_parameters and is_elementwise(inner) and steady
 
     def begin(self) -> None:
         """Nothing has to be put on the optimizer, which looks here."""
@@ -52,7 +49,7 @@ class OffloadedShards(OffloadedUpdate):
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
         """The states of the large pieces of these buckets, as far as there are any."""
-        laid, state = self.oss.pieces.laid, self.oss.inner.state
+        laid, state = self.oss.layout.buckets, self.oss.inner.state
         own = [laid[i].own for i in owners if isinstance(i, int) and i < len(laid)]
         return [state[view] for pieces in own for _, view in pieces if is_large(view) and view in state]
 
@@ -70,34 +67,3 @@ class OffloadedShards(OffloadedUpdate):
                 )
             self.half[1].run()
             self.half = None
-
-
-def shard_parts(oss: OSS) -> list[StatePart]:
-    """The states of the optimizer's buckets, cut into parts of about the same bytes: the most of any rank, so that it
-    is the same parts on all."""
-    if not oss.far.can_stream:
-        return []
-    return in_parts([(i, max(of_ranks)) for i, of_ranks in enumerate(large_nbytes(oss))], PARTS)
-
-
-def large_nbytes(oss: OSS) -> list[list[int]]:
-    """Bytes of states that may live far, of each bucket on each rank: of what is trained, those of large pieces that
-    have an element for each of theirs."""
-    each = _each(oss)
-    found = []
-    for laid in oss.pieces.laid:
-        group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.exchange.ranks
-        for piece in laid.bucket.pieces:
-            parameter = oss.pieces.parameters[piece.item]
-            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_HOME:
-                of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
-        found.append(of_ranks)
-    return found
-
-
-def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
-    """Bytes of states for an element of a parameter of each group and type."""
-    given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    stepper = ClonedOptimizer(clone_optimizer(oss.inner, given))
-    kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

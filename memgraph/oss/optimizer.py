@@ -95,28 +95,32 @@ class OSS(StateDictMixin):
         gather: str = "step",
         **defaults: Any,
     ) -> None:
-        self.watch = CollectiveWatchdog(ready(group))
-        with report_errors(self.watch, OPTIMIZER, ADVICE):
+        self.watchdog = CollectiveWatchdog(ready(group))
+        with report_errors(self.watchdog, OPTIMIZER, ADVICE):
             own = arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
             groups = groups_of(params)
-            self.exchange = BucketComm(self.watch, wire_dtype)
-            self.optim, self.given, self.gathers = optim, defaults, gather
+            self.comm = BucketComm(self.watchdog, wire_dtype)
+            self.optimizer_class, self.optimizer_kwargs, self.gather_mode = optim, defaults, gather
             self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
             plain = template(optim, groups, defaults)
             # A step that changes more than its parameters' states is run once for all of them.
-            self.is_cut = is_elementwise(plain) and not clone_obstacle(plain)
-            self.is_driven = issubclass(optim, torch.optim.LBFGS)
-            self.pieces = ShardViews(self.exchange.rank, self.exchange.ranks)
+            self.splits_parameters = is_elementwise(plain) and not clone_obstacle(plain)
+            self.needs_closure = issubclass(optim, torch.optim.LBFGS)
+            self.layout = ShardViews(self.comm.rank, self.comm.ranks)
             self.items: list[Item] = []
             self.group_of: list[int] = []  # of each parameter
             self.held: HeldGradients | None = None
             self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-            self.inside, self.awaited, self.far = ShardedGradients(self), PendingGathers(self), OffloadedShards(self)
+            self.sharded_grads, self.pending_gathers, self.offloaded_shards = (
+                ShardedGradients(self),
+                PendingGathers(self),
+                OffloadedShards(self),
+            )
             super().__init__(groups, dict(plain.defaults))
         self._compare(self.param_groups)
         self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
-        self.near = shared_memory_comm(self.exchange) if wire_dtype is None and not self.is_driven else None
-        self.averages, self.updates = GradAverager(self), ShardedStep(self)
+        self.shared_memory = shared_memory_comm(self.comm) if wire_dtype is None and not self.needs_closure else None
+        self.averager, self.sharded_step = GradAverager(self), ShardedStep(self)
         _living.add(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -126,7 +130,7 @@ class OSS(StateDictMixin):
         """One more group, complete at once, in buckets of its own."""
         before = list(self.param_groups)
         try:
-            with nullcontext() if self.inner is None else report_errors(self.watch, OPTIMIZER, ADVICE):
+            with nullcontext() if self.inner is None else report_errors(self.watchdog, OPTIMIZER, ADVICE):
                 self._take(param_group)
             if self.inner is not None:
                 self._compare(self.param_groups[-1:])
@@ -139,7 +143,7 @@ class OSS(StateDictMixin):
             group = self._inner_group(len(before))
             self.inner.add_param_group(dict(group))
             # Adagrad makes its states where it is made, and not for groups that come later.
-            self.inner.state.update(self.optim([group], **self.given).state)
+            self.inner.state.update(self.optimizer_class([group], **self.optimizer_kwargs).state)
 
     def _take(self, param_group: Group) -> None:
         """One more group, as far as this rank alone can tell."""
@@ -149,7 +153,9 @@ class OSS(StateDictMixin):
         if self.held is not None:
             raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
         if self.inner is not None:
-            template(self.optim, [*self.param_groups, added], self.given)  # which refuses what it does not take
+            template(
+                self.optimizer_class, [*self.param_groups, added], self.optimizer_kwargs
+            )  # which refuses what it does not take
         super().add_param_group(added)
         parameters = self.param_groups[-1]["params"]
         if len(set(parameters)) != len(parameters):
@@ -172,27 +178,27 @@ class OSS(StateDictMixin):
         self._refuse_torn()
         self.gathered = None
         with torch.no_grad():
-            if self.updates.goes_on():
-                loss = self.updates.go_on()
+            if self.sharded_step.goes_on():
+                loss = self.sharded_step.go_on()
                 self.held = None
                 return loss
-            if self.is_driven:
+            if self.needs_closure:
                 return step_with_closure(self, closure, kwargs)
             loss, trouble = self.prepare(closure)
             kinds, infinite = self._agree(trouble)
             if not infinite:
-                self.updates.run(kinds, kwargs, loss)
+                self.sharded_step.run(kinds, kwargs, loss)
             self.held = None
             return loss
 
     def _compare(self, groups: Sequence[Group]) -> None:
         """See that all ranks were given the same."""
-        if self.exchange.is_alone:
+        if self.comm.is_alone:
             return
-        sent = f"gradients={self.gradients!r}, wire_dtype={self.exchange.wire}, bucket_bytes={self.bucket_bytes}"
-        sent += f", gather={self.gathers!r}"
-        first, *others = parameter_lines(self.optim.__qualname__, groups)
-        check_agreement(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
+        sent = f"gradients={self.gradients!r}, wire_dtype={self.comm.wire}, bucket_bytes={self.bucket_bytes}"
+        sent += f", gather={self.gather_mode!r}"
+        first, *others = parameter_lines(self.optimizer_class.__qualname__, groups)
+        check_agreement(self.watchdog, [first, f"what is sent: {sent}", *others], ADVICE)
 
     def gather(self) -> None:
         """Bring here what other ranks have updated, if that was left to the next forward; every rank of the group has
@@ -203,7 +209,7 @@ class OSS(StateDictMixin):
             CollectiveError: a rank did not come.
         """
         self._refuse_torn()
-        self.awaited.gather()
+        self.pending_gathers.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, owned or not."""
@@ -241,24 +247,24 @@ class OSS(StateDictMixin):
         def asked() -> tuple[NormLimit, ModelParallel | None]:
             limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
             whole = tensors_of(replicated)
-            return limit, None if group is None else ModelParallel.of(group, whole, self.pieces.parameters)
+            return limit, None if group is None else ModelParallel.of(group, whole, self.layout.parameters)
 
         with torch.no_grad():
-            if self.updates.goes_on():
+            if self.sharded_step.goes_on():
                 raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
             found, trouble = self.prepare(asked)
             limit, parallel = found or (None, None)
             kinds, _ = self._agree(trouble, limit)
             assert limit is not None  # or there was trouble
-            held = self.held or self.averages.hold(kinds)
+            held = self.held or self.averager.hold(kinds)
             total = clip_grad_norm(self, held, limit, parallel)
-            self.held = None if self.are_same else held.seen_now()
+            self.held = None if self.grads_replicated else held.seen_now()
             return total
 
     @property
-    def are_same(self) -> bool:
+    def grads_replicated(self) -> bool:
         """Whether all ranks have the same gradients."""
-        return self.gradients == "same" or self.exchange.is_alone
+        return self.gradients == "same" or self.comm.is_alone
 
     def prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
         """What the closure returns, and what went wrong."""
@@ -267,10 +273,10 @@ class OSS(StateDictMixin):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self.follow()
-            self.inside.sweep()
+            self.refresh_views()
+            self.sharded_grads.drop_cleared()
             self._refuse()
-            if self.held is not None and not self.held.is_of(self.pieces.parameters):
+            if self.held is not None and not self.held.is_of(self.layout.parameters):
                 self.held = None
         except Exception as error:
             return loss, error
@@ -287,45 +293,45 @@ class OSS(StateDictMixin):
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
         asked = "a step" if limit is None else str(limit)
-        kinds, found = exchange_presence(self.exchange, self.pieces, self.param_groups, trouble, flags, asked)
-        self.inside.kinds = kinds
+        kinds, found = exchange_presence(self.comm, self.layout, self.param_groups, trouble, flags, asked)
+        self.sharded_grads.kinds = kinds
         if scale is not None and not found[ANY_INFINITE]:
             unscale(self, scale)
         return kinds, found[ANY_INFINITE]
 
     @property
-    def neighbours(self) -> SharedMemoryComm | None:
+    def reachable_ranks(self) -> SharedMemoryComm | None:
         """The ranks, if they can read each other's parameters."""
-        parameters = self.pieces.parameters
-        return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
+        parameters = self.layout.parameters
+        return self.shared_memory if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
 
     def _refuse_torn(self) -> None:
         """Raise if a step has failed halfway; others may be anywhere in it, so nothing can be asked of them."""
-        if self.updates.is_torn:
+        if self.sharded_step.is_half_updated:
             message = "a step failed when some parameters were updated, and ranks may differ"
             raise ShardError(f"{message}; {MEND}, or start again from it if a collective has failed")
 
     def _refuse(self) -> None:
         """Raise what is in the way of a step on this rank."""
-        pairs = [(i, p, p.grad) for i, p in enumerate(self.pieces.parameters) if p.grad is not None]
+        pairs = [(i, p, p.grad) for i, p in enumerate(self.layout.parameters) if p.grad is not None]
         for i, p, gradient in pairs:
             if gradient.dtype != p.dtype or gradient.device != p.device:
                 found = f"{gradient.dtype} on {gradient.device}"
                 raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {found}; make them the same")
         dense = (gradient for _, _, gradient in pairs if not gradient.is_sparse)
-        if not self.are_same and not self.exchange.fit(dense):
-            raise ShardError(f"gradients leave the range of {self.exchange.wire}; use wire_dtype=torch.bfloat16")
+        if not self.grads_replicated and not self.comm.fit(dense):
+            raise ShardError(f"gradients leave the range of {self.comm.wire}; use wire_dtype=torch.bfloat16")
 
-    def follow(self) -> None:
+    def refresh_views(self) -> None:
         """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
         state = self.inner.state
-        if self.pieces.are_others() and _is_fresh(state):
-            self._begin_anew()
+        if self.layout.are_others() and _is_fresh(state):
+            self._reset_layout()
             return
         try:
-            renewed = self.pieces.renew()
+            renewed = self.layout.renew()
         except ShardError as error:
-            if not self.awaited.buckets:
+            if not self.pending_gathers.buckets:
                 raise
             missing = "turn it back and call optimizer.gather() on all ranks before, as ranges of it are NaN here"
             raise ShardError(f"{error}; {missing}") from None
@@ -336,36 +342,38 @@ class OSS(StateDictMixin):
             for i, group in enumerate(self.inner.param_groups):
                 group["params"][:] = self._inner_group(i)["params"]  # LBFGS holds this very list
 
-    def _begin_anew(self) -> None:
+    def _reset_layout(self) -> None:
         """Spread parameters of which there is no state yet, as they are now."""
-        self.inside.refuse_parts()
-        self.awaited.begin_anew()
-        self.far.far_states.clear()  # they are of buckets that go
-        self.pieces, self.items, self.group_of = ShardViews(self.exchange.rank, self.exchange.ranks), [], []
+        self.sharded_grads.refuse_parts()
+        self.pending_gathers.reset()
+        self.offloaded_shards.far_states.clear()  # they are of buckets that go
+        self.layout, self.items, self.group_of = ShardViews(self.comm.rank, self.comm.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])
-        self.inner = self.optim([self._inner_group(i) for i in range(len(self.param_groups))], **self.given)
+        self.inner = self.optimizer_class(
+            [self._inner_group(i) for i in range(len(self.param_groups))], **self.optimizer_kwargs
+        )
 
     def _lay_out(self, group: int, parameters: Sequence[Tensor]) -> None:
         """Spread the parameters of a group, behind those that are there."""
         kinds: dict[object, int] = {}
         fused = bool(self.param_groups[group].get("fused"))  # reads everything once, and rounds a rest in another way
         items = [
-            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.is_cut, fused)
+            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.splits_parameters, fused)
             for p in parameters
         ]
         on_cpu = all(p.device.type == "cpu" for p in parameters)
         sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not fused else None)
-        ranks = 1 if self.is_driven else self.exchange.ranks
-        loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
+        ranks = 1 if self.needs_closure else self.comm.ranks
+        loads = loads_of([laid.bucket for laid in self.layout.buckets], self.items, ranks)
         buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
-        self.pieces.add(parameters, buckets)
+        self.layout.add(parameters, buckets)
         self.items += items
         self.group_of += [group] * len(items)
 
     def _inner_group(self, index: int) -> Group:
         """A group of the optimizer that runs on pieces."""
-        own = [one for laid in self.pieces.laid for one in laid.own if self.group_of[one[0].item] == index]
+        own = [one for laid in self.layout.buckets for one in laid.own if self.group_of[one[0].item] == index]
         # In the order of the caller's parameters: LBFGS sums over all of them.
         own.sort(key=lambda one: (one[0].item, one[0].begin))
         return {**options(self.param_groups[index]), "params": [view for _, view in own]}
@@ -382,13 +390,13 @@ def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
     return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
 
-def only_watch() -> CollectiveWatchdog | None:
+def shared_watchdog() -> CollectiveWatchdog | None:
     """The watch of the group that all sharded optimizers of this process are spread over; None if there is no such
     group, or more than one."""
     found: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
     for optimizer in list(_living):
-        group = optimizer.watch.group
+        group = optimizer.watchdog.group
         with suppress(KeyError, ValueError, RuntimeError):  # of a group that was destroyed
             if dist.is_initialized() and dist.get_rank(group) >= 0:
-                found[group] = optimizer.watch
+                found[group] = optimizer.watchdog
     return next(iter(found.values())) if len(found) == 1 else None

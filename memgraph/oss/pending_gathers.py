@@ -40,29 +40,29 @@ class PendingGathers:
         self.able: set[int] = set()  # those that a forward since the last step gathers, and so will the next
 
     @property
-    def frozen(self) -> tuple[int, ...]:
+    def frozen_buckets(self) -> tuple[int, ...]:
         """The buckets that may be awaited, although nothing in them is trained now."""
         return tuple(i for i in sorted(self.ever) if not self.is_trained(i))
 
     def is_trained(self, bucket: int) -> bool:
         """Whether a step may update it."""
-        pieces = self.optimizer.pieces
-        return any(pieces.parameters[item].requires_grad for item in pieces.laid[bucket].bucket.items)
+        pieces = self.optimizer.layout
+        return any(pieces.parameters[item].requires_grad for item in pieces.buckets[bucket].bucket.items)
 
     def deferred(self, used: Iterable[BucketViews]) -> list[BucketViews]:
         """The buckets of a step that begins now which the next forward will gather."""
         able, self.able = self.able, set()
-        laid = self.optimizer.pieces.laid
+        laid = self.optimizer.layout.buckets
         wanted = {id(laid[i]) for i in able}
         return [one for one in used if id(one) in wanted]
 
     def stepped(self, used: Collection[BucketViews], deferred: Collection[BucketViews]) -> None:
         """A step has updated the own ranges of these, and gathered all but those that are deferred."""
-        number = {id(laid): i for i, laid in enumerate(self.optimizer.pieces.laid)}
+        number = {id(laid): i for i, laid in enumerate(self.optimizer.layout.buckets)}
         self.buckets -= {number[id(laid)] for laid in used}
         self.buckets |= {number[id(laid)] for laid in deferred}
         self.ever |= self.buckets
-        rank = self.optimizer.exchange.rank
+        rank = self.optimizer.comm.rank
         for laid in deferred:
             for view in (view for other, views in enumerate(laid.views) if other != rank for view in views):
                 if view.is_floating_point() or view.is_complex():
@@ -72,13 +72,13 @@ class PendingGathers:
         """Gather all of it, if anything is awaited; a collective."""
         if self.buckets:
             with torch.no_grad():
-                self.optimizer.follow()
-                check_same_step(self.optimizer.exchange, self.optimizer.pieces.device, GATHER)()
+                self.optimizer.refresh_views()
+                check_same_step(self.optimizer.comm, self.optimizer.layout.device, GATHER)()
                 coming = ForwardGather(self, self.buckets)
                 coming.open()
                 coming.all()
 
-    def capturing(self, parameters: Iterable[Tensor]) -> None:
+    def gather_for_capture(self, parameters: Iterable[Tensor]) -> None:
         """A call that reads these is about to be planned, for which it may be tried with their numbers: what ranks plan
         together they gather together.
 
@@ -88,9 +88,9 @@ class PendingGathers:
         read = list(parameters)
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in read):
             self.optimizer.gather()
-        self.refuse(read, "this call")
+        self.refuse_reads(read, "this call")
 
-    def coming(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
+    def begin_forward(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
         """What gathers in a forward of these tensors; None if nothing is awaited.
 
         Raises:
@@ -99,16 +99,16 @@ class PendingGathers:
         self.able |= captured.gathers
         if not self.buckets:
             return None
-        self.refuse(tensors, "this call", self.buckets - captured.gathers)
+        self.refuse_reads(tensors, "this call", self.buckets - captured.gathers)
         if not (left := self.buckets & captured.gathers):
             return None
-        self.optimizer.follow()
+        self.optimizer.refresh_views()
         return ForwardGather(self, left, early=self._is_read_as_another(captured, tensors))
 
     def _is_read_as_another(self, captured: Captured, tensors: Sequence[Tensor]) -> bool:
         """Whether a forward reads the memory of a parameter as that of something else, of which its graph does not know
         when."""
-        parameters = self.optimizer.pieces.parameters
+        parameters = self.optimizer.layout.parameters
         owned, known = {one.untyped_storage()._cdata for one in parameters}, set(map(id, parameters))
         inputs = zip(captured.inputs, tensors, strict=False)
         others = [one for role, one in inputs if role.kind != "parameter" or id(one) not in known]
@@ -117,20 +117,20 @@ class PendingGathers:
             others += [constant] if isinstance(constant, Tensor) else []
         return any(has_storage(one) and one.untyped_storage()._cdata in owned for one in others)
 
-    def refuse(self, tensors: Iterable[Tensor], what: str, buckets: Iterable[int] | None = None) -> None:
+    def refuse_reads(self, tensors: Iterable[Tensor], what: str, buckets: Iterable[int] | None = None) -> None:
         """
         Raises:
             ShardError: some of these tensors are parameters that are awaited, of these buckets if any are named.
         """
         oss, there = self.optimizer, set(map(id, tensors)) if self.buckets else set()
-        lacking = (oss.pieces.laid[i].bucket for i in (self.buckets if buckets is None else buckets))
-        if items := [i for one in lacking for i in one.items if id(oss.pieces.parameters[i]) in there]:
+        lacking = (oss.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets))
+        if items := [i for one in lacking for i in one.items if id(oss.layout.parameters[i]) in there]:
             raise ShardError(
                 f"{what} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
                 f"that are NaN here: {ADVICE}"
             )
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The buckets are about to become others.
 
         Raises:
@@ -145,14 +145,14 @@ class ForwardGather:
     """The gathers of one forward; see `memgraph.graph.ops.Gather`."""
 
     def __init__(self, awaited: PendingGathers, buckets: Iterable[int], early: bool = False) -> None:
-        self.awaited, self.left, self.early = awaited, set(buckets), early
-        self.near = awaited.optimizer.neighbours
+        self.pending_gathers, self.left, self.early = awaited, set(buckets), early
+        self.shared_memory = awaited.optimizer.reachable_ranks
         self.begun: dict[int, Callable[[], None]] = {}
 
     def open(self) -> None:
         """All ranks are here, and have ended their step."""
-        if self.near is not None:
-            self.near.open({}, self.awaited.optimizer.pieces.parameters)
+        if self.shared_memory is not None:
+            self.shared_memory.open({}, self.pending_gathers.optimizer.layout.parameters)
         if self.early:
             self.all()
 
@@ -167,11 +167,11 @@ class ForwardGather:
 
     def begin(self, bucket: int) -> None:
         if bucket in self.left:
-            oss = self.awaited.optimizer
-            laid = oss.pieces.laid[bucket]
-            near = self.near
+            oss = self.pending_gathers.optimizer
+            laid = oss.layout.buckets[bucket]
+            near = self.shared_memory
             self.begun[bucket] = (
-                oss.exchange.gather(laid.bucket, laid.views) if near is None else lambda: near.fetch([laid])
+                oss.comm.gather(laid.bucket, laid.views) if near is None else lambda: near.fetch([laid])
             )
 
     def end(self, bucket: int) -> None:
@@ -181,9 +181,9 @@ class ForwardGather:
         wait()
         self.begun = others  # for which nobody waits, if this has failed
         self.left.discard(bucket)
-        self.awaited.buckets.discard(bucket)
-        if self.near is not None and not self.left:
-            self.near.meet("end of the gathering")  # before anybody changes what others read
+        self.pending_gathers.buckets.discard(bucket)
+        if self.shared_memory is not None and not self.left:
+            self.shared_memory.meet("end of the gathering")  # before anybody changes what others read
 
     def close(self) -> None:
         """Forward has failed: what is on its way is waited for, as it lands in the parameters."""

@@ -34,7 +34,7 @@ from .checkpoint.room import allocate_room, compare_metadata, metadata
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .comm.agreement import check_agreement, report_errors
 from .comm.failures import failures
-from .optimizer import OSS, only_watch
+from .optimizer import OSS, shared_watchdog
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
@@ -56,12 +56,12 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         CollectiveError: a rank is gone.
     """
     whole = _agreed(folder, model, optimizer)
-    optimizer.awaited.gather()
-    new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
-    rank, name = str(optimizer.watch.group.rank()), f"saving of {whole}"
+    optimizer.pending_gathers.gather()
+    new, first = _beside(whole, "new"), optimizer.watchdog.group.rank() == 0
+    rank, name = str(optimizer.watchdog.group.rank()), f"saving of {whole}"
     there = _together(optimizer, name, model.state_dict)
     state: dict[str, Any] = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
-    state[CLASS] = class_name(optimizer.optim)
+    state[CLASS] = class_name(optimizer.optimizer_class)
     _together(optimizer, name, lambda: _clear(new, whole) if first else None)
     try:
         _together(optimizer, name, lambda: _write(optimizer, state, new))
@@ -85,14 +85,14 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole, rank = _agreed(folder, model, optimizer), str(optimizer.watch.group.rank())
-    optimizer.awaited.gather()  # after a torn step, too
+    whole, rank = _agreed(folder, model, optimizer), str(optimizer.watchdog.group.rank())
+    optimizer.pending_gathers.gather()  # after a torn step, too
     name = f"loading of {whole}"
     if _is_between_names(whole):
         whole = _beside(whole, "old")
     found = _together(optimizer, name, lambda: metadata(whole))
-    _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
-    _together(optimizer, name, optimizer.follow)
+    _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watchdog.members)))
+    _together(optimizer, name, optimizer.refresh_views)
     there = _together(optimizer, name, model.state_dict)
     _together(optimizer, name, lambda: compare_metadata(found, there))
     state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: allocate_room(optimizer, found))}
@@ -122,8 +122,8 @@ def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
         TypeError, ValueError, ShardError: an argument of this rank is wrong.
         AgreementError: one of another rank is, or the folder is another there.
     """
-    watch = optimizer.watch if isinstance(optimizer, OSS) else only_watch()
-    with nullcontext() if watch is None else report_errors(watch, ARGUMENTS, ADVICE):
+    watchdog = optimizer.watchdog if isinstance(optimizer, OSS) else shared_watchdog()
+    with nullcontext() if watchdog is None else report_errors(watchdog, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):
             found = "None" if optimizer is None else f"a {type(optimizer).__name__}"
             advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
@@ -131,7 +131,7 @@ def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
         for name, value in {"folder": folder, "model": model}.items():
             check_arguments(name, value, SAVE_SHARDED_RULES)
         whole = Path(folder).absolute()
-    check_agreement(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
+    check_agreement(optimizer.watchdog, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
     return whole
 
 
@@ -140,13 +140,13 @@ def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
     trouble: BaseException | None = None
     found = None
     try:
-        with optimizer.watch.naming(name):
+        with optimizer.watchdog.naming(name):
             found = work()
     except CollectiveError:
         raise
     except (Exception, CheckpointException) as error:  # which is no Exception
         trouble = error
-    for rank, told in failures(optimizer.watch, None if trouble is None else _reason(trouble), name).items():
+    for rank, told in failures(optimizer.watchdog, None if trouble is None else _reason(trouble), name).items():
         raise StateError(f"the {name} has failed on rank {rank}: {told}") from trouble
     return cast(T, found)
 
@@ -161,7 +161,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refuse_other_classes(optimizer: OSS, saved: str | None) -> None:
-    own = class_name(optimizer.optim)
+    own = class_name(optimizer.optimizer_class)
     if saved is not None and saved != own and not optimizer._optimizer_load_state_dict_pre_hooks:
         raise StateError(f"it is {saved}'s, and {own} was given; make the same optimizer; nothing was changed")
 
@@ -207,14 +207,14 @@ class _Writer(FileSystemWriter):
 def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        save(state, storage_writer=_Writer(new), process_group=optimizer.watch.group)
+        save(state, storage_writer=_Writer(new), process_group=optimizer.watchdog.group)
 
 
 def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:
     """Fill the tensors of a state, and put its other values there."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        load(state, storage_reader=Reader(whole), planner=Planner(), process_group=optimizer.watch.group)
+        load(state, storage_reader=Reader(whole), planner=Planner(), process_group=optimizer.watchdog.group)
 
 
 def _take(new: Path, whole: Path) -> None:

@@ -58,42 +58,42 @@ class ShardedGradients:
 
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
-        self.parts: dict[int, Tensor] = {}  # of each bucket
-        self.ghosts: dict[Tensor, Tensor] = {}
+        self.shards: dict[int, Tensor] = {}  # of each bucket
+        self.placeholders: dict[Tensor, Tensor] = {}
         self.kinds: Sequence[int] = ()  # of the gradients of each parameter, on whatever rank has most of it
         self.takers: list[Tensor] = []  # the parameters of the backward that runs, or ran last
 
-    def parcels(self, named: Mapping[str, Tensor]) -> list[GradBucket]:
+    def grad_buckets(self, named: Mapping[str, Tensor]) -> list[GradBucket]:
         """What backward may exchange for the parameters of these names: nothing, where somebody is told of gradients,
         or where they are the same on all ranks."""
         oss = self.optimizer
-        oss.follow()
+        oss.refresh_views()
         # What float16 can't take is refused in the step, before anything is sent.
-        plain = oss.exchange.is_alone or oss.gradients == "same" or oss.exchange.wire is torch.float16
-        if plain or any(map(has_hooks, oss.pieces.parameters)):
+        plain = oss.comm.is_alone or oss.gradients == "same" or oss.comm.wire is torch.float16
+        if plain or any(map(has_hooks, oss.layout.parameters)):
             return []
         names = {parameter: name for name, parameter in named.items()}
         found = []
-        for i, laid in enumerate(oss.pieces.laid):
-            bucket, ranks = laid.bucket, oss.exchange.ranks
+        for i, laid in enumerate(oss.layout.buckets):
+            bucket, ranks = laid.bucket, oss.comm.ranks
             if bucket.owner is None and bucket.part:
                 stretches = tuple(
-                    Stretch(names.get(oss.pieces.parameters[one.item], ""), one.begin, one.end, one.at)
+                    Stretch(names.get(oss.layout.parameters[one.item], ""), one.begin, one.end, one.at)
                     for one in _stretches_of(bucket, ranks)
                 )
-                room = _room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
+                room = _room_nbytes(oss, bucket.part, oss.layout.parameters[bucket.items[0]])
                 found.append(GradBucket(i, stretches, bucket.part * ranks, bucket.part, room))
         return found
 
-    def begin(self, takers: Mapping[str, Tensor | None]) -> GradReduction:
+    def begin_backward(self, takers: Mapping[str, Tensor | None]) -> GradReduction:
         """What sums gradients in the backward that begins now; `takers` are the parameters whose they are.
 
         Raises:
             ShardError: they are wanted elsewhere, or have to be added to what is no mean over ranks. Nothing has
                 changed.
         """
-        self.optimizer.follow()
-        self.sweep()
+        self.optimizer.refresh_views()
+        self.drop_cleared()
         for name, taker in takers.items():
             if taker is None:
                 raise ShardError(
@@ -109,15 +109,15 @@ class ShardedGradients:
         self.takers = [taker for taker in takers.values() if taker is not None]
         return GradReduction(self.optimizer)
 
-    def give(self, parts: Mapping[int, Tensor]) -> None:
+    def add_shards(self, shards: Mapping[int, Tensor]) -> None:
         """Backward has ended, and these are this rank's parts."""
-        for bucket, part in parts.items():
-            there = self.parts.setdefault(bucket, part)
+        for bucket, part in shards.items():
+            there = self.shards.setdefault(bucket, part)
             if there is not part:
                 there.add_(part)
         for parameter in self.takers:
-            if parameter not in self.ghosts:
-                parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
+            if parameter not in self.placeholders:
+                parameter.grad = self.placeholders[parameter] = placeholder_grad(parameter)
 
     def averaged(self, laid: BucketViews) -> Callable[[], list[Tensor]] | None:
         """What waits for the mean gradients of the own pieces of a bucket, if backward has averaged some of them."""
@@ -125,34 +125,36 @@ class ShardedGradients:
         if PARTS not in kinds:
             return None
         oss = self.optimizer
-        part = self.parts.get(oss.pieces.number(laid))
-        own = laid.stretches[oss.exchange.rank]
-        first = oss.exchange.rank * laid.bucket.part
+        part = self.shards.get(oss.layout.number(laid))
+        own = laid.stretches[oss.comm.rank]
+        first = oss.comm.rank * laid.bucket.part
         if part is None:  # no gradient is there on this rank, but on others
-            part = oss.pieces.parameters[laid.bucket.items[0]].detach().new_zeros(laid.bucket.part)
+            part = oss.layout.parameters[laid.bucket.items[0]].detach().new_zeros(laid.bucket.part)
         mine = [part[one.at - first : one.at - first + one.count] for one in own]
         if max(kinds) < DENSE:
             return lambda: laid.gradients(mine)
-        wait = oss.exchange.reduce(laid.bucket, oss.pieces.sources(laid, {}))
+        wait = oss.comm.reduce(laid.bucket, oss.layout.sources(laid, {}))
         return lambda: laid.gradients([more.add(one) for more, one in zip(wait(), mine, strict=True)])
 
-    def sweep(self) -> None:
+    def drop_cleared(self) -> None:
         """Take note of the gradients that somebody has set to None, or to zero.
 
         Raises:
             ShardError: something else than zeros was written to one.
         """
-        gone = {parameter for parameter, one in self.ghosts.items() if parameter.grad is not one}
-        written = {parameter for parameter, one in self.ghosts.items() if parameter not in gone and is_written(one)}
+        gone = {parameter for parameter, one in self.placeholders.items() if parameter.grad is not one}
+        written = {
+            parameter for parameter, one in self.placeholders.items() if parameter not in gone and is_written(one)
+        }
         for parameter in written:
-            if self.ghosts[parameter].ne(0).any():
+            if self.placeholders[parameter].ne(0).any():
                 raise ShardError(
                     f"the gradient of a parameter of shape {list(parameter.shape)} was changed, but lies in parts on "
                     "all ranks: clip with the optimizer's own clip_grad_norm_, or compile without optimizer="
                 )
-            parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
+            parameter.grad = self.placeholders[parameter] = placeholder_grad(parameter)
         for parameter in gone:
-            del self.ghosts[parameter]
+            del self.placeholders[parameter]
         if gone or written:
             self._zero(gone | written)
 
@@ -161,21 +163,21 @@ class ShardedGradients:
         Raises:
             ShardError: parts are there, of a layout that is about to go.
         """
-        self.sweep()
-        if self.parts:
+        self.drop_cleared()
+        if self.shards:
             raise ShardError(
                 "parameters have become others, and gradients of the old ones are there: call zero_grad() before"
             )
 
     def _zero(self, parameters: set[Tensor]) -> None:
-        pieces = self.optimizer.pieces
+        pieces = self.optimizer.layout
         items = {i for i, parameter in enumerate(pieces.parameters) if parameter in parameters}
-        for i, part in list(self.parts.items()):
-            bucket = pieces.laid[i].bucket
-            if not any(pieces.parameters[item] in self.ghosts for item in bucket.items):
-                del self.parts[i]
+        for i, part in list(self.shards.items()):
+            bucket = pieces.buckets[i].bucket
+            if not any(pieces.parameters[item] in self.placeholders for item in bucket.items):
+                del self.shards[i]
                 continue
-            for one in pieces.laid[i].stretches[pieces.rank]:
+            for one in pieces.buckets[i].stretches[pieces.rank]:
                 if one.item in items:
                     first = one.at - pieces.rank * bucket.part
                     part[first : first + one.count].zero_()
@@ -185,15 +187,19 @@ class GradReduction:
     """The means of one backward; see `memgraph.graph.ops.Exchange`."""
 
     def __init__(self, optimizer: OSS) -> None:
-        self.optimizer, self.near = optimizer, optimizer.neighbours
+        self.optimizer, self.shared_memory = optimizer, optimizer.reachable_ranks
         self.begun: dict[int, Callable[[], Tensor]] = {}
 
     def begin(self, bucket: int, sent: Tensor) -> None:
-        self.begun[bucket] = self.averaged(self.optimizer.pieces.laid[bucket].bucket, sent)
+        self.begun[bucket] = self.averaged(self.optimizer.layout.buckets[bucket].bucket, sent)
 
     def averaged(self, bucket: Bucket, sent: Tensor) -> Callable[[], Tensor]:
         """Begin to average what lies as a bucket does; what waits for this rank's part of it."""
-        way = self.near if self.near is not None and sent.nbytes >= shared_memory.LEAST else self.optimizer.exchange
+        way = (
+            self.shared_memory
+            if self.shared_memory is not None and sent.nbytes >= shared_memory.LEAST
+            else self.optimizer.comm
+        )
         return way.packed(bucket, sent)
 
     def end(self, bucket: int) -> Tensor:
@@ -217,10 +223,10 @@ def _room_nbytes(oss: OSS, part: int, like: Tensor) -> int:
     On the CPU, what comes of each other rank, in one of which the mean is made; with a cast all of that, what is sent,
     and what one of them is cast back to.
     """
-    others = oss.exchange.ranks - 1
-    wire = oss.exchange.wire
+    others = oss.comm.ranks - 1
+    wire = oss.comm.wire
     if like.device.type != "cpu":
-        return 0 if dist.get_backend(oss.exchange.group) == "nccl" else (others + 1) * part * like.element_size()
+        return 0 if dist.get_backend(oss.comm.group) == "nccl" else (others + 1) * part * like.element_size()
     if wire is None or like.element_size() <= wire.itemsize:
         return (others - 1) * part * like.element_size() + MEETING * (others + 1)
     return 2 * others * part * wire.itemsize + part * like.element_size() + WORKSPACE

@@ -40,7 +40,7 @@ class ShardedStep:
     def __init__(self, optimizer: OSS) -> None:
         self.optimizer = optimizer
         self.deferred: list[BucketViews] = []  # what the step that runs leaves to the next forward to gather
-        self.is_torn = False  # a step has failed when some parameters were updated
+        self.is_half_updated = False  # a step has failed when some parameters were updated
         self.interrupted: InterruptedStep | None = None  # a step that a disk has ended half way
         self.is_left = False  # parameters of some rank are beyond what their way allows
         self.failed: Exception | None = None  # what the caller's optimizer has raised here
@@ -53,16 +53,16 @@ class ShardedStep:
         return self.interrupted is not None and self.interrupted.way() != ANEW
 
     @property
-    def rested(self) -> tuple[int, ...]:
+    def frozen_with_state(self) -> tuple[int, ...]:
         """The parameters (by place) that are frozen now and may have states: the same ones on all ranks."""
-        parameters = self.optimizer.pieces.parameters
+        parameters = self.optimizer.layout.parameters
         return tuple(place for place in sorted(self.reached) if not parameters[place].requires_grad)
 
     def loaded(self) -> None:
         """The optimizer has an earlier state."""
-        self.is_torn = False
-        self.reached.update(range(len(self.optimizer.pieces.parameters)))
-        self.optimizer.far.forget()
+        self.is_half_updated = False
+        self.reached.update(range(len(self.optimizer.layout.parameters)))
+        self.optimizer.offloaded_shards.forget()
         if self.interrupted is not None:
             self.interrupted.is_loaded = True
 
@@ -74,7 +74,7 @@ class ShardedStep:
         """
         if self.interrupted is None:
             return False
-        way, exchange = self.interrupted.way(), self.optimizer.exchange
+        way, exchange = self.interrupted.way(), self.optimizer.comm
         most, least = exchange.most(self._numbers([way, -way]), "comparison of what has become of a step").tolist()
         if most == TORN or most != -least:
             raise SpillError(
@@ -102,33 +102,31 @@ class ShardedStep:
         self._run(StepInProgress(list(kinds), kwargs, loss))
 
     def _run(self, begun: StepInProgress) -> None:
-        used = self.optimizer.averages.used(begun.kinds)
-        self.deferred = self.optimizer.awaited.deferred(used)
-        self.is_torn, self.failed, self.has_failed = True, None, False
-        with self.optimizer.watch.awaited():
-            if self.optimizer.is_cut:
+        used = self.optimizer.averager.used(begun.kinds)
+        self.deferred = self.optimizer.pending_gathers.deferred(used)
+        self.is_half_updated, self.failed, self.has_failed = True, None, False
+        with self.optimizer.watchdog.awaited():
+            if self.optimizer.splits_parameters:
                 self._by_bucket(used, begun)
             else:
                 self._at_once(used, begun)
-            self.optimizer.awaited.stepped(used, self.deferred)
-        self.optimizer.averages.end()
+            self.optimizer.pending_gathers.stepped(used, self.deferred)
+        self.optimizer.averager.end()
         self._refuse_failed(begun)
-        self.is_torn = False
+        self.is_half_updated = False
         if self.is_left:
             self.is_left = False
-            message = (
-                f"parameters leave the range of {self.optimizer.exchange.wire}, so this step sent them as they are"
-            )
+            message = f"parameters leave the range of {self.optimizer.comm.wire}, so this step sent them as they are"
             raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
     def _refuse_failed(self, begun: StepInProgress) -> None:
         """Raise if the caller's optimizer has failed, or a disk; all ranks have come to the end, and can tell each
         other."""
-        error, exchange = self.failed, self.optimizer.exchange
-        told = failures(exchange.watch, error, FAILURE) if self.has_failed and exchange.tells else {}
+        error, exchange = self.failed, self.optimizer.comm
+        told = failures(exchange.watchdog, error, FAILURE) if self.has_failed and exchange.tells else {}
         if told and all(each.startswith(f"{SpillError.__name__}:") for each in told.values()):
-            self.optimizer.awaited.gather()  # so that nobody but the step that goes on writes to parameters
-            self.is_torn, self.interrupted = False, InterruptedStep(begun, self.optimizer)
+            self.optimizer.pending_gathers.gather()  # so that nobody but the step that goes on writes to parameters
+            self.is_half_updated, self.interrupted = False, InterruptedStep(begun, self.optimizer)
             text = f"a disk has failed in the update: {in_words(told)}; a part of the parameters is updated"
             raise SpillError(f"{text}: call step() again on all ranks, which does the rest, or {MEND}") from error
         if error is not None:
@@ -139,9 +137,9 @@ class ShardedStep:
             raise ShardError(f"{text} may differ: {MEND}")
 
     def _by_bucket(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
-        averages = self.optimizer.averages
+        averages = self.optimizer.averager
         averages.begin()
-        late = averages.near is not None or self.optimizer.exchange.wire is torch.float16
+        late = averages.shared_memory is not None or self.optimizer.comm.wire is torch.float16
         coming: deque[Gradients] = deque()
         going: deque[Callable[[], None]] = deque()
         for turn, laid in enumerate(used):
@@ -162,18 +160,18 @@ class ShardedStep:
     def _advance(self, laid: BucketViews, gradients: Sequence[Tensor], begun: StepInProgress) -> None:
         """Update a bucket that is not yet updated, unless something has failed before: then the others go on, and are
         told in the end."""
-        number = self.optimizer.pieces.number(laid)
+        number = self.optimizer.layout.number(laid)
         if self.failed is None and number not in begun.done:
             self._update(laid, gradients, begun.kinds, begun.kwargs)
             if self.failed is None:
                 begun.done.add(number)
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
-        return self.optimizer.exchange.numbers(numbers, torch.int32, self.optimizer.pieces.device)
+        return self.optimizer.comm.numbers(numbers, torch.int32, self.optimizer.layout.device)
 
     def _at_once(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
         kwargs, loss = begun.kwargs, begun.loss
-        self.optimizer.averages.give(begun.kinds)
+        self.optimizer.averager.give(begun.kinds)
         given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
         if loss is not None:
             kwargs = {**kwargs, "closure": evaluated_closure(loss)}
@@ -185,13 +183,13 @@ class ShardedStep:
     def _gather_all(self, used: Sequence[BucketViews]) -> None:
         """Gather all buckets that are not deferred; exactly, where a rank has numbers that would not survive the
         way."""
-        exchange, used = self.optimizer.exchange, [laid for laid in used if not self._is_deferred(laid)]
-        if (near := self.optimizer.averages.near) is not None:
+        exchange, used = self.optimizer.comm, [laid for laid in used if not self._is_deferred(laid)]
+        if (near := self.optimizer.averager.shared_memory) is not None:
             # Others may still read gradients here, if there is nothing to gather.
             failed, end = self.failed is not None, "end of the step"
             self.has_failed = near.gather(used, failed) if used else near.meet(end, failed)
             return
-        device = self.optimizer.pieces.device
+        device = self.optimizer.layout.device
         left = not exchange.fit(view for laid in used for _, view in laid.own)
         if exchange.wire is torch.float16:
             self.is_left = bool(exchange.most(exchange.numbers([left], torch.int32, device)))
@@ -201,7 +199,7 @@ class ShardedStep:
 
     def _telling(self) -> Callable[[], None]:
         """Begin to tell the others whether the caller's optimizer has failed here, behind the last bucket."""
-        wait = self.optimizer.exchange.anywhere(self.failed is not None)
+        wait = self.optimizer.comm.anywhere(self.failed is not None)
 
         def done() -> None:
             self.has_failed = wait()
@@ -221,10 +219,10 @@ class ShardedStep:
         views = assign_grads(laid, gradients, kinds)
         group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
         given = options(group) | {"params": views}
-        number = optimizer.pieces.number(laid)
-        if views and number in optimizer.far.far_states and not kwargs:
+        number = optimizer.layout.number(laid)
+        if views and number in optimizer.offloaded_shards.far_states and not kwargs:
             try:
-                optimizer.far.update(number, given)
+                optimizer.offloaded_shards.update(number, given)
             except Exception as error:
                 self.failed = error
             finally:
@@ -248,7 +246,7 @@ class ShardedStep:
                 _take(group["params"])
 
     def _gathered(self, laid: BucketViews) -> Callable[[], None]:
-        return self.optimizer.exchange.gather(laid.bucket, laid.views)
+        return self.optimizer.comm.gather(laid.bucket, laid.views)
 
 
 def _take(views: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ from ..graph.captured import Captured
 from ..optim.state_parts import state_parts
 from ..optim.trained import TrainedParameters
 from ..oss import OSS
-from ..oss.offloaded_states import shard_parts
+from ..oss.compiled.step_memory import shard_parts
 
 
 def trained_by(
@@ -21,7 +21,7 @@ def trained_by(
     names = {role.name for role in captured.outputs if role.kind == "gradient"}
     parameters = [parameter for name, parameter in module.named_parameters() if name in names]
     if isinstance(optimizer, OSS):
-        optimizer.follow()
+        optimizer.refresh_views()
         return TrainedParameters(parameters, shard_parts(optimizer), captured=captured)
     parts = state_parts(optimizer, fuses) if optimizer is not None else []
     return TrainedParameters(parameters, parts, captured=captured)
@@ -34,5 +34,5 @@ def group_key(optimizer: optim.Optimizer | None) -> tuple[tuple[int, ...], ...]:
         return ()
     found = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
     if isinstance(optimizer, OSS):
-        return *found, optimizer.awaited.frozen, optimizer.updates.rested
+        return *found, optimizer.pending_gathers.frozen_buckets, optimizer.sharded_step.frozen_with_state
     return *found, tuple(id(p) for p in optimizer.state if isinstance(p, Tensor) and not p.requires_grad)

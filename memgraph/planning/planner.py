@@ -41,9 +41,9 @@ from ..optim.trained import TrainedParameters
 from ..optim.update_cost import add_update, price_update
 from ..options.compile_options import CompileOptions
 from ..oss import OSS
-from ..oss.comm.consensus import NEW, announce_failure, announcing_failure, check_same_step, digest
+from ..oss.comm.consensus import NEW, announce_failure, check_same_step, digest
 from ..oss.compiled.bandwidth import measure_network
-from ..oss.compiled.joint_planning import JointPlanner
+from ..oss.compiled.joint_planning import JointPlanner, announcing_failure
 from ..oss.compiled.step_memory import add_sharded_update, offloaded_nbytes
 from ..profile.correct_fakes import apply_profiled_layouts
 from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
@@ -86,7 +86,7 @@ class Planner:
         self.options = options
         optimizer = options.optimizer
         self.sharded = optimizer if isinstance(optimizer, OSS) else None
-        far = self.sharded.far if self.sharded is not None else None
+        far = self.sharded.offloaded_shards if self.sharded is not None else None
         self.residence = StatePlacement(module)
         self.progress = Progress()
         self.update = far or OffloadedUpdate(optimizer, options.fuse_update, hosts=options.host_update)
@@ -173,7 +173,7 @@ class Planner:
             step.again = step.replan = partial(self._again, graph, trained, plain)
         elif trained.shards or captured.gathers:  # and is not planned again, with times that differ from rank to rank
             step.meet = partial(self._meet, sequence(choice.forecast.trace))
-            step.excuse = partial(announce_failure, together.exchange, self.device)
+            step.excuse = partial(announce_failure, together.comm, self.device)
         return step
 
     def _begun(
@@ -184,7 +184,7 @@ class Planner:
             self._look()
             refuse_hooks(self.module)
             if self.sharded is not None:
-                self.sharded.awaited.capturing(self.module.parameters())
+                self.sharded.pending_gathers.gather_for_capture(self.module.parameters())
             again = like is not None and self.fused is None and self.sharded is None
             self.progress.phase("capturing forward and backward")
             wanted = select_update_roots if self.fused else wanted
@@ -194,7 +194,7 @@ class Planner:
             captured, trained = with_updates(captured, trained, self.module, self.fused)
             captured, trained = with_collectives(captured, trained, self.module, self.sharded)
         if (together := self._together(trained)) is not None:
-            check_same_step(together.exchange, self.device, NEW)()
+            check_same_step(together.comm, self.device, NEW)()
         adds = self.options.accumulate or has_gradients(self.module.parameters())
         graph = self._accumulating(captured) if adds else captured.graph.graph
         return captured, graph, trained
@@ -225,7 +225,8 @@ class Planner:
             home_slots = OffloadedSlots(self.residence, its, captured, states, unread_parameters(planned, captured))
         step = Step(captured, partition(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
-        step.inside = self.sharded.inside if self.sharded is not None else None
+        if self.sharded is not None:
+            step.sharded_grads, step.pending_gathers = self.sharded.sharded_grads, self.sharded.pending_gathers
         step.lowering = lowering
         if self.recorder is not None:
             refuse_recording(step, planned, self.recorder, self.options.cuda_graphs is True)
@@ -284,14 +285,14 @@ class Planner:
     def _meet(self, exchanged: str) -> Callable[[], None]:
         """Begin to ask whether all ranks are about to exchange this, and await the same."""
         assert self.sharded is not None
-        known = digest(f"{exchanged}\n{sorted(self.sharded.awaited.buckets)}")
-        return check_same_step(self.sharded.exchange, self.device, known)
+        known = digest(f"{exchanged}\n{sorted(self.sharded.pending_gathers.buckets)}")
+        return check_same_step(self.sharded.comm, self.device, known)
 
     def _together(self, trained: TrainedParameters) -> JointPlanner | None:
         """The ranks that plan this step together, if there are others."""
-        if self.sharded is None or self.sharded.exchange.is_alone or not trained.parameters:
+        if self.sharded is None or self.sharded.comm.is_alone or not trained.parameters:
             return None
-        return JointPlanner(self.sharded.exchange, self.device)
+        return JointPlanner(self.sharded.comm, self.device)
 
     def _advised(
         self, error: passes.BudgetError, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -318,7 +319,7 @@ class Planner:
         found = or_known(partial(self._found, until=until), known)
         search = partial(reuse_plan, self.options.plans) if self.options.plans else found
         together = self._together(trained)
-        return together.choice(trace, machine, search) if together else search(trace, machine)
+        return together.share_plan(trace, machine, search) if together else search(trace, machine)
 
     def _search(self, trace: Trace, machine: Machine, until: float | None = None) -> PlanResult:
         until = time.monotonic() + self.options.time_limit if until is None else until
@@ -340,13 +341,13 @@ class Planner:
 
     def _price(self, graph: fx.Graph, trained: TrainedParameters, until: float = math.inf) -> tuple[Trace, Machine]:
         together = self._together(trained)
-        machine = Machine(together.least(self.budget) if together else self.budget, str(self.device))
+        machine = Machine(together.minimum(self.budget) if together else self.budget, str(self.device))
         bare = self._needs(summarize(graph), machine)
         if self.device.type == "cpu" and bare > self.budget:
             return_freed_memory()  # now, so that ops are timed as they will run in a step that needs a plan
         if together is not None and self.sharded is not None and (trained.shards or trained.gathers):
             machine = measure_network(machine, self.sharded, together)
-        with together.telling() if together else nullcontext():
+        with together.reporting_errors() if together else nullcontext():
             libraries_nbytes(self.device)  # are there before anything is measured
             # A step that fits as it is needs no times; ranks that plan together do all alike.
             prober = self._prober(graph, until, times=bare > machine.budget or self._lowers or together is not None)
@@ -360,19 +361,19 @@ class Planner:
                 if together or self.options.plans
                 else with_remaining_grads(trace, self.module, trained.parameters)
             )
-        trace = together.trace(trace) if together else trace
+        trace = together.share_trace(trace) if together else trace
         if self._needs(trace, machine) > machine.budget:
             trace = trace if prober.times else prober.timed(trace, graph)
             if self._lowers:
                 trace = self._lowering(graph, trace, prober).shared()
             options, sizes = self.options, sizes_of(trace)
-            with together.telling() if together else nullcontext():
+            with together.reporting_errors() if together else nullcontext():
                 far = self.tier, self.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
                 machine = measure_links(machine, *far, prober.room)
                 machine = self._with_homes(machine, trained)
             if machine.turns and machine.homes and self.options.optimizer and not (trained.updates or self.sharded):
                 trace = price_update(trace, self.options.optimizer, trained.parameters, self.update.window)
-        return trace, together.machine(machine) if together is not None else machine
+        return trace, together.share_machine(machine) if together is not None else machine
 
     def _needs(self, trace: Trace, machine: Machine) -> int:
         return as_it_is_nbytes(trace, machine, self.options.forwards)
@@ -396,7 +397,7 @@ class Planner:
     @property
     def _lowers(self) -> bool:
         """Whether Inductor compiles parts of the step; not where ranks would each find others worth it."""
-        several = self.sharded is not None and not self.sharded.exchange.is_alone
+        several = self.sharded is not None and not self.sharded.comm.is_alone
         asked = self.options.lower == "inductor" or (self.options.lower == "auto" and self.device.type == "cuda")
         return asked and not several
 

@@ -23,7 +23,7 @@ from ..microbatch.check_independence import require_row_independence
 from ..optim.fused_update import FusedUpdate
 from ..optim.trained import TrainedParameters
 from ..oss import OSS
-from ..oss.compiled.insert_all_gather import arrivals, insert_all_gathers
+from ..oss.compiled.insert_all_gather import forward_buckets, insert_all_gathers
 from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
@@ -66,8 +66,8 @@ def with_collectives(
     if sharded is None:
         return captured, trained
     named = dict(module.named_parameters())
-    captured = insert_reduce_scatters(captured, sharded.inside.parcels(named))
+    captured = insert_reduce_scatters(captured, sharded.sharded_grads.grad_buckets(named))
     if trained.parameters:
-        captured = insert_all_gathers(captured, arrivals(sharded, named))
+        captured = insert_all_gathers(captured, forward_buckets(sharded, named))
     buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
     return captured, replace(trained, shards=buckets, gathers=captured.gathers)

@@ -179,9 +179,9 @@ class BackwardPass:
         step, flight = self.step, self.flight
         if self.fused is not None:
             flight.update = self.fused.begin(self.updated, self.tangents, self.keep)
-        if step.inside is not None and self.roles.shards:
+        if step.sharded_grads is not None and self.roles.shards:
             flight.met()
-            flight.exchange = step.inside.begin(
+            flight.exchange = step.sharded_grads.begin_backward(
                 {
                     name: _taker(self.behind[i][0])
                     for name, i in self.roles.exchanged.items()
@@ -205,8 +205,8 @@ class BackwardPass:
     def _parted(self, found: list[Tensor]) -> list[Tensor]:
         """The gradients; this rank's parts of what ranks have summed stay with who sums."""
         count = len(self.roles.gradients)
-        if self.step.inside is not None and self.roles.shards:
-            self.step.inside.give(dict(zip(self.roles.shards, found[count:], strict=True)))
+        if self.step.sharded_grads is not None and self.roles.shards:
+            self.step.sharded_grads.add_shards(dict(zip(self.roles.shards, found[count:], strict=True)))
         return found[:count]
 
     def _given(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:

@@ -25,6 +25,7 @@ from ..graph.partition import Partition
 from ..graph.unused import drop_unused
 from ..optim.fused_update import FusedUpdate
 from ..optim.tier_slots import OffloadedSlots
+from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..planning.lowering import Lowering
 from ..profile.memory_meter import Meter, meter_of, resident_bytes
@@ -68,7 +69,8 @@ class Step:
         self.recent = StepHistory()
         self.times: StepTimes | None = None
         self.fused: FusedUpdate | None = None  # what updates parameters in backward
-        self.inside: ShardedGradients | None = None  # what sums gradients over ranks in backward
+        self.sharded_grads: ShardedGradients | None = None  # what sums gradients over ranks in backward
+        self.pending_gathers: PendingGathers | None = None  # what forward may gather
         self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
         self.excuse: Callable[[], None] | None = None  # tells them that this one can't
         self.lowering: Lowering | None = None  # what of it is compiled
@@ -188,8 +190,8 @@ class Step:
                 places = self.home_slots.settled(tensors)
                 if self.tier is not None:
                     self.tier.bind(places)
-            if self.inside is not None:
-                self.inside.sweep()  # parts whose gradients are gone take no room
+            if self.sharded_grads is not None:
+                self.sharded_grads.drop_cleared()  # parts whose gradients are gone take no room
             flight = StepRun(self.halves, self.tier, self._recording(tensors))
             if self.device.type != "cpu":
                 flight.explained = partial(explain_out_of_memory, self.report, self.device)
@@ -197,8 +199,8 @@ class Step:
             if self.excuse is not None:
                 self.excuse()
             raise
-        if self.inside is not None:
-            flight.coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
+        if self.pending_gathers is not None:
+            flight.coming = self.pending_gathers.begin_forward(self.captured, tensors)
         return flight
 
     def land(self, flight: StepRun) -> None:
@@ -291,7 +293,7 @@ class Step:
 
     def shard(self, bucket: int) -> Tensor | None:
         """This rank's part of a bucket, if backward has left it there."""
-        return self.inside.parts.get(bucket) if self.inside is not None else None
+        return self.sharded_grads.shards.get(bucket) if self.sharded_grads is not None else None
 
 
 def _window(meter: Meter | None) -> AbstractContextManager[None]:

@@ -25,19 +25,22 @@ class OffloadedCopies:
     """Where copies of the states of one optimizer go: in memory, if none of them live far."""
 
     def __init__(self, far: OffloadedShards) -> None:
-        self.far = far
+        self.offloaded_shards = far
         self.home: MappedBuffer | None = None
         self.at = 0  # bytes of it that are taken
 
     def room(self, like: Tensor) -> Tensor:
         """Room for a tensor like this one, which may be that one."""
-        if self.far.far_states and is_large(like):
+        if self.offloaded_shards.far_states and is_large(like):
             with suppress(SpillError):
                 return viewed_as(self._taken(like.untyped_storage().nbytes()), like)
         return like
 
     def _taken(self, nbytes: int) -> Tensor:
         if self.home is None or self.at + nbytes > self.home.nbytes:
-            self.home, self.at = MappedBuffer([TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)], self.far.where), 0
+            self.home, self.at = (
+                MappedBuffer([TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)], self.offloaded_shards.where),
+                0,
+            )
         begin, self.at = self.at, self.at + pages(nbytes)
         return self.home.mapping.seen(begin, nbytes)

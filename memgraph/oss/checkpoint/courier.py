@@ -1,6 +1,6 @@
 """Bring a tensor from the rank that has it to the one who asked, or to all, through host memory.
 
-courier = Courier(watch, to=0)
+courier = Courier(watchdog, to=0)
 courier.bring(2, source, target, name)   # on all ranks; read on rank 2, written on rank 0
 """
 
@@ -17,8 +17,8 @@ from ..comm.watchdog import CollectiveWatchdog
 class TensorSender:
     """Between the ranks of a group; `to` is a place in it, None for all of them."""
 
-    def __init__(self, watch: CollectiveWatchdog, to: int | None) -> None:
-        self.watch, self.to, self.me = watch, to, watch.group.rank()
+    def __init__(self, watchdog: CollectiveWatchdog, to: int | None) -> None:
+        self.watchdog, self.to, self.me = watchdog, to, watchdog.group.rank()
 
     @property
     def is_recipient(self) -> bool:
@@ -29,12 +29,12 @@ class TensorSender:
         if self.me == rank and self.is_recipient:
             assert source is not None and target is not None
             flat(target).copy_(flat(_dense(source)))
-        if (source is None and target is None) or self.to == rank or len(self.watch.members) == 1:
+        if (source is None and target is None) or self.to == rank or len(self.watchdog.members) == 1:
             return
-        with self.watch.naming(name):
+        with self.watchdog.naming(name):
             if self.me == rank:
                 assert source is not None
-                self._send(_bytes(_dense(source)).to(self.watch.device), rank)
+                self._send(_bytes(_dense(source)).to(self.watchdog.device), rank)
             else:
                 assert target is not None
                 self._receive(_bytes(target), rank)
@@ -43,18 +43,20 @@ class TensorSender:
         if not message.numel():
             return
         if self.to is None:
-            self.watch.wait(dist.broadcast(message, group=self.watch.group, group_src=rank, async_op=True))
+            self.watchdog.wait(dist.broadcast(message, group=self.watchdog.group, group_src=rank, async_op=True))
         else:
-            self.watch.wait(dist.isend(message, group=self.watch.group, group_dst=self.to))
+            self.watchdog.wait(dist.isend(message, group=self.watchdog.group, group_dst=self.to))
 
     def _receive(self, target: Tensor, rank: int) -> None:
         if not target.numel():
             return
-        message = target if target.device == self.watch.device else torch.empty_like(target, device=self.watch.device)
+        message = (
+            target if target.device == self.watchdog.device else torch.empty_like(target, device=self.watchdog.device)
+        )
         if self.to is None:
-            self.watch.wait(dist.broadcast(message, group=self.watch.group, group_src=rank, async_op=True))
+            self.watchdog.wait(dist.broadcast(message, group=self.watchdog.group, group_src=rank, async_op=True))
         else:
-            self.watch.wait(dist.irecv(message, group=self.watch.group, group_src=rank))
+            self.watchdog.wait(dist.irecv(message, group=self.watchdog.group, group_src=rank))
         if message is not target:
             target.copy_(message)
 

@@ -42,7 +42,7 @@ def gather_state(oss: StateDictMixin, to: int | None) -> dict[int, Entries] | No
     """
     held = own_entries(oss)
     told = outlines(oss, held)
-    courier = TensorSender(oss.watch, to)
+    courier = TensorSender(oss.watchdog, to)
     state: dict[int, Entries] = {}
     for item, pieces in enumerate(places(oss)):
         if any(key(piece) in told for piece in pieces):
@@ -55,10 +55,12 @@ def cut_state(oss: StateDictMixin, state: Mapping[int, Entries]) -> dict[Key, En
     found: dict[Key, Entries] = {}
     for item, pieces in enumerate(places(oss)):
         for piece in pieces:
-            if item in state and piece.rank == oss.watch.group.rank():
-                parameter = oss.pieces.parameters[item]
+            if item in state and piece.rank == oss.watchdog.group.rank():
+                parameter = oss.layout.parameters[item]
                 alone = len(pieces) == 1
-                entries = {name: _strided(value) if oss.is_cut else value for name, value in state[item].items()}
+                entries = {
+                    name: _strided(value) if oss.splits_parameters else value for name, value in state[item].items()
+                }
                 found[key(piece)] = {
                     name: copied(value) if alone else _part(value, parameter, piece) for name, value in entries.items()
                 }
@@ -73,7 +75,7 @@ def _strided(value: Any) -> Any:
 def own_entries(oss: StateDictMixin) -> dict[Key, Entries]:
     """The state of each of this rank's pieces that has one."""
     state = oss.inner.state
-    return {key(piece): state[view] for laid in oss.pieces.laid for piece, view in laid.own if view in state}
+    return {key(piece): state[view] for laid in oss.layout.buckets for piece, view in laid.own if view in state}
 
 
 def outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
@@ -83,8 +85,8 @@ def outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> dict[Key, Outl
         StateError: the state of some rank is half of a step, or can't be sent; on all ranks.
     """
     words = json.dumps(_own_outlines(oss, held)).encode()
-    found = list(map(json.loads, texts(oss.watch, words, "exchange of what there is of the state")))
-    for rank, (trouble, _) in zip(oss.watch.members, found, strict=True):
+    found = list(map(json.loads, texts(oss.watchdog, words, "exchange of what there is of the state")))
+    for rank, (trouble, _) in zip(oss.watchdog.members, found, strict=True):
         if trouble:
             raise StateError(f"rank {rank} has no state to save: {trouble}")
     return {(item, begin): given for _, entries in found for item, begin, given in entries}
@@ -92,7 +94,7 @@ def outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> dict[Key, Outl
 
 def _own_outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> tuple[str, list[Any]]:
     """What is in the way, and what this rank holds."""
-    if oss.updates.is_torn or oss.updates.is_half_done:
+    if oss.sharded_step.is_half_updated or oss.sharded_step.is_half_done:
         return "a step has failed when some parameters were updated; start again from the last checkpoint", []
     try:
         return "", [[*at, outline(entries, f"parameter {at[0]}")] for at, entries in held.items()]
@@ -102,8 +104,8 @@ def _own_outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> tuple[str
 
 def places(oss: StateDictMixin) -> list[list[Piece]]:
     """The pieces of each parameter, in order."""
-    found: list[list[Piece]] = [[] for _ in oss.pieces.parameters]
-    for laid in oss.pieces.laid:
+    found: list[list[Piece]] = [[] for _ in oss.layout.parameters]
+    for laid in oss.layout.buckets:
         for piece in laid.bucket.pieces:
             found[piece.item].append(piece)
     return [sorted(pieces, key=lambda piece: piece.begin) for pieces in found]
@@ -127,7 +129,7 @@ class _Gathering:
         pieces: Sequence[Piece],
     ) -> None:
         self.courier, self.held, self.told, self.pieces = courier, held, told, pieces
-        self.parameter = oss.pieces.parameters[item]
+        self.parameter = oss.layout.parameters[item]
         self.name = f"gathering of the state of parameter {item}"
 
     def entries(self) -> Entries:

@@ -76,8 +76,8 @@ def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
 class Transfer:
     """One tensor on its way between pieces and rows, on all ranks at once."""
 
-    def __init__(self, watch: CollectiveWatchdog, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
-        self.watch, self.kind, self.me = watch, kind, watch.group.rank()
+    def __init__(self, watchdog: CollectiveWatchdog, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
+        self.watchdog, self.kind, self.me = watchdog, kind, watchdog.group.rank()
         self.overlaps = list(overlaps(pieces, rows))
         self.base = rows.bounds[self.me]
         self.name = f"exchange of the state of parameter {pieces[0].item}"
@@ -110,7 +110,7 @@ class Transfer:
         sender: Callable[[Overlap], int],
     ) -> list[tuple[Overlap, Tensor]]:
         """What the others have for this rank; both sides go through the overlaps in the same order."""
-        ranks = range(len(self.watch.members))
+        ranks = range(len(self.watchdog.members))
         to = [[part for o, part in zip(sent, parts, strict=True) if receiver(o) == rank] for rank in ranks]
         ordered = [o for rank in ranks for o in wanted if sender(o) == rank]
         size = self.kind.dtype.itemsize
@@ -121,11 +121,11 @@ class Transfer:
         return list(zip(ordered, received.split([o.end - o.begin for o in ordered]), strict=True))
 
     def _all_to_all(self, message: Tensor, splits: list[int], froms: list[int]) -> Tensor:
-        if len(self.watch.members) == 1:
+        if len(self.watchdog.members) == 1:
             return message
-        received = torch.empty(sum(froms), dtype=torch.uint8, device=self.watch.device)
-        given = message.to(self.watch.device)
-        with self.watch.naming(self.name):
-            work = dist.all_to_all_single(received, given, froms, splits, group=self.watch.group, async_op=True)
-            self.watch.wait(work)
+        received = torch.empty(sum(froms), dtype=torch.uint8, device=self.watchdog.device)
+        given = message.to(self.watchdog.device)
+        with self.watchdog.naming(self.name):
+            work = dist.all_to_all_single(received, given, froms, splits, group=self.watchdog.group, async_op=True)
+            self.watchdog.wait(work)
         return received.cpu()

@@ -60,7 +60,7 @@ def compare_metadata(found: Metadata, there: Mapping[str, Any]) -> None:
 
 def allocate_room(optimizer: StateDictMixin, found: Metadata) -> dict[str, Any]:
     """Where the optimizer's part of a checkpoint goes, on this rank."""
-    own = {piece.item for laid in optimizer.pieces.laid for piece, _ in laid.own}
+    own = {piece.item for laid in optimizer.layout.buckets for piece, _ in laid.own}
     places: dict[Any, Any] = {"state": {}, "param_groups": {}}
     for name, entry in found.state_dict_metadata.items():
         top, *path = found.planner_data[name]
@@ -75,7 +75,7 @@ def allocate_room(optimizer: StateDictMixin, found: Metadata) -> dict[str, Any]:
 
 def _place(optimizer: StateDictMixin, entry: object, path: Sequence[Any], own: Collection[int]) -> Any:
     """Where an entry goes: into rows on each rank if it has its parameter's shape, else to the owners alone."""
-    item, parameters = int(path[1]), optimizer.pieces.parameters
+    item, parameters = int(path[1]), optimizer.layout.parameters
     if item >= len(parameters):
         raise StateError(f"it has a state of parameter {item}, and the optimizer has {len(parameters)}")
     if isinstance(entry, TensorStorageMetadata):

@@ -36,15 +36,15 @@ def to_dtensors(oss: StateDictMixin) -> dict[int, dict[str, Any]]:
     """The state of each parameter, of which this rank has a part; a collective. Nothing in it is the live state."""
     held = own_entries(oss)
     told = outlines(oss, held)
-    mesh, copies = _mesh_of(oss), OffloadedCopies(oss.far)
+    mesh, copies = _mesh_of(oss), OffloadedCopies(oss.offloaded_shards)
     state: dict[int, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
-        first, parameter = told.get(key(pieces[0])), oss.pieces.parameters[item]
+        first, parameter = told.get(key(pieces[0])), oss.layout.parameters[item]
         for name, given in first["dict"] if first else ():
             kind = _divisible(parameter, pieces, given)
             mine = {key(piece): held[key(piece)][name] for piece in pieces if key(piece) in held}
             if kind is not None:
-                state.setdefault(item, {})[name] = _moved(oss.watch, mesh, copies, kind, parameter, pieces, mine)
+                state.setdefault(item, {})[name] = _moved(oss.watchdog, mesh, copies, kind, parameter, pieces, mine)
             elif mine:
                 state.setdefault(item, {})[name] = copied(next(iter(mine.values())))
     return state
@@ -54,9 +54,11 @@ def from_dtensors(oss: StateDictMixin, state: Mapping[int, Entries]) -> Mapping[
     """What this rank's pieces have of such a state; a collective."""
     found: dict[Key, dict[str, Any]] = {}
     for item, pieces in enumerate(places(oss)):
-        own = [piece for piece in pieces if piece.rank == oss.watch.group.rank()]
+        own = [piece for piece in pieces if piece.rank == oss.watchdog.group.rank()]
         for name, value in state.get(item, {}).items():
-            parts = _back(oss.watch, value, oss.pieces.parameters[item], pieces) if isinstance(value, DTensor) else {}
+            parts = (
+                _back(oss.watchdog, value, oss.layout.parameters[item], pieces) if isinstance(value, DTensor) else {}
+            )
             for piece in own:
                 found.setdefault(key(piece), {})[name] = parts[key(piece)] if parts else copied(value)
     return found
@@ -67,12 +69,12 @@ def place_of(oss: StateDictMixin, parameter: Tensor, value: Any) -> str | None:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not _has_rows(parameter):
         return "in rows, a DTensor, and is whole in sharded_state_dict()" if isinstance(value, DTensor) else None
     if not isinstance(value, DTensor):
-        return None if not oss.is_cut else "as a whole, and in rows in sharded_state_dict(), a DTensor"
+        return None if not oss.splits_parameters else "as a whole, and in rows in sharded_state_dict(), a DTensor"
     kind, ranks = _like(parameter, value.dtype), value.device_mesh.mesh.tolist()
-    if ranks != oss.watch.members:
-        return f"on ranks {ranks}, and the optimizer is on {oss.watch.members}"
+    if ranks != oss.watchdog.members:
+        return f"on ranks {ranks}, and the optimizer is on {oss.watchdog.members}"
     rows = rows_of(kind, len(ranks))
-    wanted, found = rows.local(oss.watch.group.rank(), kind, torch.device("meta")), value.to_local()
+    wanted, found = rows.local(oss.watchdog.group.rank(), kind, torch.device("meta")), value.to_local()
     if list(value.placements) != [Shard(rows.dim)] or _lies(found) != _lies(wanted):
         return f"in rows as sharded_state_dict() has none: {value.placements}, {list(found.shape)} on this rank"
     return None
@@ -80,14 +82,14 @@ def place_of(oss: StateDictMixin, parameter: Tensor, value: Any) -> str | None:
 
 def empty(oss: StateDictMixin, item: int, dtype: torch.dtype) -> DTensor:
     """Room for an entry of the shape of its parameter."""
-    kind = _like(oss.pieces.parameters[item], dtype)
-    rows = rows_of(kind, len(oss.watch.members))
-    return _dtensor(_mesh_of(oss), kind, rows, rows.local(oss.watch.group.rank(), kind, oss.watch.device).zero_())
+    kind = _like(oss.layout.parameters[item], dtype)
+    rows = rows_of(kind, len(oss.watchdog.members))
+    return _dtensor(_mesh_of(oss), kind, rows, rows.local(oss.watchdog.group.rank(), kind, oss.watchdog.device).zero_())
 
 
 def _mesh_of(oss: StateDictMixin) -> DeviceMesh:
     """The ranks of the optimizer, as DTensor wants them."""
-    return DeviceMesh.from_group(oss.watch.group, oss.watch.device.type)
+    return DeviceMesh.from_group(oss.watchdog.group, oss.watchdog.device.type)
 
 
 def _divisible(parameter: Tensor, pieces: Sequence[Piece], given: Outline) -> Kind | None:
@@ -122,20 +124,22 @@ def _dtensor(mesh: DeviceMesh, kind: Kind, rows: Rows, local: Tensor) -> DTensor
 
 
 def _moved(
-    watch: CollectiveWatchdog, mesh: DeviceMesh, copies: OffloadedCopies, kind: Kind, parameter: Tensor,
+    watchdog: CollectiveWatchdog, mesh: DeviceMesh, copies: OffloadedCopies, kind: Kind, parameter: Tensor,
     pieces: Sequence[Piece], mine: Mapping[Key, Tensor],
 ) -> DTensor:  # fmt: skip
-    rows = rows_of(kind, len(watch.members))
-    local = copies.room(rows.local(watch.group.rank(), kind, watch.device))
+    rows = rows_of(kind, len(watchdog.members))
+    local = copies.room(rows.local(watchdog.group.rank(), kind, watchdog.device))
     whole = len(pieces) == 1
     flats = {at: in_order_of(value, parameter) if whole else value for at, value in mine.items()}
-    Transfer(watch, kind, pieces, rows).to_rows(flats, local)
+    Transfer(watchdog, kind, pieces, rows).to_rows(flats, local)
     return _dtensor(mesh, kind, rows, local)
 
 
-def _back(watch: CollectiveWatchdog, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]) -> dict[Key, Tensor]:
+def _back(
+    watchdog: CollectiveWatchdog, value: DTensor, parameter: Tensor, pieces: Sequence[Piece]
+) -> dict[Key, Tensor]:
     kind = _like(parameter, value.dtype)
-    found = Transfer(watch, kind, pieces, rows_of(kind, len(watch.members))).to_pieces(value.to_local())
+    found = Transfer(watchdog, kind, pieces, rows_of(kind, len(watchdog.members))).to_pieces(value.to_local())
     if len(pieces) > 1:
         return found
     return {at: part.as_strided(kind.shape, kind.strides) for at, part in found.items()}

@@ -35,15 +35,15 @@ APART = ("params", "param_names")
 class StateDictMixin(optim.Optimizer):
     """State dicts of an optimizer that holds pieces."""
 
-    watch: CollectiveWatchdog
-    pieces: ShardViews
+    watchdog: CollectiveWatchdog
+    layout: ShardViews
     inner: Any
-    optim: type[optim.Optimizer]
-    given: dict[str, Any]  # its options
+    optimizer_class: type[optim.Optimizer]
+    optimizer_kwargs: dict[str, Any]  # its options
     group_of: list[int]  # of each parameter
-    is_cut: bool
-    far: OffloadedShards
-    updates: ShardedStep
+    splits_parameters: bool
+    offloaded_shards: OffloadedShards
+    sharded_step: ShardedStep
     gathered: dict[int, Entries] | None = None  # a copy of the state, since the last change
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -56,11 +56,11 @@ class StateDictMixin(optim.Optimizer):
             StateError: something in the state can't be sent, or there is no such rank.
             CollectiveError: a rank did not come.
         """
-        count = len(self.watch.members)
-        check_agreement(self.watch, [f"where the state goes: to={to}"], "Give the same on all ranks")
+        count = len(self.watchdog.members)
+        check_agreement(self.watchdog, [f"where the state goes: to={to}"], "Give the same on all ranks")
         if to is not None and not -1 <= to < count:
             raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
-        with self.watch.awaited():
+        with self.watchdog.awaited():
             self.gathered = gather_state(self, None if to == -1 else to)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class StateDictMixin(optim.Optimizer):
         Raises:
             StateError: it was not consolidated on this rank since the last step.
         """
-        if all_ranks or len(self.watch.members) == 1:
+        if all_ranks or len(self.watchdog.members) == 1:
             self.consolidate_state_dict(None)
         if self.gathered is None:
-            here = self.watch.group.rank()
+            here = self.watchdog.group.rank()
             message = (
                 f"rank {here} of the group has its own part of the state, and no consolidated one since it changed"
             )
@@ -91,7 +91,7 @@ class StateDictMixin(optim.Optimizer):
             AgreementError: the ranks were given different ones. Nothing was changed.
         """
         given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        with report_errors(self.watch, validate_state.WHAT, ADVICE):
+        with report_errors(self.watchdog, validate_state.WHAT, ADVICE):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = before(self, given)
                 given = given if changed is None else changed
@@ -104,7 +104,7 @@ class StateDictMixin(optim.Optimizer):
 
         Every rank has to call it. It is a copy.
         """
-        with self.watch.awaited():
+        with self.watchdog.awaited():
             return {**self._packed({}), "state": to_dtensors(self)}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ class StateDictMixin(optim.Optimizer):
             StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
         """
         self.refuse_sharded(state_dict)
-        with self.watch.awaited():
+        with self.watchdog.awaited():
             entries = from_dtensors(self, validate_state.by_place(state_dict))
         self._install(state_dict["param_groups"], lambda: entries)
 
@@ -125,30 +125,30 @@ class StateDictMixin(optim.Optimizer):
             StateError: some rank can't take it; on all of them.
         """
         found = self._trouble(state_dict, sharded=True)
-        for rank, told in failures(self.watch, found, "comparison of the parts of a state").items():
+        for rank, told in failures(self.watchdog, found, "comparison of the parts of a state").items():
             raise StateError(f"the state dict on rank {rank} is not this optimizer's: {told}; nothing was changed")
         self._admit(None, list(validate_state.lines(state_dict, None, sharded=True)))
 
     def _trouble(self, given: object, sharded: bool = False) -> str | None:
         """What stands against loading it into the parameters as they are now."""
         try:
-            self.follow()
+            self.refresh_views()
         except ShardError as error:
             return str(error)
         return validate_state.find_mismatch(self, given, sharded)
 
-    def follow(self) -> None:
+    def refresh_views(self) -> None:
         """Look for parameters that lie elsewhere now."""
         raise NotImplementedError
 
     def _admit(self, found: str | None, lines: list[str]) -> None:
-        check_agreement(self.watch, lines, ADVICE)
+        check_agreement(self.watchdog, lines, ADVICE)
         if found is not None:
             raise StateError(f"the state dict is not this optimizer's: {found}; nothing was changed")
 
     def _packed(self, state: Mapping[int, Entries]) -> dict[str, Any]:
         """What torch makes of such a state and the options of now, hooks and all."""
-        kept, parameters = self.state, self.pieces.parameters
+        kept, parameters = self.state, self.layout.parameters
         self.state = defaultdict(dict, {parameters[item]: dict(entries) for item, entries in state.items()})
         try:
             return super().state_dict()
@@ -162,7 +162,7 @@ class StateDictMixin(optim.Optimizer):
             self.inner.load_state_dict(self._inner_state(groups, entries()))
         except Exception as caught:  # there is no memory for it, or the class itself refuses it
             error = caught
-        if told := failures(self.watch, error, "loading of a state"):
+        if told := failures(self.watchdog, error, "loading of a state"):
             self.inner.state, self.inner.param_groups = before
             raise StateError(f"the state could not be taken: {in_words(told)}; the optimizer is as it was") from error
         self.param_groups = [
@@ -170,7 +170,7 @@ class StateDictMixin(optim.Optimizer):
             for own, mine, now in zip(groups, self.inner.param_groups, self.param_groups, strict=True)
         ]
         self.gathered = None
-        self.updates.loaded()
+        self.sharded_step.loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -181,7 +181,7 @@ class StateDictMixin(optim.Optimizer):
         }
         state = {
             number[id(view)]: dict(entries[piece.item, piece.begin])
-            for laid in self.pieces.laid
+            for laid in self.layout.buckets
             for piece, view in laid.own
             if (piece.item, piece.begin) in entries
         }

@@ -60,8 +60,8 @@ def _troubles(oss: StateDictMixin, given: object, sharded: bool) -> Iterator[str
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
         return
-    complete = partial(with_defaults, oss.optim, oss.inner.defaults)
-    yield from group_troubles(oss.param_groups, given["param_groups"], oss.optim, oss.defaults, complete)
+    complete = partial(with_defaults, oss.optimizer_class, oss.inner.defaults)
+    yield from group_troubles(oss.param_groups, given["param_groups"], oss.optimizer_class, oss.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
         yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
@@ -75,14 +75,14 @@ class _Entries:
 
     def __init__(self, oss: StateDictMixin, groups: Sequence[Group], sharded: bool) -> None:
         self.oss, self.groups, self.sharded = oss, groups, sharded
-        self.name, self.first = oss.optim.__name__, FirstState(oss.optim, oss.given)
-        self.own = {piece.item for laid in oss.pieces.laid for piece, _ in laid.own}
+        self.name, self.first = oss.optimizer_class.__name__, FirstState(oss.optimizer_class, oss.optimizer_kwargs)
+        self.own = {piece.item for laid in oss.layout.buckets for piece, _ in laid.own}
 
     def troubles(self, place: int, entries: object) -> Iterator[str]:
         if not isinstance(entries, Mapping):
             yield f"the state of parameter {place} is a {type(entries).__name__}, and has to be a dict"
             return
-        parameter = self.oss.pieces.parameters[place]
+        parameter = self.oss.layout.parameters[place]
         group = self.groups[self.oss.group_of[place]]
         wanted = self.first.entries(group, parameter)
         there = {name: value for name, value in entries.items() if value is not None}
@@ -100,7 +100,7 @@ class _Entries:
             return f"{kind_of(value)} on the meta device, where it has no values"
         if isinstance(value, DTensor) and not self.sharded:
             return f"{kind_of(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
-        if wanted is None and self.oss.is_cut and isinstance(value, Tensor) and value.dim():
+        if wanted is None and self.oss.splits_parameters and isinstance(value, Tensor) and value.dim():
             wanted = parameter  # an entry that an option has left, which is cut as the others
         if isinstance(wanted, Tensor) and not fits(value, wanted):
             return f"{kind_of(value)}, which does not fit into {self.name}'s {kind_of(wanted)}"

@@ -28,7 +28,7 @@ SHOWN = 300  # characters of a line in an error
 OPTIMIZER = "the optimizer"  # what the first of `parameter_lines` is about
 
 
-def check_agreement(watch: CollectiveWatchdog, lines: Sequence[str], advice: str) -> None:
+def check_agreement(watchdog: CollectiveWatchdog, lines: Sequence[str], advice: str) -> None:
     """Compare these lines on all ranks; a collective.
 
     Raises:
@@ -36,17 +36,17 @@ def check_agreement(watch: CollectiveWatchdog, lines: Sequence[str], advice: str
             what to do.
         CollectiveError: a rank did not come.
     """
-    if len(watch.members) == 1:
+    if len(watchdog.members) == 1:
         return
     text = "\n".join(line.replace("\n", " ") for line in lines).encode()
-    digests = equal_texts(watch, hashlib.sha256(text).digest(), "comparison of what the ranks were given")
+    digests = equal_texts(watchdog, hashlib.sha256(text).digest(), "comparison of what the ranks were given")
     if len(set(digests)) > 1:
-        found = texts(watch, text, "exchange of what differs")
-        raise AgreementError(_difference([each.decode().split("\n") for each in found], watch.members, advice))
+        found = texts(watchdog, text, "exchange of what differs")
+        raise AgreementError(_difference([each.decode().split("\n") for each in found], watchdog.members, advice))
 
 
 @contextmanager
-def report_errors(watch: CollectiveWatchdog, what: str, advice: str) -> Iterator[None]:
+def report_errors(watchdog: CollectiveWatchdog, what: str, advice: str) -> Iterator[None]:
     """Around what comes before `agree` over lines of which the first is about `what`: what fails here on a rank, the
     others are told there.
 
@@ -56,7 +56,7 @@ def report_errors(watch: CollectiveWatchdog, what: str, advice: str) -> Iterator
         yield
     except Exception as error:
         with suppress(MemgraphError):
-            check_agreement(watch, [f"{what}: {type(error).__name__}: {error}"], advice)
+            check_agreement(watchdog, [f"{what}: {type(error).__name__}: {error}"], advice)
         raise
 
 

@@ -27,8 +27,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class CollectiveComm:
     """The collectives of a group."""
 
-    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None) -> None:
-        self.watch, self.group, self.wire = watch, watch.group, wire
+    def __init__(self, watchdog: CollectiveWatchdog, wire: torch.dtype | None) -> None:
+        self.watchdog, self.group, self.wire = watchdog, watchdog.group, wire
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def reduce(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -46,7 +46,7 @@ class CollectiveComm:
 
         def wait() -> list[Tensor]:
             assert packed is not None and kept is not None  # both have to live until here
-            self.watch.wait(kept)
+            self.watchdog.wait(kept)
             mean = part.to(like.dtype) if is_rounded else part.div_(self.ranks)
             return self._unpacked(bucket, mean, self.rank)
 
@@ -61,7 +61,7 @@ class CollectiveComm:
 
         def wait() -> Tensor:
             assert sent is not None and work is not None  # both have to live until here
-            self.watch.wait(work)
+            self.watchdog.wait(work)
             return part.to(whole.dtype) if is_rounded else part.div_(self.ranks)
 
         return wait
@@ -81,7 +81,7 @@ class CollectiveComm:
 
         def wait() -> None:
             assert work is not None
-            self.watch.wait(work)
+            self.watchdog.wait(work)
             for rank in range(self.ranks):
                 if rank != self.rank and views[rank]:
                     self._put(bucket, whole, views, rank)

@@ -33,14 +33,14 @@ Done = Callable[[], None]  # waits
 class BucketComm:
     """The ranks of a process group, and how they exchange buckets."""
 
-    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None = None) -> None:
-        self.watch, self.group, self.wire = watch, watch.group, wire
-        self.rank, self.ranks = dist.get_rank(watch.group), dist.get_world_size(watch.group)
-        self.pairs, self.collectives = P2PComm(watch, wire), CollectiveComm(watch, wire)
+    def __init__(self, watchdog: CollectiveWatchdog, wire: torch.dtype | None = None) -> None:
+        self.watchdog, self.group, self.wire = watchdog, watchdog.group, wire
+        self.rank, self.ranks = dist.get_rank(watchdog.group), dist.get_world_size(watchdog.group)
+        self.pairs, self.collectives = P2PComm(watchdog, wire), CollectiveComm(watchdog, wire)
 
     def exact(self) -> BucketComm:
         """An exchange between the same ranks in which nothing is rounded."""
-        return BucketComm(self.watch)
+        return BucketComm(self.watchdog)
 
     def fit(self, tensors: Iterable[Tensor]) -> bool:
         """Whether no finite number of these becomes infinite on its way."""
@@ -55,8 +55,8 @@ class BucketComm:
     def most(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
         """The largest of each number over all ranks, in place."""
         if not self.is_alone:
-            with self.watch.naming(name):
-                self.watch.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
+            with self.watchdog.naming(name):
+                self.watchdog.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return numbers
 
     def reduce(self, bucket: Bucket, sources: Sources) -> Averaged:
@@ -65,7 +65,7 @@ class BucketComm:
         if self.is_alone:
             return lambda: mine
         name = f"averaging of the gradients of {op_name(bucket.items)}"
-        with self.watch.naming(name):
+        with self.watchdog.naming(name):
             wait = self.pairs.reduce(sources) if _on_cpu(sources) else self.collectives.reduce(bucket, sources)
         return self._watched(wait, name)
 
@@ -76,7 +76,7 @@ class BucketComm:
             waits, and gives this rank's part
         """
         name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
-        with self.watch.naming(name):
+        with self.watchdog.naming(name):
             if whole.device.type != "cpu":
                 return self._watched(self.collectives.packed(whole), name)
             wait = self.pairs.reduce([[part] for part in whole.split(bucket.part)])
@@ -87,13 +87,13 @@ class BucketComm:
         if self.is_alone:
             return lambda: None
         name = f"gathering of {op_name(bucket.items)}"
-        with self.watch.naming(name):
+        with self.watchdog.naming(name):
             wait = self.pairs.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
         return self._watched(wait, name)
 
     def _watched(self, wait: Callable[[], T], name: str) -> Callable[[], T]:
         def watched() -> T:
-            with self.watch.naming(name):
+            with self.watchdog.naming(name):
                 return wait()
 
         return watched
@@ -101,7 +101,7 @@ class BucketComm:
     @property
     def tells(self) -> bool:
         """Whether ranks can tell each other something in the end of a step without holding up a device."""
-        return self.watch.device.type == "cpu"
+        return self.watchdog.device.type == "cpu"
 
     def anywhere(self, flag: bool) -> Callable[[], bool]:
         """Begin to tell each rank a flag, in a message behind those on their way.
@@ -114,7 +114,7 @@ class BucketComm:
         flags = torch.zeros(self.ranks, dtype=torch.uint8)
         flags[self.rank] = flag
         name = "exchange of whether the update has failed"
-        with self.watch.naming(name):
+        with self.watchdog.naming(name):
             wait = self.pairs.gather([[one] for one in flags.split(1)])
 
         def found() -> bool:
@@ -128,8 +128,8 @@ class BucketComm:
         rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
         if self.is_alone:
             return numbers[None]
-        with self.watch.naming("exchange of numbers"):
-            self.watch.wait(dist.all_gather(rows, numbers, group=self.group, async_op=True))
+        with self.watchdog.naming("exchange of numbers"):
+            self.watchdog.wait(dist.all_gather(rows, numbers, group=self.group, async_op=True))
         return torch.stack(rows)
 
     def mean(self, number: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from .watchdog import CollectiveWatchdog
 SHOWN = 300  # characters of an error that others are told
 
 
-def failures(watch: CollectiveWatchdog, mine: BaseException | str | None, what: str) -> dict[int, str]:
+def failures(watchdog: CollectiveWatchdog, mine: BaseException | str | None, what: str) -> dict[int, str]:
     """What the ranks say that have failed, by their global numbers; a collective, called `what` if it fails."""
     word = mine if isinstance(mine, str) else "" if mine is None else f"{type(mine).__name__}: {mine}"
-    told = [each.decode() for each in texts(watch, word.encode(), what)]
-    return {rank: each for rank, each in zip(watch.members, told, strict=True) if each}
+    told = [each.decode() for each in texts(watchdog, word.encode(), what)]
+    return {rank: each for rank, each in zip(watchdog.members, told, strict=True) if each}
 
 
 def in_words(told: Mapping[int, str]) -> str:

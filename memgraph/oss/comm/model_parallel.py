@@ -25,7 +25,7 @@ _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = wea
 class ModelParallel:
     """One group of such ranks, and which parameters are whole on each of them, by their identity."""
 
-    watch: CollectiveWatchdog
+    watchdog: CollectiveWatchdog
     whole: frozenset[int]
 
     @classmethod
@@ -57,18 +57,18 @@ class ModelParallel:
         counts = self._gathered(torch.tensor([len(norms)]), name)
         if len(set(counts.flatten().tolist())) > 1:
             raise AgreementError(
-                f"ranks {self.watch.members} have gradients of {counts.flatten().tolist()} parameters: a norm over "
+                f"ranks {self.watchdog.members} have gradients of {counts.flatten().tolist()} parameters: a norm over "
                 "group= wants parts of the same ones on all of them; nothing was scaled"
             )
         return self._gathered(torch.stack(list(norms)).double() if norms else torch.zeros(0).double(), name)
 
     def _gathered(self, mine: Tensor, name: str) -> Tensor:
-        sent = mine.to(self.watch.device)
-        rows = [torch.empty_like(sent) for _ in self.watch.members]
+        sent = mine.to(self.watchdog.device)
+        rows = [torch.empty_like(sent) for _ in self.watchdog.members]
         if len(rows) == 1:
             return mine[None]
-        with self.watch.naming(name):
-            self.watch.wait(dist.all_gather(rows, sent, group=self.watch.group, async_op=True))
+        with self.watchdog.naming(name):
+            self.watchdog.wait(dist.all_gather(rows, sent, group=self.watchdog.group, async_op=True))
         return torch.stack(rows).to(mine.device)
 
 

@@ -24,8 +24,8 @@ Message = tuple[dist.Work, Tensor]  # with what has to live until it has gone
 class P2PComm:
     """Messages between the ranks of a group."""
 
-    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None) -> None:
-        self.watch, self.group, self.wire = watch, watch.group, wire
+    def __init__(self, watchdog: CollectiveWatchdog, wire: torch.dtype | None) -> None:
+        self.watchdog, self.group, self.wire = watchdog, watchdog.group, wire
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
@@ -73,12 +73,12 @@ class P2PComm:
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Tensors as they are, to one rank that receives them."""
-        with self.watch.naming(f"sending to rank {rank}"):
+        with self.watchdog.naming(f"sending to rank {rank}"):
             self._wait([self._posted(tensor.contiguous(), rank) for tensor in tensors])
 
     def receive(self, rooms: Sequence[Tensor], rank: int) -> None:
         """What a rank sends."""
-        with self.watch.naming(f"receiving from rank {rank}"):
+        with self.watchdog.naming(f"receiving from rank {rank}"):
             self._wait([self._receive(room, rank) for room in rooms])
 
     def _room(self, views: Sequence[Tensor]) -> Tensor:
@@ -118,4 +118,4 @@ class P2PComm:
 
     def _wait(self, messages: Sequence[Message]) -> None:
         for work, _ in messages:
-            self.watch.wait(work)
+            self.watchdog.wait(work)

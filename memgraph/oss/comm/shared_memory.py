@@ -47,7 +47,7 @@ class SharedMemoryComm:
     """The ranks of a group that are all on this machine."""
 
     def __init__(self, exchange: BucketComm, processes: Sequence[int]) -> None:
-        self.exchange, self.processes = exchange, list(processes)
+        self.comm, self.processes = exchange, list(processes)
         self.gradients: list[list[int]] = []  # of each rank, where its gradients begin; 0 where there is none
         self.parameters: list[list[int]] = []
 
@@ -55,13 +55,13 @@ class SharedMemoryComm:
         """Tell where gradients and parameters are; they have to stay there until all ranks have met."""
         addresses = [gradients[i].data_ptr() if i in gradients else 0 for i in range(len(parameters))]
         addresses += [parameter.data_ptr() for parameter in parameters]
-        table = self.exchange.each(torch.tensor(addresses, dtype=torch.int64)).tolist()
+        table = self.comm.each(torch.tensor(addresses, dtype=torch.int64)).tolist()
         self.gradients = [row[: len(parameters)] for row in table]
         self.parameters = [row[len(parameters) :] for row in table]
 
     def average(self, laid: BucketViews, own: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of the gradients of this rank's stretches, added in the order of ranks."""
-        pieces = laid.stretches[self.exchange.rank]
+        pieces = laid.stretches[self.comm.rank]
         if not pieces:
             return []
         mine = own[0] if len(own) == 1 else torch.cat(list(own))
@@ -78,21 +78,21 @@ class SharedMemoryComm:
         Returns:
             waits, and gives this rank's part
         """
-        watch, ranks = self.exchange.watch, self.exchange.ranks
+        watchdog, ranks = self.comm.watchdog, self.comm.ranks
         name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
         every = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
-        with watch.naming(name):
-            told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watch.group, async_op=True)
+        with watchdog.naming(name):
+            told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watchdog.group, async_op=True)
 
         def wait() -> Tensor:
-            with watch.naming(name):
-                watch.wait(told)
-                mine = whole[self.exchange.rank * bucket.part : (self.exchange.rank + 1) * bucket.part]
+            with watchdog.naming(name):
+                watchdog.wait(told)
+                mine = whole[self.comm.rank * bucket.part : (self.comm.rank + 1) * bucket.part]
                 at = mine.data_ptr() - whole.data_ptr()
                 total: Tensor | None = None
                 for rank in range(ranks):
                     part = mine
-                    if rank != self.exchange.rank:
+                    if rank != self.comm.rank:
                         part = torch.empty_like(mine)
                         read(self.processes[rank], [(part, int(every[rank]) + at)])
                     total = part if total is None else torch.add(total, part, out=part if total is mine else total)
@@ -116,10 +116,10 @@ class SharedMemoryComm:
 
     def fetch(self, used: Sequence[BucketViews]) -> None:
         """Read what the others own, and have updated by now; it has to stay until all have met."""
-        for rank in range(self.exchange.ranks):
-            if rank != self.exchange.rank:
+        for rank in range(self.comm.ranks):
+            if rank != self.comm.rank:
                 every = [one for laid in used for one in zip(laid.stretches[rank], laid.views[rank], strict=True)]
-                with self.exchange.watch.naming(f"gathering of {_items(used)}"):
+                with self.comm.watchdog.naming(f"gathering of {_items(used)}"):
                     read(
                         self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count]
                     )
@@ -127,7 +127,7 @@ class SharedMemoryComm:
 
     def meet(self, name: str, flag: bool = False) -> bool:
         """Wait until all ranks are here; whether any of them has the flag."""
-        return bool(self.exchange.most(torch.tensor([flag], dtype=torch.int32), name))
+        return bool(self.comm.most(torch.tensor([flag], dtype=torch.int32), name))
 
     def _add_in_parts(self, whole: Piece, mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of a piece, into `total`, as much at once as stays in the cache."""
@@ -140,13 +140,13 @@ class SharedMemoryComm:
     def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
         """The mean of what the ranks have of these pieces, into `total`."""
         added: Tensor | None = None
-        for rank in range(self.exchange.ranks):
+        for rank in range(self.comm.ranks):
             part = mine
-            if rank != self.exchange.rank:
+            if rank != self.comm.rank:
                 part = torch.empty_like(mine) if added is total else total
                 self._read_gradients(rank, pieces, part)
             added = part if added is None else torch.add(added, part, out=total)
-        total.div_(self.exchange.ranks)
+        total.div_(self.comm.ranks)
 
     def _read_gradients(self, rank: int, pieces: Sequence[Piece], room: Tensor) -> None:
         wanted = []
@@ -155,7 +155,7 @@ class SharedMemoryComm:
                 part.zero_()
             elif piece.count:
                 wanted.append((part, self._at(self.gradients[rank], piece, part)))
-        with self.exchange.watch.naming(f"averaging of the gradients of {op_name([piece.item for piece in pieces])}"):
+        with self.comm.watchdog.naming(f"averaging of the gradients of {op_name([piece.item for piece in pieces])}"):
             read(self.processes[rank], wanted)
 
     def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from .watchdog import CollectiveWatchdog
 
 
-def texts(watch: CollectiveWatchdog, mine: bytes, what: str) -> list[bytes]:
+def texts(watchdog: CollectiveWatchdog, mine: bytes, what: str) -> list[bytes]:
     """The bytes of every rank, however many; a collective, called `what` if it fails."""
-    counts = [int.from_bytes(each, "little") for each in equal_texts(watch, len(mine).to_bytes(8, "little"), what)]
-    padded = equal_texts(watch, mine.ljust(max(counts), b"\0"), what)
+    counts = [int.from_bytes(each, "little") for each in equal_texts(watchdog, len(mine).to_bytes(8, "little"), what)]
+    padded = equal_texts(watchdog, mine.ljust(max(counts), b"\0"), what)
     return [each[:count] for each, count in zip(padded, counts, strict=True)]
 
 
-def equal_texts(watch: CollectiveWatchdog, mine: bytes, what: str) -> Sequence[bytes]:
+def equal_texts(watchdog: CollectiveWatchdog, mine: bytes, what: str) -> Sequence[bytes]:
     """The bytes of every rank, which are equally many."""
-    if len(watch.members) == 1 or not mine:
-        return [mine] * len(watch.members)
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(watch.device)
-    received = [torch.empty_like(sent) for _ in watch.members]
-    with watch.naming(what):
-        watch.wait(dist.all_gather(received, sent, group=watch.group, async_op=True))
+    if len(watchdog.members) == 1 or not mine:
+        return [mine] * len(watchdog.members)
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(watchdog.device)
+    received = [torch.empty_like(sent) for _ in watchdog.members]
+    with watchdog.naming(what):
+        watchdog.wait(dist.all_gather(received, sent, group=watchdog.group, async_op=True))
     return [bytes(each.cpu().numpy()) for each in received]

@@ -1,7 +1,7 @@
 """A rank that is gone or late is named, with the collective that it was wanted in.
 
-    with watch.naming("reduce-scatter of bucket 2"):
-        watch.wait(work)
+    with watchdog.naming("reduce-scatter of bucket 2"):
+        watchdog.wait(work)
 
     RuntimeError: Connection closed by peer [127.0.0.1]:33187     ->
     CollectiveError: the reduce-scatter of bucket 2 has failed, because rank 2 is gone: ...

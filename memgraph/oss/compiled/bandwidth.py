@@ -35,16 +35,18 @@ _known: dict[str, Speed] = {}
 
 def measure_network(machine: Machine, oss: OSS, together: JointPlanner) -> Machine:
     """The machine with the network between the ranks; a collective."""
-    device, exchange = torch.device(machine.device), oss.exchange
-    where = f"{dist.get_backend(exchange.group)} {exchange.ranks} ranks on {together.count(platform.node())} hosts"
-    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.neighbours is not None} {environment_key(device)}"
+    device, exchange = torch.device(machine.device), oss.comm
+    where = (
+        f"{dist.get_backend(exchange.group)} {exchange.ranks} ranks on {together.count_distinct(platform.node())} hosts"
+    )
+    key = f"net {SIZES} {WIDTH} {where} {exchange.wire} {oss.reachable_ranks is not None} {environment_key(device)}"
     found = _known.get(key) or _read(read_cached(key))
-    if not together.least(int(found is not None)):  # a rank does not know it
+    if not together.minimum(int(found is not None)):  # a rank does not know it
         found = _Trial(GradReduction(oss), exchange.ranks, device).speed()
         write_cached(key, found)
     assert found is not None
     _known[key] = found
-    net, latency, strain = together.first(found)
+    net, latency, strain = together.of_first_rank(found)
     return replace(machine, net=net, latency=latency, strain=strain)
 
 

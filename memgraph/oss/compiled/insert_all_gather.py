@@ -30,7 +30,7 @@ OPS = torch.ops.memgraph
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ForwardBucket:
     """A bucket of `size` elements of the parameters of these names, which takes `room` bytes until it has come."""
 
     bucket: int
@@ -39,24 +39,28 @@ class Arrival:
     room: int
 
 
-def arrivals(oss: OSS, named: Mapping[str, Tensor]) -> list[Arrival]:
+def forward_buckets(oss: OSS, named: Mapping[str, Tensor]) -> list[ForwardBucket]:
     """What a forward that reads the parameters of these names may gather: the buckets that are all theirs, but for
     those that no step updates."""
-    oss.follow()
-    if oss.gathers != "forward" or oss.exchange.is_alone:
+    oss.refresh_views()
+    if oss.gather_mode != "forward" or oss.comm.is_alone:
         return []
-    names, parameters, found = {p: name for name, p in named.items()}, oss.pieces.parameters, []
-    for i, laid in enumerate(oss.pieces.laid):
+    names, parameters, found = {p: name for name, p in named.items()}, oss.layout.parameters, []
+    for i, laid in enumerate(oss.layout.buckets):
         bucket = laid.bucket
         there = [parameters[item] for item in bucket.items if parameters[item].numel()]
-        if there and (i in oss.awaited.ever or oss.awaited.is_trained(i)) and names.keys() >= set(there):
-            size = bucket.part * (oss.exchange.ranks if bucket.owner is None else 1)
-            room = gathered_nbytes(oss, laid) + WORKSPACE * (oss.exchange.wire is not None)
-            found.append(Arrival(i, tuple(names[parameter] for parameter in there), size, room))
+        if (
+            there
+            and (i in oss.pending_gathers.ever or oss.pending_gathers.is_trained(i))
+            and names.keys() >= set(there)
+        ):
+            size = bucket.part * (oss.comm.ranks if bucket.owner is None else 1)
+            room = gathered_nbytes(oss, laid) + WORKSPACE * (oss.comm.wire is not None)
+            found.append(ForwardBucket(i, tuple(names[parameter] for parameter in there), size, room))
     return found
 
 
-def insert_all_gathers(captured: Captured, arriving: Sequence[Arrival]) -> Captured:
+def insert_all_gathers(captured: Captured, arriving: Sequence[ForwardBucket]) -> Captured:
     """The step that gathers these parameters in forward.
 
     The graph is changed in place.

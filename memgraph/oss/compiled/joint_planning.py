@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 
 import torch
+from torch import Tensor
 
 import passes
 from passes import Machine, PlanResult, Storage, Trace
 
-from ...errors import PlanError
+from ...errors import AgreementError, CollectiveError, MemgraphError, PlanError
 from ...report.reuse_plan import reuse_plan
 from ...report.saved_plan import SavedPlan, record_plan, without_prices
 from ..comm.agreement import check_agreement, report_errors
-from ..comm.consensus import ADVICE
+from ..comm.consensus import ADVICE, announce_failure
 from ..comm.exchange import BucketComm
 from ..comm.texts import texts
+from ..optimizer import OSS
 
 SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
 PLANNING = "the planning of the step"
@@ -36,61 +38,61 @@ class JointPlanner:
     """The ranks of a group while they plan."""
 
     def __init__(self, exchange: BucketComm, device: torch.device) -> None:
-        self.exchange, self.device = exchange, device
+        self.comm, self.device = exchange, device
 
-    def telling(self) -> AbstractContextManager[None]:
+    def reporting_errors(self) -> AbstractContextManager[None]:
         """Around what comes before `trace` or `machine`: what fails here on a rank, the others are told there."""
-        return report_errors(self.exchange.watch, PLANNING, ADVICE)
+        return report_errors(self.comm.watchdog, PLANNING, ADVICE)
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """The least of the numbers that the ranks have."""
-        return min(int(row) for row in self.exchange.each(self._integers([number]))[:, 0])
+        return min(int(row) for row in self.comm.each(self._integers([number]))[:, 0])
 
-    def count(self, text: str) -> int:
+    def count_distinct(self, text: str) -> int:
         """How many different texts the ranks have."""
-        return len(set(texts(self.exchange.watch, text.encode(), "count of hosts")))
+        return len(set(texts(self.comm.watchdog, text.encode(), "count of hosts")))
 
-    def trace(self, trace: Trace) -> Trace:
+    def share_trace(self, trace: Trace) -> Trace:
         """The step with one price for all ranks.
 
         Raises:
             AgreementError: a rank has another step, or has failed.
         """
         lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
-        check_agreement(self.exchange.watch, lines, ADVICE)
+        check_agreement(self.comm.watchdog, lines, ADVICE)
         numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
-        most = self.exchange.most(self._integers(numbers)).tolist()
-        us = self.first([op.us for op in trace.ops])
+        most = self.comm.most(self._integers(numbers)).tolist()
+        us = self.of_first_rank([op.us for op in trace.ops])
         works, sizes = most[: len(us)], most[len(us) :]
         ops = (replace(op, us=us[i], workspace=works[i]) for i, op in enumerate(trace.ops))
         ops = (replace(op, makes=_states(op.makes, sizes[i])) if op.fn == "state" else op for i, op in enumerate(ops))
         return replace(trace, ops=tuple(ops))
 
-    def machine(self, machine: Machine) -> Machine:
+    def share_machine(self, machine: Machine) -> Machine:
         """The machine with links as fast as rank 0's, and room for each of the ranks that share a far tier.
 
         Raises:
             AgreementError: a rank has failed to find out how fast its own are.
         """
-        check_agreement(self.exchange.watch, [FINE], ADVICE)
+        check_agreement(self.comm.watchdog, [FINE], ADVICE)
         facts = asdict(machine)
-        facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
-        hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
+        facts |= zip(SPEEDS, self.of_first_rank([facts[name] for name in SPEEDS]), strict=True)
+        hosts = texts(self.comm.watchdog, platform.node().encode(), "count of hosts")
         room = machine.capacity // hosts.count(platform.node().encode())
         return replace(
             Machine(**facts),
-            capacity=self.least(room),
-            homes=bool(self.least(machine.homes)),
-            window=-self.least(-machine.window),
+            capacity=self.minimum(room),
+            homes=bool(self.minimum(machine.homes)),
+            window=-self.minimum(-machine.window),
         )
 
-    def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
+    def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
         """What rank 0 finds.
 
         Raises:
             BudgetError: it finds nothing that fits.
         """
-        if self.exchange.rank == 0:
+        if self.comm.rank == 0:
             try:
                 found = search(trace, machine)
             except passes.BudgetError as error:
@@ -109,17 +111,42 @@ class JointPlanner:
             raise PlanError(f"rank 0, which plans for all, has failed: {facts['error']}")
         return reuse_plan([SavedPlan.from_json(told)], trace, machine)
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
+    def of_first_rank(self, numbers: Sequence[float]) -> list[float]:
         """The numbers of rank 0."""
-        given = self.exchange.numbers(numbers, torch.float64, self.device)
-        return [float(number) for number in self.exchange.each(given)[0].tolist()]
+        given = self.comm.numbers(numbers, torch.float64, self.device)
+        return [float(number) for number in self.comm.each(given)[0].tolist()]
 
     def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
-        return self.exchange.numbers(numbers, torch.int64, self.device)
+        return self.comm.numbers(numbers, torch.int64, self.device)
 
     def _told(self, text: str) -> str:
         """The text of rank 0."""
-        return texts(self.exchange.watch, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
+        return texts(self.comm.watchdog, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
+
+
+@contextmanager
+def announcing_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Around what comes before `meet` in a call that reads these: what fails here on a rank, the others are told there,
+    if they are sure to come.
+
+    The rank itself raises its own error.
+    """
+    try:
+        yield
+    except (AgreementError, CollectiveError):  # which the others have, too
+        raise
+    except Exception:
+        with suppress(MemgraphError):
+            if optimizer is not None and _compares_steps(optimizer, parameters):
+                announce_failure(optimizer.comm, optimizer.layout.device)
+        raise
+
+
+def _compares_steps(optimizer: OSS, parameters: Iterable[Tensor]) -> bool:
+    """Whether ranks meet before they run a step with these parameters."""
+    if optimizer.comm.is_alone or not torch.is_grad_enabled() or not any(one.requires_grad for one in parameters):
+        return False
+    return optimizer.gather_mode == "forward" or bool(optimizer.sharded_grads.grad_buckets({}))
 
 
 def _bare(trace: Trace) -> Trace:

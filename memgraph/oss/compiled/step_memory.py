@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes import Trace
+from passes.ir.machine import SMALLEST_HOME
 from passes.ir.wire import WORKSPACE
 
+from ...optim.optimizer_clone import ClonedOptimizer
 from ...optim.optimizer_profiler import update_nbytes
-from ...optim.state_parts import StatePart, is_large
+from ...optim.state_parts import PARTS, StatePart, in_parts, is_large
 from ...optim.trained import TrainedParameters
 from ...optim.twin import attributes, clone_optimizer
 from ...optim.update_cost import add_update_op
 from ...optim.update_operands import no_operands
 from ...optim.window_memory import OffloadedParts, window_bytes
-from ..offloaded_states import large_nbytes
 from ..optimizer import OSS
 from ..shards.param_groups import Group, options
 from ..shards.shard_views import BucketViews
@@ -43,8 +44,8 @@ def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Tr
     in it, which takes more than any step. Each part of the states, which may live in the far tier, is a value of its
     own, with the bytes of the rank that has most of it.
     """
-    laid, inside, parts = oss.pieces.laid, trained.shards, trained.parts
-    if oss.is_cut:
+    laid, inside, parts = oss.layout.buckets, trained.shards, trained.parts
+    if oss.splits_parameters:
         steps = [_bucket_nbytes(oss, one) for one in laid]
         states = sum(nbytes for nbytes, _ in steps)
         taken = _step_nbytes(oss, [update for _, update in steps], inside)
@@ -61,31 +62,31 @@ def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
     """Bytes that this rank has of states in parts."""
     apart = {owner for part in parts for owner in part.owners}
     each = enumerate(large_nbytes(oss) if parts else ())
-    return sum(of_ranks[oss.exchange.rank] for i, of_ranks in each if i in apart)
+    return sum(of_ranks[oss.comm.rank] for i, of_ranks in each if i in apart)
 
 
 def offloaded_nbytes(oss: OSS, inside: Collection[int]) -> int:
     """What an update takes at most, whatever states live far."""
-    updates = [max(_bucket_nbytes(oss, one)[1], _windows_nbytes(oss, one)) for one in oss.pieces.laid]
+    updates = [max(_bucket_nbytes(oss, one)[1], _windows_nbytes(oss, one)) for one in oss.layout.buckets]
     return _step_nbytes(oss, updates, inside)
 
 
 def _step_nbytes(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
     """What a step takes, bucket by bucket, if the update of each takes so much."""
-    laid = oss.pieces.laid
+    laid = oss.layout.buckets
     gathered = [gathered_nbytes(oss, one) for one in laid]
-    late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
+    late = oss.comm.wire is torch.float16  # all buckets are gathered in the end
     turns = _turns(_averaged_nbytes(oss, inside), updates, [0] * len(laid) if late else gathered)
     return max(*map(sum, turns), sum(gathered) * late, 0) + _told_nbytes(oss)
 
 
 def _told_nbytes(oss: OSS) -> int:
     """What is taken for flags, and by casts for the wire."""
-    taken = (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
-    if oss.exchange.wire is not None:
+    taken = (FLAGS[0] + FLAGS[1] * oss.comm.ranks) * (1 + len(oss.layout.parameters))
+    if oss.comm.wire is not None:
         taken += WORKSPACE
-    if oss.exchange.wire is torch.float16:  # of which it is tried whether it takes the numbers
-        taken += TRIED * max(parameter.nbytes for parameter in oss.pieces.parameters)
+    if oss.comm.wire is torch.float16:  # of which it is tried whether it takes the numbers
+        taken += TRIED * max(parameter.nbytes for parameter in oss.layout.parameters)
     return taken
 
 
@@ -107,12 +108,12 @@ def _bucket_nbytes(oss: OSS, laid: BucketViews) -> tuple[int, int]:
 def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What the update of a bucket's own pieces takes in windows: the most of the next and of later ones."""
     group, key = _own_group(oss, laid)
-    if not oss.far.can_stream or not group["params"]:
+    if not oss.offloaded_shards.can_stream or not group["params"]:
         return 0
-    key = key, oss.far.window
+    key = key, oss.offloaded_shards.window
     if key not in _windows:
         far = OffloadedParts(no_operands, no_operands, is_large)
-        taken = window_bytes(clone_optimizer(oss.inner, [group]), oss.far.window, far, group["params"])
+        taken = window_bytes(clone_optimizer(oss.inner, [group]), oss.offloaded_shards.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
 
@@ -120,19 +121,19 @@ def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
 def _own_group(oss: OSS, laid: BucketViews) -> tuple[Group, object]:
     """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
     alike."""
-    first, parameters = laid.bucket.items[0], oss.pieces.parameters
+    first, parameters = laid.bucket.items[0], oss.layout.parameters
     views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
     forms = tuple((view.shape, view.dtype, view.device) for view in views)
-    key = oss.optim, repr(group), repr(attributes(oss.inner)), forms
+    key = oss.optimizer_class, repr(group), repr(attributes(oss.inner)), forms
     return group | {"params": list(map(_trained, views))}, key
 
 
 def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
     """Bytes of the states of all own pieces, and what their update takes, all at once."""
-    ids, parameters, sure = set(map(id, trained)), oss.pieces.parameters, list[Tensor]()
+    ids, parameters, sure = set(map(id, trained)), oss.layout.parameters, list[Tensor]()
     groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
-    for piece, view in (one for laid in oss.pieces.laid for one in laid.own):
+    for piece, view in (one for laid in oss.layout.buckets for one in laid.own):
         parameter = parameters[piece.item]
         if parameter.requires_grad or view in oss.inner.state:
             stepped = _trained(view)
@@ -149,15 +150,15 @@ def _trained(view: Tensor) -> Tensor:
 
 def _averaged_nbytes(oss: OSS, inside: Collection[int]) -> list[int]:
     """What each bucket takes while a step averages it; nothing, if backward has done so."""
-    return [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(oss.pieces.laid)]
+    return [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(oss.layout.buckets)]
 
 
 def _averaging_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
-    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
-    if oss.are_same:
+    others, part = oss.comm.ranks - 1, _part_nbytes(oss, laid)
+    if oss.grads_replicated:
         return 0
-    if oss.neighbours is not None:
+    if oss.reachable_ranks is not None:
         return (2 + _several(laid)) * part
     if not _on_cpu(oss):
         return (others + 2) * part + _copied(oss) * (others + 1) * part
@@ -166,8 +167,8 @@ def _averaging_nbytes(oss: OSS, laid: BucketViews) -> int:
 
 def gathered_nbytes(oss: OSS, laid: BucketViews) -> int:
     """What a bucket takes while it is gathered: where it is packed and received, if it does not lie in one piece."""
-    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
-    if not others or oss.neighbours is not None:
+    others, part = oss.comm.ranks - 1, _part_nbytes(oss, laid)
+    if not others or oss.reachable_ranks is not None:
         return 0
     if not _on_cpu(oss):
         return (others + 2) * part + _copied(oss) * (others + 1) * part
@@ -180,17 +181,48 @@ def _several(laid: BucketViews) -> bool:
 
 
 def _cast(oss: OSS) -> bool:
-    return oss.exchange.wire is not None
+    return oss.comm.wire is not None
 
 
 def _copied(oss: OSS) -> bool:
     """Whether a collective copies what it is given: gloo does."""
-    return bool(dist.get_backend(oss.exchange.group) == "gloo")
+    return bool(dist.get_backend(oss.comm.group) == "gloo")
 
 
 def _on_cpu(oss: OSS) -> bool:
-    return oss.pieces.device.type == "cpu"
+    return oss.layout.device.type == "cpu"
 
 
 def _part_nbytes(oss: OSS, laid: BucketViews) -> int:
-    return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()
+    return laid.bucket.part * oss.layout.parameters[laid.bucket.items[0]].element_size()
+
+
+def shard_parts(oss: OSS) -> list[StatePart]:
+    """The states of the optimizer's buckets, cut into parts of about the same bytes: the most of any rank, so that it
+    is the same parts on all."""
+    if not oss.offloaded_shards.can_stream:
+        return []
+    return in_parts([(i, max(of_ranks)) for i, of_ranks in enumerate(large_nbytes(oss))], PARTS)
+
+
+def large_nbytes(oss: OSS) -> list[list[int]]:
+    """Bytes of states that may live far, of each bucket on each rank: of what is trained, those of large pieces that
+    have an element for each of theirs."""
+    each = _each(oss)
+    found = []
+    for laid in oss.layout.buckets:
+        group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.comm.ranks
+        for piece in laid.bucket.pieces:
+            parameter = oss.layout.parameters[piece.item]
+            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_HOME:
+                of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
+        found.append(of_ranks)
+    return found
+
+
+def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
+    """Bytes of states for an element of a parameter of each group and type."""
+    given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
+    stepper = ClonedOptimizer(clone_optimizer(oss.inner, given))
+    kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.layout.parameters, strict=True)}
+    return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}

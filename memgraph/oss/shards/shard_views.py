@@ -52,7 +52,7 @@ class ShardViews:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.parameters: list[Tensor] = []
-        self.laid: list[BucketViews] = []
+        self.buckets: list[BucketViews] = []
         self.marks: list[Mark] = []
         self.checksum = 0  # the same on ranks whose parameters are laid out alike, and hardly ever on others
 
@@ -64,9 +64,9 @@ class ShardViews:
         """
         _refuse_overlap([*self.parameters, *parameters])
         self.parameters += parameters
-        self.laid += map(self._lay, buckets)
+        self.buckets += map(self._lay, buckets)
         self.marks += map(_mark, parameters)
-        words = [str(laid.bucket) for laid in self.laid] + [str(mark[1:4]) for mark in self.marks]
+        words = [str(laid.bucket) for laid in self.buckets] + [str(mark[1:4]) for mark in self.marks]
         self.checksum = zlib.crc32("\n".join(words).encode()) >> 1
 
     @property
@@ -76,7 +76,7 @@ class ShardViews:
 
     def number(self, laid: BucketViews) -> int:
         """Which bucket it is."""
-        return next(i for i, one in enumerate(self.laid) if one is laid)
+        return next(i for i, one in enumerate(self.buckets) if one is laid)
 
     def are_others(self) -> bool:
         """Whether a parameter has become another in shape, type, strides or device."""
@@ -95,9 +95,9 @@ class ShardViews:
             if new[1:] != old[1:]:
                 raise ShardError(f"parameter {i} was {_words(old)} and is {_words(new)} now; make the optimizer anew")
         _refuse_overlap(self.parameters)
-        before, self.marks = self.laid, now
-        self.laid = [self._lay(laid.bucket) for laid in before]
-        pairs = zip(before, self.laid, strict=True)
+        before, self.marks = self.buckets, now
+        self.buckets = [self._lay(laid.bucket) for laid in before]
+        pairs = zip(before, self.buckets, strict=True)
         return [(a, b) for old, new in pairs for (_, a), (_, b) in zip(old.own, new.own, strict=True)]
 
     def sources(self, laid: BucketViews, flats: dict[int, Tensor]) -> list[list[Tensor]]:

@@ -112,7 +112,7 @@ def _left(rank: int, in_step: bool) -> list[Any]:
     with pytest.raises(RuntimeError) as caught:
         call()
     assert isinstance(caught.value, CollectiveError) == (rank != 1)
-    spread.watch.store.wait([VERDICT])  # this process is there, and so are its connections
+    spread.watchdog.store.wait([VERDICT])  # this process is there, and so are its connections
     return [*getattr(caught.value, "ranks", ()), str(caught.value)]
 
 

@@ -27,7 +27,7 @@ def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
-    optimizer.watch.limit = SECONDS
+    optimizer.watchdog.limit = SECONDS
     if rank == victim:
         _go_when_updating(how)
     with pytest.raises(CollectiveError) as caught:
@@ -85,7 +85,7 @@ def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
 def _apart(rank: int) -> tuple[tuple[int, ...], str]:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
-    optimizer.watch.limit = 1.5  # after which both are heard
+    optimizer.watchdog.limit = 1.5  # after which both are heard
     with pytest.raises(CollectiveError) as caught:
         optimizer.consolidate_state_dict() if rank == 1 else train(module, optimizer, 1)
     return caught.value.ranks, str(caught.value)
@@ -119,7 +119,7 @@ def _late(rank: int, seconds: float) -> str:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 1)
-    optimizer.watch.limit, optimizer.watch.calm = 6.0, 2.4  # as with a timeout of 6 s
+    optimizer.watchdog.limit, optimizer.watchdog.calm = 6.0, 2.4  # as with a timeout of 6 s
     if rank == 1:
         time.sleep(seconds)
     try:
