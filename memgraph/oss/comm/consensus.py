@@ -1,8 +1,8 @@
-"""Ranks compare what they are about to do, before they do what only all of them can.
+"""Compare the steps that ranks are about to run, before the first collective of a step.
 
     rank 0: the step of 8 rows     rank 1: the step of 9 rows     ->    AgreementError on both
 
-It is 8 bytes from each, and may go on beside what needs nobody else.
+Each rank sends 8 bytes, and may run ops that need no other rank meanwhile.
 """
 
 from __future__ import annotations
@@ -15,48 +15,47 @@ import torch
 import torch.distributed as dist
 
 from ...errors import AgreementError
-from .exchange import BucketComm
+from .rank_group import RankGroup
 
-NEW = 0  # what a rank is about to run is yet to be planned
-GATHER = 2  # it gathers what is awaited, and runs nothing
-UNABLE = 4  # what it is about to run can't be run
+NEW = 0  # a call that is not planned yet
+GATHER = 2  # a gather of pending buckets, without a step
+UNABLE = 4  # a call that can't run on this rank
 KINDS = {NEW: "a new kind of call", GATHER: "a call of gather(), or a new kind of call, which begins with one"}
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
-def check_same_step(exchange: BucketComm, device: torch.device, known: int) -> Callable[[], None]:
-    """Begin to compare what the ranks are about to do: the `digest` of a step, NEW, GATHER, or UNABLE.
+def check_same_step(ranks: RankGroup, device: torch.device, step: int) -> Callable[[], None]:
+    """Start to compare what the ranks are about to run: the `digest` of a step, NEW, GATHER, or UNABLE.
 
     Returns:
-        waits for it, and raises an AgreementError if a rank does something else than this one
+        a function that waits, and raises an AgreementError if another rank runs something else
     """
-    watchdog, what = exchange.watchdog, "comparison of steps"
-    mine = exchange.numbers([known], torch.int64, device)
-    every = [torch.empty_like(mine) for _ in watchdog.members]
-    with watchdog.naming(what):
-        work = dist.all_gather(every, mine, group=watchdog.group, async_op=True)
+    watchdog, name = ranks.watchdog, "comparison of steps"
+    own = ranks.tensor([step], torch.int64, device)
+    rows = [torch.empty_like(own) for _ in watchdog.members]
+    with watchdog.naming(name):
+        work = dist.all_gather(rows, own, group=watchdog.group, async_op=True)
 
     def compare() -> None:
-        with watchdog.naming(what):
+        with watchdog.naming(name):
             watchdog.wait(work)
-        said = torch.cat(every).tolist()
-        if unable := [rank for rank, one in zip(watchdog.members, said, strict=True) if one == UNABLE]:
+        steps = dict(zip(watchdog.members, torch.cat(rows).tolist(), strict=True))
+        if unable := [rank for rank, each in steps.items() if each == UNABLE]:
             raise AgreementError(f"ranks {unable} can't run this step, and say why; nothing was exchanged here")
-        if others := [rank for rank, one in zip(watchdog.members, said, strict=True) if one != known]:
-            mine = KINDS.get(known, "a step that it knows")
-            raise AgreementError(
-                f"rank {watchdog.members[exchange.rank]} has {mine}, and something else have ranks {others}. {ADVICE}"
-            )
+        if others := [rank for rank, each in steps.items() if each != step]:
+            kind = KINDS.get(step, "a step that is planned")
+            this = watchdog.members[ranks.rank]
+            raise AgreementError(f"rank {this} is about to run {kind}; ranks {others} run something else. {ADVICE}")
 
     return compare
 
 
-def announce_failure(exchange: BucketComm, device: torch.device) -> None:
-    """Tell the others that what they are about to run can't be run here."""
+def announce_failure(ranks: RankGroup, device: torch.device) -> None:
+    """Tell the other ranks that the call they are about to run fails here."""
     with suppress(AgreementError):
-        check_same_step(exchange, device, UNABLE)()
+        check_same_step(ranks, device, UNABLE)()
 
 
 def digest(text: str) -> int:
-    """63 bits of a text, odd, so that they are no kind of call."""
+    """Return 63 bits of a text's digest, odd, so that it is none of NEW, GATHER and UNABLE."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1 | 1

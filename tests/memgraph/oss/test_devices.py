@@ -15,7 +15,7 @@ from tests.support.ranks import on_ranks
 def _laid(rank: int) -> list[str]:
     spread = memgraph.OSS(tensors((5, 7), (3,)), optim.Adam)
     elsewhere = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.empty(6, device="meta"))]
-    spread._lay_out(0, elsewhere)
+    spread.layout.add_group(0, {"params": elsewhere})
     for laid in spread.layout.buckets:
         assert len({spread.layout.parameters[item].device for item in laid.bucket.items}) == 1
     own = [piece.count for laid in spread.layout.buckets for piece, view in laid.own if view.is_meta]

@@ -76,7 +76,7 @@ def made(kind: str, sharded: bool = True, messages: bool = False, **wishes: Any)
     if not sharded:
         return module, cls(parameters, **options)
     ours = memgraph.OSS(parameters, cls, bucket_bytes=BYTES, **options, **wishes)
-    ours.shared_memory = None if messages else ours.shared_memory
+    ours.comm.shared_memory = None if messages else ours.comm.shared_memory
     return module, ours
 
 

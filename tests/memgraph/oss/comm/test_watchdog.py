@@ -18,12 +18,12 @@ from memgraph.oss.step import ShardedStep
 from tests.memgraph.oss.test_steps import groups, net, train
 from tests.support.ranks import on_ranks
 
-SECONDS, CALM = 5.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
+SECONDS, SILENCE = 5.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
     """What a survivor sees of a rank that goes in the middle of a step."""
-    watchdog.CALM = CALM
+    watchdog.SILENCE = SILENCE
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
@@ -119,7 +119,7 @@ def _late(rank: int, seconds: float) -> str:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 1)
-    optimizer.watchdog.limit, optimizer.watchdog.calm = 6.0, 2.4  # as with a timeout of 6 s
+    optimizer.watchdog.limit, optimizer.watchdog.silence = 6.0, 2.4  # as with a timeout of 6 s
     if rank == 1:
         time.sleep(seconds)
     try:

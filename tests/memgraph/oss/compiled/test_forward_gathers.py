@@ -34,7 +34,7 @@ def compiled(budget: int = ROOM, kind: str = "AdamW", near: bool = False, **opti
     """A module whose forward gathers: by messages, or as ranks that read each other's memory."""
     net, (cls, given) = Net(), KINDS[kind]
     optimizer = memgraph.OSS(net.parameters(), cls, bucket_bytes=BYTES, gather="forward", **given, **options)
-    optimizer.shared_memory = optimizer.shared_memory if near else None
+    optimizer.comm.shared_memory = optimizer.comm.shared_memory if near else None
     return net, memgraph.compile(net, budget, optimizer=optimizer, time_limit=0.0), optimizer
 
 

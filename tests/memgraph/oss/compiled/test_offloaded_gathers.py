@@ -71,7 +71,7 @@ def _interrupted(rank: int, messages: bool) -> list[str]:
         train(model, ours, batch, before)
         assert bool(lacking(model)) == bool(before)
         model(batch()).backward()
-        assert ours.pending_gathers.able
+        assert ours.pending_gathers.by_forward
         for times in (after, 0):
             with (
                 failing(name, code, rank == 1, times),
