@@ -1,6 +1,6 @@
 """Gradients that the backward of a compiled module reduces: this rank's shards, and placeholders in `.grad`.
 
-loss.backward()      ->   shards[0]: this rank's part of the mean of bucket 0;  w.grad: a placeholder, which reads as NaN
+loss.backward()      ->   shards[0]: this rank's part of the mean of bucket 0;  w.grad: a placeholder that reads as NaN
 optimizer.step()          uses the shards of parameters that still have their placeholder
 zero_grad(), w.grad = None ...   removes or zeroes the placeholder; then the shard counts as None or zero
 """

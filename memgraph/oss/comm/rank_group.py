@@ -6,7 +6,7 @@ rank 0: None       rank 1: KeyError('batch')   ->   {1: "KeyError: 'batch'"} on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .watchdog import CollectiveWatchdog
 
+NUMBERS = 7  # tag of messages with numbers, which don't wait behind buckets
 SHOWN = 300  # characters of another rank's error
 
 
@@ -30,19 +31,41 @@ class RankGroup:
 
     def maximum(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
         """Replace each number by its maximum over all ranks."""
-        if not self.is_alone:
-            with self.watchdog.naming(name):
-                self.watchdog.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        if self.is_alone:
+            return numbers
+        if numbers.device.type == "cpu":
+            return torch.amax(self.start_all_gather(numbers, name)(), 0, out=numbers)
+        with self.watchdog.naming(name):
+            self.watchdog.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return numbers
 
     def all_gather(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks, one row for each."""
-        rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
-        if self.is_alone:
-            return numbers[None]
-        with self.watchdog.naming("exchange of numbers"):
-            self.watchdog.wait(dist.all_gather(rows, numbers, group=self.group, async_op=True))
-        return torch.stack(rows)
+        return numbers[None] if self.is_alone else self.start_all_gather(numbers, "exchange of numbers")()
+
+    def start_all_gather(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start to send numbers to all ranks; the function waits and returns one row for each rank.
+
+        On the CPU they go as messages: gloo's collectives run in a thread that frees their tensors some time after the
+        wait for them has ended, which a memory meter would count.
+        """
+        rows = numbers.new_empty(self.ranks, *numbers.shape)
+        with self.watchdog.naming(name):
+            if numbers.device.type == "cpu":
+                rows[self.rank] = numbers
+                others = [rank for rank in range(self.ranks) if rank != self.rank]
+                works = [dist.irecv(rows[rank], group=self.group, group_src=rank, tag=NUMBERS) for rank in others]
+                works += [dist.isend(rows[self.rank], group=self.group, group_dst=rank, tag=NUMBERS) for rank in others]
+            else:
+                works = [dist.all_gather(list(rows), numbers, group=self.group, async_op=True)]
+
+        def wait() -> Tensor:
+            with self.watchdog.naming(name):
+                for work in works:
+                    self.watchdog.wait(work)
+            return rows
+
+        return wait
 
     def mean(self, number: Tensor) -> Tensor:
         """Return the mean of a number over ranks, exact if it is equal on all of them."""

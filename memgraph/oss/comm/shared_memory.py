@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from passes.shards import Bucket, Piece
@@ -82,13 +81,11 @@ class SharedMemoryComm:
         """Start to average a bucket that is packed into equal parts; the function returns this rank's part."""
         watchdog, ranks, rank = self.ranks.watchdog, self.ranks.ranks, self.ranks.rank
         name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
-        addresses = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
-        with watchdog.naming(name):
-            work = dist.all_gather(addresses, torch.tensor([packed.data_ptr()]), group=watchdog.group, async_op=True)
+        exchanged = self.ranks.start_all_gather(torch.tensor([packed.data_ptr()]), name)
 
         def wait() -> Tensor:
+            addresses = exchanged().flatten().tolist()
             with watchdog.naming(name):
-                watchdog.wait(work)
                 own = packed[rank * bucket.part : (rank + 1) * bucket.part]
                 offset = own.data_ptr() - packed.data_ptr()
                 total: Tensor | None = None
@@ -96,7 +93,7 @@ class SharedMemoryComm:
                     part = own
                     if other != rank:
                         part = torch.empty_like(own)
-                        read(self.processes[other], [(part, int(addresses[other]) + offset)])
+                        read(self.processes[other], [(part, addresses[other] + offset)])
                     total = part if total is None else torch.add(total, part, out=part if total is own else total)
             assert total is not None
             self.meet(name)

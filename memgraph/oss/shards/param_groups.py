@@ -15,7 +15,7 @@ from torch import Tensor, optim
 
 from ...errors import ShardError
 from ...optim.elementwise import ELEMENTWISE
-from ...options.argument_rules import SHARDED_RULES, check_arguments
+from ...options.argument_rules import SHARDED_RULES, check_argument
 
 Group = dict[str, Any]
 
@@ -48,7 +48,7 @@ def check_oss_arguments(**given: Any) -> dict[str, Any]:
         ShardError: an argument is wrong, or two of them exclude each other.
     """
     try:
-        checked = {name: check_arguments(name, value, SHARDED_RULES) for name, value in given.items()}
+        checked = {name: check_argument(name, value, SHARDED_RULES) for name, value in given.items()}
     except (TypeError, ValueError) as error:
         raise ShardError(str(error)) from None
     is_float16 = checked["wire_dtype"] is torch.float16
@@ -60,7 +60,7 @@ def check_oss_arguments(**given: Any) -> dict[str, Any]:
 
 def copy_groups(params: Iterable[Any]) -> list[Group]:
     """Return the caller's parameters as groups that may be changed."""
-    given = list(check_arguments("params", params, SHARDED_RULES))
+    given = list(check_argument("params", params, SHARDED_RULES))
     if not given:
         raise ValueError("optimizer got an empty parameter list")
     return list(map(copy_group, given)) if isinstance(given[0], dict) else [{"params": given}]

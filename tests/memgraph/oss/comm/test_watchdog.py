@@ -18,7 +18,10 @@ from memgraph.oss.step import ShardedStep
 from tests.memgraph.oss.test_steps import groups, net, train
 from tests.support.ranks import on_ranks
 
-SECONDS, SILENCE = 5.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
+SECONDS, SILENCE = (
+    5.0,
+    3.2,
+)  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
