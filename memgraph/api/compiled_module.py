@@ -154,7 +154,7 @@ class CompiledModule(ModuleProxy):
             ShardError: what other ranks have updated of the parameters has not been gathered since.
         """
         if self._planner.state.sharded is not None:
-            self._planner.state.sharded.awaited.refuse(self._module.parameters(), what)
+            self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """All tensors that a call reads, and the key of its plan."""

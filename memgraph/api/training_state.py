@@ -59,7 +59,7 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     if isinstance(model, CompiledModule):
         model.refuse_torn()
     if isinstance(optimizer, OSS):
-        optimizer.awaited.refuse(model.parameters(), "save_state")
+        optimizer.pending_gathers.refuse_reads(model.parameters(), "save_state")
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
@@ -92,7 +92,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     _refuse_others_than_wanted(path, model, optimizer)
     if isinstance(optimizer, OSS):
-        optimizer.awaited.gather()  # after a torn step, too
+        optimizer.pending_gathers.gather()  # after a torn step, too
     _refuse_unreadable(path)
     state = _read(path)
     _refuse_unsound(path, state)
@@ -109,7 +109,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """The class whose state it is: that of the optimizer in a wrapper."""
     if isinstance(optimizer, OSS):
-        return optimizer.optim
+        return optimizer.optimizer_class
     inner = getattr(optimizer, "optimizer", None)
     return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 

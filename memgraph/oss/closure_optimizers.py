@@ -1,4 +1,4 @@
-"""A step that evaluates its closure as often as it likes (LBFGS): one rank steps, and tells the others when.
+"""Step an optimizer that evaluates its closure several times (LBFGS): rank 0 steps, all ranks evaluate.
 
 rank 0                                   others
 LBFGS.step(evaluate)                     until rank 0 has stepped:
@@ -9,21 +9,20 @@ LBFGS.step(evaluate)                     until rank 0 has stepped:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CollectiveError, ShardError
-from ..optim.elementwise import without_hooks
-from .comm.failures import failures, in_words
-from .grad_presence import exchange_presence
+from .comm.exchange import BucketComm
+from .comm.rank_group import all_failures, format_failures
+from .shards.layout import ShardLayout
+from .shards.param_groups import Group
+from .shards.shard_optimizer import ShardOptimizer
 from .step import FAILURE
 
-if TYPE_CHECKING:
-    from .optimizer import OSS
-
-STEPPED, EVALUATE, FAILED = 1, 2, 3  # what rank 0 says; the others say 0
+STEPPED, EVALUATE, FAILED = 1, 2, 3  # sent by rank 0; the others send 0
 
 
 class AllRanksFailed(Exception):
@@ -33,85 +32,80 @@ class AllRanksFailed(Exception):
         self.error = error
 
 
-def step_with_closure(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-    """Step on rank 0, and evaluate on all; returns what the first evaluation returned here.
+def step_with_closure(
+    comm: BucketComm,
+    layout: ShardLayout,
+    optimizer: ShardOptimizer,
+    group: Group,
+    evaluate: Callable[[], tuple[Any, Tensor]],
+    kwargs: Group,
+) -> Any:
+    """Step on rank 0, and evaluate on all; return the loss of the first evaluation on this rank.
+
+    Args:
+        evaluate: runs the closure and averages gradients; returns this rank's loss and the mean of all.
 
     Raises:
-        ShardError: rank 0, or the closure on another rank, failed. Parameters are where the search had come to, the
-            same on all ranks.
+        ShardError: rank 0, or the closure on another rank, failed. Parameters are those of the search so far, equal on
+            all ranks.
     """
     losses: list[Any] = []
-    exchange = optimizer.exchange
 
-    def said(word: int) -> int:
-        return int(exchange.most(exchange.numbers([word], torch.int32, optimizer.pieces.device)))
+    def send(word: int) -> int:
+        return int(comm.maximum(comm.tensor([word], torch.int32, layout.device)))
 
-    def loss() -> Any:
-        if closure is None:
-            raise TypeError(f"{optimizer.optim.__name__} evaluates the loss again and again; call step(closure)")
-        found = closure()
-        float(found.detach() if isinstance(found, Tensor) else found)  # as LBFGS does, but where all ranks are told
-        return found
+    def run() -> Tensor:
+        if losses:
+            _broadcast_parameters(comm, layout)
+        loss, mean = evaluate()
+        losses.append(loss)
+        return mean
 
-    def evaluate() -> Tensor:
-        said(EVALUATE)
-        return _evaluate(optimizer, loss, losses)
+    def lead() -> Tensor:
+        send(EVALUATE)
+        return run()
 
-    if exchange.rank == 0:
-        _lead(optimizer, evaluate, said, kwargs)
+    if comm.rank == 0:
+        _lead(comm, layout, optimizer, group, lead, send, kwargs)
     else:
-        while (word := said(0)) == EVALUATE:
+        while (word := send(0)) == EVALUATE:
             try:
-                _evaluate(optimizer, loss, losses)
+                run()
             except AllRanksFailed as failed:
                 raise failed.error from None
         if word == FAILED:
-            told = failures(optimizer.watch, None, FAILURE)
-            _spread(optimizer)
-            raise ShardError(f"the step has failed on another rank: {in_words(told)}")
-    _spread(optimizer)
+            failures = all_failures(comm.watchdog, None, FAILURE)
+            _broadcast_parameters(comm, layout)
+            raise ShardError(f"the step has failed on another rank: {format_failures(failures)}")
+    _broadcast_parameters(comm, layout)
     return losses[0] if losses else None
 
 
-def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], int], kwargs: dict[str, Any]) -> None:
-    inner = optimizer.inner
-    inner.param_groups[0].update({k: v for k, v in optimizer.param_groups[0].items() if k in inner.defaults})
+def _lead(
+    comm: BucketComm, layout: ShardLayout, optimizer: ShardOptimizer, group: Group, evaluate: Callable[[], Tensor],
+    send: Callable[[int], int], kwargs: Group,
+) -> None:  # fmt: skip
+    (inner,) = optimizer.optimizer.param_groups
+    inner.update({name: value for name, value in group.items() if name in optimizer.optimizer.defaults})
     try:
-        without_hooks(type(inner))(inner, closure=evaluate, **kwargs)
+        optimizer.step([inner], {**kwargs, "closure": evaluate})
     except AllRanksFailed as failed:
         raise failed.error from None
-    except CollectiveError:  # nobody can be told anything
+    except CollectiveError:  # the group can't send anything any more
         raise
     except BaseException as error:
-        said(FAILED)
-        failures(optimizer.watch, error, FAILURE)
-        _spread(optimizer)
+        send(FAILED)
+        all_failures(comm.watchdog, error, FAILURE)
+        _broadcast_parameters(comm, layout)
         raise
     finally:
-        for view in inner.param_groups[0]["params"]:
+        for view in inner["params"]:
             view.grad = None
-    said(STEPPED)
+    send(STEPPED)
 
 
-def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> Tensor:
-    """The closure's loss, the mean of all ranks, with gradients where rank 0 wants them."""
-    with torch.no_grad():
-        if losses:
-            _spread(optimizer)
-        loss, trouble = optimizer.prepare(closure)
-        losses.append(loss)
-        try:
-            kinds, _ = exchange_presence(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
-        except BaseException as error:
-            raise AllRanksFailed(error) from error
-        optimizer.inside.kinds = kinds
-        optimizer.averages.give(kinds)
-        optimizer.held = None
-        return optimizer.exchange.mean(torch.as_tensor(loss))
-
-
-def _spread(optimizer: OSS) -> None:
-    """The parameters of rank 0, to all."""
-    exact = optimizer.exchange.exact()  # a search along a line is lost in what rounding changes
-    for wait in [exact.gather(laid.bucket, laid.views) for laid in optimizer.pieces.laid]:
+def _broadcast_parameters(comm: BucketComm, layout: ShardLayout) -> None:
+    """Send the parameters of rank 0 to all, unrounded: a line search is lost in rounding errors."""
+    exact = comm.exact()
+    for wait in [exact.gather(bucket.bucket, bucket.views) for bucket in layout.buckets]:
         wait()

@@ -75,6 +75,7 @@ class Assembly:
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,
             sharded_grads=self.state.sharded_grads,
+            pending_gathers=self.state.pending_gathers,
             recording=recording,
         )
         return AssembledStep(parts, report, lowering)

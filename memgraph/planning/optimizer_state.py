@@ -20,6 +20,7 @@ from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.placement import StatePlacement
 from ..optim.trained import TrainedParameters
 from ..oss import OSS
+from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
@@ -43,6 +44,7 @@ class OptimizerState:
     fused_update: FusedUpdate | None = None
     sharded: OSS | None = None
     sharded_grads: ShardedGradients | None = None
+    pending_gathers: PendingGathers | None = None
     keeps_captures = True
     has_other_ranks = False
 

@@ -125,15 +125,15 @@ class Step:
                 if tier is not None:
                     tier.bind(places)
             if sharded is not None:
-                sharded.sweep()  # frees shards whose gradients are gone
+                sharded.drop_cleared()  # frees shards whose gradients are gone
             run = StepRun(self.parts.halves, tier, self._recording(tensors))
             if self.device.type != "cpu":
                 run.explain_errors = partial(explain_out_of_memory, self.report, self.device)
         except MemgraphError:
             self.parts.rank_check.announce_failure()
             raise
-        if sharded is not None:
-            run.gather = sharded.optimizer.awaited.coming(self.parts.captured, tensors)
+        if self.parts.pending_gathers is not None:
+            run.gather = self.parts.pending_gathers.begin_forward(self.parts.captured, tensors)
         return run
 
     def _note_concurrent(self, run: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.errors import AgreementError, BudgetError, ShardError
 from memgraph.optim import offloaded_update
-from memgraph.oss.offloaded_states import shard_parts
+from memgraph.oss.compiled.step_memory import shard_parts
 from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.spill_file import SpillError
 from passes import Stream
@@ -76,7 +76,7 @@ def made(kind: str, sharded: bool = True, messages: bool = False, **wishes: Any)
     if not sharded:
         return module, cls(parameters, **options)
     ours = memgraph.OSS(parameters, cls, bucket_bytes=BYTES, **options, **wishes)
-    ours.near = None if messages else ours.near
+    ours.comm.shared_memory = None if messages else ours.comm.shared_memory
     return module, ours
 
 

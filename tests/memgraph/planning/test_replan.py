@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.planning import replan
-from memgraph.planning.replan import replanned, reprice, with_measured_times
+from memgraph.planning.measured_prices import reprice, with_measured_times
+from memgraph.planning.replan import replanned
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
 from memgraph.profile.copy_overhead import CopyOverhead
