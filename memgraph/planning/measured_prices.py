@@ -27,13 +27,10 @@ def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) 
     ran = choice.forecast.trace
     link, cast = machine.link, machine.cast
     out, back = (rate or known for rate, known in zip(times.rates, (link.out, link.back), strict=True))
-    cast = replace(
-        cast, out=_cast_rate(ran, times, NARROW) or cast.out, back=_cast_rate(ran, times, WIDEN) or cast.back
-    )
+    narrow, widen = _cast_rate(ran, times, NARROW) or cast.out, _cast_rate(ran, times, WIDEN) or cast.back
     # The measured times of ops already contain what copies beside them cost.
-    machine = replace(
-        machine, link=replace(link, out=out, back=back, us_per_byte=0.0), cast=replace(cast, out=narrow, back=widen)
-    )
+    link = replace(link, out=out, back=back, us_per_byte=0.0)
+    machine = replace(machine, link=link, cast=replace(cast, out=narrow, back=widen))
     usual = reprice(choice.captured.trace, ran, times)
     return _slower(usual, _load(ran, usual, machine, times)), machine
 
