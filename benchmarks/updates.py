@@ -57,6 +57,6 @@ def _ms(
 
     def update() -> None:
         with torch.no_grad():
-            WindowedUpdate(optimizer, LARGEST, lambda _: True, host, hosted=lambda parameter: parameter in there).run()
+            WindowedUpdate(optimizer, LARGEST, lambda _: True, host, on_host=lambda parameter: parameter in there).run()
 
     return median([timed_us(update, host.device)[1] / 1e3 for _ in range(LAPS + 1)][1:])

@@ -147,7 +147,7 @@ class CompiledModule(ModuleProxy):
             FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
         """
         if self._planner.fused is not None:
-            self._planner.fused.torn.check()
+            self._planner.fused.guard.check()
 
     def _refuse_awaited(self, what: str) -> None:
         """

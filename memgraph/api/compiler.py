@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
-from ..optim.fused_update import refuse_fused
+from ..optim.fused_update import check_fusable
 from ..options.argument_rules import check_arguments
 from ..options.compile_options import Budget, CompileOptions, parse_options
 from ..oss import OSS
@@ -197,7 +197,7 @@ def make_planner(model: nn.Module, asked: CompileOptions) -> Planner:
         if isinstance(optimizer, OSS) and asked.host_update:
             raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
         if asked.fuse_update:
-            refuse_fused(optimizer)
+            check_fusable(optimizer)
     return Planner(model, asked)
 
 

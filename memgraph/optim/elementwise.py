@@ -24,7 +24,7 @@ ELEMENTWISE = (
     *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
 OPTIONS = ("differentiable", "capturable")  # with which no update is run in windows
-EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
+EXACT_DTYPES = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
 
 
 def is_exact(parameter: Tensor, hosted: bool = False) -> bool:
@@ -33,7 +33,7 @@ def is_exact(parameter: Tensor, hosted: bool = False) -> bool:
     A GPU's kernels compute each element in the same way, whatever stands beside it.  A CPU's take whole vectors of
     elements and the rest one by one, which rounds otherwise in low precision.  Not yet run on a GPU.
     """
-    return parameter.dtype in EXACT or (parameter.device.type == "cuda" and not hosted)
+    return parameter.dtype in EXACT_DTYPES or (parameter.device.type == "cuda" and not hosted)
 
 
 def declared_elementwise(kind: type[optim.Optimizer]) -> bool:
@@ -49,7 +49,7 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
+def unsupported_reason(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
     """What is in the way of running its update in windows, whatever gradients those that are `trained` will have, in
     words, with what to do."""
     name = type(optimizer).__name__
@@ -69,13 +69,13 @@ def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], 
     return None
 
 
-def refuse_not_elementwise(optimizer: optim.Optimizer) -> None:
+def check_elementwise(optimizer: optim.Optimizer) -> None:
     """Raise what is in the way of running this optimizer's update in windows.
 
     Raises:
         UpdateError: it is none of those that are known to be pointwise, or an option or a gradient stands against it.
     """
-    if found := obstacle_to_windows(optimizer, lambda parameter: parameter.grad is not None):
+    if found := unsupported_reason(optimizer, lambda parameter: parameter.grad is not None):
         raise UpdateError(found)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -86,7 +86,7 @@ def refuse_not_elementwise(optimizer: optim.Optimizer) -> None:
 def is_nondeterministic(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
     """Whether an update does not give the same twice."""
     # Seen in torch 2.13 with momentum: the last elements differ from run to run.
-    return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT
+    return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT_DTYPES
 
 
 def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -100,7 +100,7 @@ def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
         raise UpdateError(f"{name} in windows takes plain tensors of one device, not a {found}; leave it on the device")
 
 
-def without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+def unhooked_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The step of a class as it was written, without the hooks that torch puts around it."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

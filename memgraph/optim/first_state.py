@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .elementwise import without_hooks
+from .elementwise import unhooked_step
 
-PLAIN = ("fused", "foreach", "capturable", "differentiable")  # options without which the state has the same in it
+KERNEL_OPTIONS = (
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+)  # options without which the state has the same in it
 
 
 class FirstState:
@@ -24,7 +29,7 @@ class FirstState:
 
     def __init__(self, kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, arguments
-        self.is_torchs = is_torchs(kind)
+        self.is_torchs = is_torch_optimizer(kind)
         self.known: dict[object, dict[str, Any]] = {}
 
     def entries(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -47,7 +52,9 @@ class FirstState:
         if not self.is_torchs:
             return {}, ""
         stepped = parameter.detach().requires_grad_()
-        options = {name: False if name in PLAIN else value for name, value in group.items() if name != "param_names"}
+        options = {
+            name: False if name in KERNEL_OPTIONS else value for name, value in group.items() if name != "param_names"
+        }
         found: dict[str, Any] = {}
         try:
             one = self.kind([{**options, "params": [stepped]}], **self.arguments)
@@ -55,12 +62,12 @@ class FirstState:
             stepped.grad = torch.zeros(stepped.shape, dtype=stepped.dtype, device=stepped.device, layout=layout)
             found = one.state[stepped] = dict(state) or one.state[stepped]
             with torch.no_grad():
-                without_hooks(self.kind)(one)
+                unhooked_step(self.kind)(one)
         except Exception as error:
             return found, f"{type(error).__name__}: {error}"
         return found, ""
 
 
-def is_torchs(kind: type) -> bool:
+def is_torch_optimizer(kind: type) -> bool:
     """Whether a class is one of torch.optim's own."""
     return f"{kind.__module__}.".startswith("torch.optim.")

@@ -10,21 +10,29 @@ GPU's kernels round otherwise, so this gives other last bits than they do.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-from ..storage.mapped_storage import BufferLocation, BufferSlice, Source
+from ..guards.signature import kernel_modes
+from ..storage.mapped_storage import BufferLocation, BufferSlice, CopySource
 from ..storage.pinned_storage import AfterEvent, PinnedBufferAllocator, StreamCopy
 from ..storage.pinned_tier import extra_streams, record_event
 from ..system.device import CPU
+from ..system.measurement_cache import measure_once
+from ..system.setting import environment_key
+from ..system.timer import flush_caches, shortest_us
 from ..tensors.layout import shaped
-from .elementwise import EXACT
-from .optimizer_clone import ClonedOptimizer, Given
-from .update_operands import ParameterUpdate, UpdateOperand, Whose
+from .elementwise import EXACT_DTYPES
+from .optimizer_clone import ClonedOptimizer, StepInput, initial_state
+from .optimizer_profiler import kernel_options
+from .state_parts import StatePart
+from .update_operands import ParameterPredicate, ParameterUpdate, UpdateOperand
 
 
 class HostStep:
@@ -35,15 +43,15 @@ class HostStep:
         Raises:
             PinnedError: the host does not give windows of so many bytes.
         """
-        self.host, self.stepper = host, stepper_on_host(optimizer)
-        self.slabs = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.host, self.clone = host, clone_on_host(optimizer)
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.due = host.cuda.Event()
         if nbytes:
-            slab = host.slabs.lend(2 * nbytes, host.device)
-            weakref.finalize(self, host.slabs.take_back, slab).atexit = False
+            slab = host.pool.acquire(2 * nbytes, host.device)
+            weakref.finalize(self, host.pool.release, slab).atexit = False
             for event in slab.after:  # of the copies of who had it before
                 event.synchronize()
-            self.slabs = list(slab.bytes[: 2 * nbytes].split(nbytes))
+            self.buffers = list(slab.bytes[: 2 * nbytes].split(nbytes))
 
     def begin(self) -> None:
         """Note what the device has to do now: once that is done, homes hold what they should, and may be written."""
@@ -53,68 +61,70 @@ class HostStep:
         """Until the device has done what `begin` has noted."""
         self.due.synchronize()
 
-    def step(self, pieces: Sequence[Given]) -> list[dict[str, Any] | None]:
+    def step(self, chunks: Sequence[StepInput]) -> list[dict[str, Any] | None]:
         """Update tensors of the host; returns the state of each.
 
         Those that have none yet are updated apart: SGD's fused kernel takes all for what the first is.
         """
         found: dict[int, dict[str, Any] | None] = {}
         for new in (False, True):
-            some = [i for i, (_, _, state) in enumerate(pieces) if new is not bool(state)]
-            found.update(zip(some, self.stepper.step([pieces[i] for i in some]), strict=True) if some else ())
-        return [found[i] for i in range(len(pieces))]
+            some = [i for i, (_, _, state) in enumerate(chunks) if new is not bool(state)]
+            found.update(zip(some, self.clone.step([chunks[i] for i in some]), strict=True) if some else ())
+        return [found[i] for i in range(len(chunks))]
 
 
-def reserve(host: PinnedBufferAllocator, nbytes: int, owner: object) -> None:
+def reserve_windows(host: PinnedBufferAllocator, nbytes: int, owner: object) -> None:
     """Have pinned memory for two windows at hand as long as `owner` lives.
 
     Raises:
         PinnedError: there would be more of it than is allowed.
     """
-    host.slabs.reserve(2 * nbytes, host.device)
-    weakref.finalize(owner, host.slabs.forget, 2 * nbytes, host.device).atexit = False
+    host.pool.reserve(2 * nbytes, host.device)
+    weakref.finalize(owner, host.pool.unreserve, 2 * nbytes, host.device).atexit = False
 
 
-def split_parts(
-    subjects: Sequence[ParameterUpdate], stepper: ClonedOptimizer, hosted: Whose, where: BufferLocation
+def split_by_device(
+    updates: Sequence[ParameterUpdate], clone: ClonedOptimizer, on_host: ParameterPredicate, location: BufferLocation
 ) -> tuple[list[ParameterUpdate], list[ParameterUpdate]]:
     """What is stepped on the device, and what on the host, which sees it as its own from now on."""
     here, there = list[ParameterUpdate](), list[ParameterUpdate]()
-    for subject in subjects:
-        if isinstance(where, PinnedBufferAllocator) and hosted(subject.parameter) and _is_alike(subject):
-            _see_from_host(subject, stepper, where)
-            subject.hosted = True
-            there.append(subject)
+    for update in updates:
+        if isinstance(location, PinnedBufferAllocator) and on_host(update.parameter) and _is_alike(update):
+            _see_from_host(update, clone, location)
+            update.on_host = True
+            there.append(update)
         else:
-            here.append(subject)
+            here.append(update)
     return here, there
 
 
-def states_on_host(subject: ParameterUpdate) -> None:
+def place_states_on_host(update: ParameterUpdate) -> None:
     """Have new states written where their homes are."""
-    subject.fresh = {key: _seen(strand) if strand.place else strand for key, strand in subject.fresh.items()}
+    update.new_states = {
+        key: _seen(operand) if operand.slice else operand for key, operand in update.new_states.items()
+    }
 
 
-def stepper_on_host(optimizer: optim.Optimizer) -> ClonedOptimizer:
+def clone_on_host(optimizer: optim.Optimizer) -> ClonedOptimizer:
     """The optimizer's step on tensors of the host, by the fused kernel if it has one."""
-    stepper = ClonedOptimizer(optimizer)
-    for options, group in zip(stepper.options, optimizer.param_groups, strict=True):
+    clone = ClonedOptimizer(optimizer)
+    for options, group in zip(clone.options, optimizer.param_groups, strict=True):
         options |= {key: _there(value) for key, value in options.items()}
         chosen = "fused" not in options or options["fused"] is not None or options["foreach"]
         if not chosen and all(_has_kernel(optimizer, parameter) for parameter in group["params"]):
             options["fused"] = True
-    stepper.scaling = {name: _there(value) for name, value in stepper.scaling.items()}
-    stepper.device = CPU
-    return stepper
+    clone.scaling = {name: _there(value) for name, value in clone.scaling.items()}
+    clone.device = CPU
+    return clone
 
 
 def _has_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
     """Whether the fused kernel takes it, and gives the same twice, which SGD's does not in low precision."""
     low = parameter.is_floating_point() and type(optimizer) is not optim.SGD
-    return low or parameter.dtype in EXACT
+    return low or parameter.dtype in EXACT_DTYPES
 
 
-class DeviceSource(Source):
+class DeviceSource(CopySource):
     """The bytes of a tensor on the device, to and from which the host's windows are copied.
 
     Whatever the device has to do from the beginning of the update on leaves them alone, so no copy waits for that.
@@ -126,12 +136,12 @@ class DeviceSource(Source):
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.flat = flat.set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
 
-    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> HostCopy:
+    def reload(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> HostCopy:
         return HostCopy(
             self.host, extra_streams(self.host.cuda, self.host.device)[0], tensor, self._at(place, tensor), after
         )
 
-    def stored(self, place: BufferSlice, tensor: Tensor) -> HostCopy:
+    def offload(self, place: BufferSlice, tensor: Tensor) -> HostCopy:
         return HostCopy(self.host, extra_streams(self.host.cuda, self.host.device)[1], self._at(place, tensor), tensor)
 
     def _at(self, place: BufferSlice, tensor: Tensor) -> Tensor:
@@ -148,26 +158,58 @@ class HostCopy(StreamCopy):
         self.event.synchronize()
 
 
-def _is_alike(subject: ParameterUpdate) -> bool:
+def _is_alike(update: ParameterUpdate) -> bool:
     """Whether all of it lies in one order: fused kernels for processors go through memory, whatever the strides."""
-    return all(strand.flat is not None for strand in subject.strands.values())
+    return all(operand.flat is not None for operand in update.operands.values())
 
 
-def _see_from_host(subject: ParameterUpdate, stepper: ClonedOptimizer, host: PinnedBufferAllocator) -> None:
+def _see_from_host(update: ParameterUpdate, clone: ClonedOptimizer, host: PinnedBufferAllocator) -> None:
     """Homes are where they are, and what is on the device has to be moved."""
-    for name, strand in subject.strands.items():
-        lent = BufferSlice(0, strand.tensor.nbytes, DeviceSource(host, strand.tensor)) if strand.place is None else None
-        subject.strands[name] = replace(strand, place=lent) if lent else _seen(strand)
-    if not subject.state:
-        subject.numbers = stepper.numbers(subject.group, subject.parameter.dtype)
-    subject.state = {key: value if key in subject.strands else _there(value) for key, value in subject.state.items()}
+    for name, operand in update.operands.items():
+        lent = (
+            BufferSlice(0, operand.tensor.nbytes, DeviceSource(host, operand.tensor)) if operand.slice is None else None
+        )
+        update.operands[name] = replace(operand, slice=lent) if lent else _seen(operand)
+    if not update.state:
+        update.scalar_devices = clone.scalar_devices(update.group, update.parameter.dtype)
+    update.state = {key: value if key in update.operands else _there(value) for key, value in update.state.items()}
 
 
-def _seen(strand: UpdateOperand) -> UpdateOperand:
-    """A strand in a home, as the host sees it."""
-    assert strand.place is not None
-    return replace(strand, tensor=strand.place.like(strand.tensor), place=None, owner=strand.tensor)
+def _seen(operand: UpdateOperand) -> UpdateOperand:
+    """A operand in a home, as the host sees it."""
+    assert operand.slice is not None
+    return replace(operand, tensor=operand.slice.view_like(operand.tensor), slice=None, owner=operand.tensor)
 
 
 def _there(value: Any) -> Any:
     return value.to(CPU) if isinstance(value, Tensor) else value
+
+
+_element_times: dict[str, float] = {}  # microseconds for an element
+
+
+def host_update_rate(optimizer: optim.Optimizer, parts: Sequence[StatePart], nbytes: int) -> float:
+    """Bytes of the states of all `parts` that the host steps per microsecond, in windows of `nbytes`; 0.0 for none."""
+    groups = {parameter: i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    counts = Counter[tuple[int, torch.dtype]]()
+    for parameter in (parameter for part in parts for parameter in part.parameters):
+        counts[groups[parameter], parameter.dtype] += parameter.numel()
+    clone = clone_on_host(optimizer)
+    us = sum(count * _element_us(clone, *kind, nbytes) for kind, count in counts.items())
+    return sum(part.nbytes for part in parts) / us if us else 0.0
+
+
+def _element_us(clone: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
+    kind = f"{type(clone.optimizer)} {kernel_options(clone.options[group])} {dtype}"
+    key = f"host step {kind} {nbytes} {kernel_modes()} {environment_key(CPU)}"
+    return measure_once(_element_times, key, lambda: _measure(clone, group, dtype, nbytes), float, float)
+
+
+def _measure(clone: ClonedOptimizer, group: int, dtype: torch.dtype, nbytes: int) -> float:
+    states = sum(state.itemsize for state in clone.state_dtypes(group, dtype).values() if state)
+    count = max(1, nbytes // (2 * dtype.itemsize + states))
+    chunk = torch.zeros(count, dtype=dtype)
+    chunk.grad = torch.zeros_like(chunk)
+    (state,) = clone.step([(group, chunk, initial_state(clone.optimizer, clone.options[group], chunk))])
+    us = shortest_us(partial(clone.step, [(group, chunk, state or {})]), CPU, flush_caches(CPU))
+    return us / count

@@ -1,7 +1,7 @@
 """The update of an optimizer for whose parameters the far tier is home, or for their gradients or states.
 
-update = FarUpdate(optimizer, where=folder)
-update.nbytes(trained)                   what it takes on the device, in windows
+update = FarUpdate(optimizer, location=folder)
+update.peak_nbytes(trained)                   what it takes on the device, in windows
 FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
 
 How large a window is depends on what is trained and not on the budget, so that the smallest budget for which there is
@@ -19,21 +19,22 @@ from torch import Tensor
 from passes import Trace
 
 from ..errors import UpdateError
-from ..storage.async_copy import CopiedBytes
+from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
-from .elementwise import obstacle_to_windows
-from .host_step import reserve
+from .elementwise import unsupported_reason
+from .host_step import host_update_rate, reserve_windows
 from .optimizer_profiler import states_nbytes
 from .state_parts import Owner, StatePart, is_large
-from .stepping import stepping
 from .streamed_update import StreamedUpdate
 from .update_cost import STATE
-from .window_memory import OffloadedParts, WindowBytes, window_bytes
+from .window_memory import OffloadedTensors, WindowBytes, window_bytes
 from .windowed_optimizer import WindowedOptimizer
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
-ON_GPU = 128 << 20  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
+LARGEST_ON_GPU = (
+    128 << 20
+)  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
 SHARE = 64  # of what is trained is one
 
 
@@ -45,52 +46,52 @@ class OffloadedUpdate:
         self,
         optimizer: torch.optim.Optimizer | None,
         fused: bool = False,
-        where: BufferLocation = None,
-        hosts: bool = False,
+        location: BufferLocation = None,
+        host_update: bool = False,
     ) -> None:
-        self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
+        self.optimizer, self.location, self.fused, self.host_update = optimizer, location, fused, host_update
         self.windowed: WindowedOptimizer | None = None
-        self.relayed: CopiedBytes = {}  # the copies of the latest updates in backward
-        self.far_states: set[Owner] = set()
-        self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
+        self.streamed_copies: CopyLog = {}  # the copies of the latest updates in backward
+        self.offloaded_owners: set[Owner] = set()
+        self.host_owners: set[Owner] = set()  # the parameters that are stepped on the host
         self.reserved = 0  # bytes of a window there
-        self.planned: int | None = None  # bytes of a window in the latest step for which something is far
+        self.planned_window: int | None = None  # bytes of a window in the latest step for which something is far
 
     @property
     def window(self) -> int:
         """Bytes of a window, for who plans an update of what is trained now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        largest = ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
+        largest = LARGEST_ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
         return min(largest, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
 
     @property
     def current(self) -> int:
         """Bytes of a window, for who updates: what was frozen or thawed since the plan changes nothing."""
-        return self.window if self.planned is None else self.planned
+        return self.window if self.planned_window is None else self.planned_window
 
     @property
-    def moved(self) -> CopiedBytes:
+    def copies(self) -> CopyLog:
         """The copies of the latest update in windows, or of the latest backward that has updated."""
-        return self.relayed if self.windowed is None else self.windowed.moved
+        return self.streamed_copies if self.windowed is None else self.windowed.copies
 
     @property
     def can_stream(self) -> bool:
         """Whether any of the state may live far."""
-        return self.obstacle is None
+        return self.unsupported_reason is None
 
     @property
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why nothing of the state can live far with this optimizer, and what to do."""
         if self.optimizer is None:
             return None
-        return obstacle_to_windows(self.optimizer, lambda parameter: parameter.requires_grad)
+        return unsupported_reason(self.optimizer, lambda parameter: parameter.requires_grad)
 
-    def nbytes(self, trained: Collection[Tensor]) -> int:
+    def peak_nbytes(self, trained: Collection[Tensor]) -> int:
         """What an update allocates at most, whatever lives far."""
         return max((taken.total for taken in self._taken(trained)), default=0)
 
-    def between(self, trained: Collection[Tensor]) -> int:
+    def nbytes_between(self, trained: Collection[Tensor]) -> int:
         """What is there at most between two updates in backward, of which both move their windows meanwhile."""
         return max((taken.between for taken in self._taken(trained)), default=0) if self.fused else 0
 
@@ -99,17 +100,17 @@ class OffloadedUpdate:
         if self.optimizer is None:
             return ()
         return window_bytes(
-            self.optimizer, self.window, OffloadedParts(is_large, is_large, is_large), trained, self.fused
+            self.optimizer, self.window, OffloadedTensors(is_large, is_large, is_large), trained, self.fused
         )
 
-    def refuse_at_home(self, there: int, budget: float) -> None:
+    def check_fits_on_device(self, there: int, budget: float) -> None:
         """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
         `there`: the bytes of parameters and buffers.
 
         Raises:
             UpdateError: its update can't be planned, or all that has to stay is more than the budget.
         """
-        if self.optimizer is None or (obstacle := self.obstacle) is None:
+        if self.optimizer is None or (obstacle := self.unsupported_reason) is None:
             return
         needed = there + states_nbytes(self.optimizer)
         if needed > budget:
@@ -117,35 +118,35 @@ class OffloadedUpdate:
                 f"{obstacle}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
             )
 
-    def stepping(self, parts: Sequence[StatePart]) -> float:
+    def host_rate(self, parts: Sequence[StatePart]) -> float:
         """Bytes of states that the host steps on per microsecond; 0.0 if it may not, or is the device itself."""
-        if not self.hosts or self.optimizer is None or not isinstance(self.where, PinnedBufferAllocator):
+        if not self.host_update or self.optimizer is None or not isinstance(self.location, PinnedBufferAllocator):
             return 0.0
-        return stepping(self.optimizer, parts, self.window)
+        return host_update_rate(self.optimizer, parts, self.window)
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Let the optimizer step in windows."""
         if self.windowed is not None:
             self.windowed.nbytes = self.current
         elif self.optimizer is not None and not self.fused:
-            far, hosted = self.far_states.__contains__, self.hosted.__contains__
-            self.windowed = WindowedOptimizer(self.optimizer, self.current, far, self.where, hosted)
+            far, hosted = self.offloaded_owners.__contains__, self.host_owners.__contains__
+            self.windowed = WindowedOptimizer(self.optimizer, self.current, far, self.location, hosted)
 
-    def host(self, parameters: Collection[Owner]) -> None:
+    def update_on_host(self, parameters: Collection[Owner]) -> None:
         """Step on these on the host from now on.
 
         Raises:
             PinnedError: it has no room for two windows.
         """
-        if parameters and self.reserved < self.current and isinstance(self.where, PinnedBufferAllocator):
-            reserve(self.where, self.current, self)
+        if parameters and self.reserved < self.current and isinstance(self.location, PinnedBufferAllocator):
+            reserve_windows(self.location, self.current, self)
             self.reserved = self.current
-        self.hosted.update(parameters)
+        self.host_owners.update(parameters)
 
-    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
+    def stream(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
         """Updates in windows for gradients that come one after the other, in this order."""
-        relay = StreamedUpdate(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
-        self.relayed = relay.moved
+        relay = StreamedUpdate(optimizer, parameters, self.current, self.offloaded_owners.__contains__, self.location)
+        self.streamed_copies = relay.copies
         return relay
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
@@ -160,7 +161,7 @@ class OffloadedStates:
 
     update: OffloadedUpdate
     owners: tuple[Owner, ...] = ()
-    hosted: tuple[Owner, ...] = ()
+    host_owners: tuple[Owner, ...] = ()
     window: int | None = None  # bytes of one, as it was planned
 
     @classmethod
@@ -174,27 +175,27 @@ class OffloadedStates:
         return cls(update, far, hosted, update.window)
 
     @property
-    def begun(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the update makes new states where they belong."""
         update = self.update
-        known = update.far_states.issuperset(self.owners) and update.hosted.issuperset(self.hosted)
-        return known and update.planned == self.window
+        known = update.offloaded_owners.issuperset(self.owners) and update.host_owners.issuperset(self.host_owners)
+        return known and update.planned_window == self.window
 
-    def begin(self) -> list[dict[str, object]]:
+    def activate(self) -> list[dict[str, object]]:
         """Let the update run in windows, and have new states made where they belong; the states that are there."""
-        self.update.planned = self.window
-        self.update.begin()
-        self.update.far_states.update(self.owners)
-        self.update.host(self.hosted)
-        return self.there()
+        self.update.planned_window = self.window
+        self.update.install()
+        self.update.offloaded_owners.update(self.owners)
+        self.update.update_on_host(self.host_owners)
+        return self.states()
 
-    def there(self) -> list[dict[str, object]]:
+    def states(self) -> list[dict[str, object]]:
         """The states, as far as there are any."""
         return self.update.states(self.owners)
 
-    def end(self, kept: Collection[Owner]) -> list[dict[str, object]]:
+    def deactivate(self, kept: Collection[Owner]) -> list[dict[str, object]]:
         """New states are made on the device, but for those of `kept`; the states that are there and belong there."""
         gone = set(self.owners) - set(kept)
-        self.update.far_states.difference_update(gone)
-        self.update.hosted.difference_update(self.hosted)  # a plan that takes this one's place says so anew
+        self.update.offloaded_owners.difference_update(gone)
+        self.update.host_owners.difference_update(self.host_owners)  # a plan that takes this one's place says so anew
         return self.update.states(gone)

@@ -27,13 +27,12 @@ from ..system.measurement_cache import measure_once
 from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
-from .optimizer_clone import STEPS, has_begun, untried_reason
-from .twin import clone_nbytes, clone_optimizer
+from .optimizer_clone import STEPS, clone_nbytes, clone_optimizer, initial_state, profiling_error
 
 PAIRS = 32  # are tried; beyond, both together are assumed to be there
 
-TimedPair = tuple["ParameterKind", "ParameterKind"]
-_times: dict[str, float] = {}  # of updates, in microseconds
+KindPair = tuple["ParameterKind", "ParameterKind"]
+_update_times: dict[str, float] = {}  # of updates, in microseconds
 
 
 def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] | None = None) -> tuple[int, int]:
@@ -42,14 +41,14 @@ def update_nbytes(optimizer: torch.optim.Optimizer, trained: Collection[Tensor] 
     Raises:
         UpdateError: its step can't be called without a closure, or not with dense gradients.
     """
-    trial, rows = OptimizerProfiler(optimizer), rows_of(optimizer)
+    trial, rows = OptimizerProfiler(optimizer), stepped_parameters(optimizer)
     sure = frozenset(map(id, (p for row in rows for p in row) if trained is None else trained))
-    return trial.all_states(kinds_of(rows)), trial.workspace(rows, sure)
+    return trial.states_nbytes(kinds_of(rows)), trial.workspace(rows, sure)
 
 
 def states_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all states, once they are made; errors as in `update_nbytes`."""
-    return OptimizerProfiler(optimizer).all_states(kinds_of(rows_of(optimizer)))
+    return OptimizerProfiler(optimizer).states_nbytes(kinds_of(stepped_parameters(optimizer)))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -80,7 +79,7 @@ class OptimizerProfiler:
         self.works: dict[tuple[ParameterKind, ...], int] = {}
         self.states: dict[ParameterKind, int] = {}
 
-    def all_states(self, kinds: Collection[ParameterKind]) -> int:
+    def states_nbytes(self, kinds: Collection[ParameterKind]) -> int:
         """Bytes of the states of parameters of these kinds."""
         for kind in kinds:
             self.run(kind)
@@ -97,7 +96,7 @@ class OptimizerProfiler:
         found = [sum(row) if i in together else max(row, default=0) for i, row in enumerate(works)]
         return max([*found, self.most(apart)], default=0)
 
-    def most(self, pairs: Collection[TimedPair]) -> int:
+    def most(self, pairs: Collection[KindPair]) -> int:
         """The most that two take of which one follows the other: its last temporaries are there while those of the
         other are made."""
         found = 0
@@ -125,10 +124,10 @@ class OptimizerProfiler:
         return round(self._priced(replace(kind, shape=(fits,))) * count / fits, 1)
 
     def _priced(self, kind: ParameterKind) -> float:
-        group = sorted_options(self.optimizer.param_groups[kind.group])
+        group = kernel_options(self.optimizer.param_groups[kind.group])
         where = f"{kernel_modes()} {environment_key(kind.device)}"
         key = f"update {type(self.optimizer)} {group} {kind.shape} {kind.dtype} {where}"
-        return measure_once(_times, key, lambda: self._us(kind), float, float)
+        return measure_once(_update_times, key, lambda: self._us(kind), float, float)
 
     def _us(self, kind: ParameterKind) -> float:
         alone = self._alone((kind,))
@@ -140,7 +139,7 @@ class OptimizerProfiler:
     def _bound(self, kinds: Sequence[ParameterKind]) -> int:
         return sum(self.run(kind) for kind in kinds)
 
-    def _before(self, pair: TimedPair) -> tuple[ParameterKind, ...]:
+    def _before(self, pair: KindPair) -> tuple[ParameterKind, ...]:
         """Where vectors and matrices are updated each in a way of its own, the last temporaries of one stay until the
         next of its sort comes.  Between them stands a parameter of one element."""
         sorts = {len(kind.shape) for kind in pair}
@@ -155,7 +154,7 @@ class OptimizerProfiler:
         """The optimizer, as one of made-up parameters that have a gradient and have not been stepped on."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         made = [(kind.group, kind.made_up()) for kind in kinds]
-        first = {p: has_begun(optimizer, groups[group], p) for group, p in made}
+        first = {p: initial_state(optimizer, groups[group], p) for group, p in made}
         state = defaultdict(dict, {p: state for p, state in first.items() if state})
         given = [
             {**groups[i], "params": [p for group, p in made if group == i]}
@@ -168,7 +167,7 @@ class OptimizerProfiler:
         try:
             first, *later = [run_unprofiled(partial(_stepped, alone, kinds[0].device)) for _ in range(STEPS)]
         except Exception as error:
-            raise untried_reason(alone, error) from error
+            raise profiling_error(alone, error) from error
         kept = resident_bytes(state_tensors(alone))
         if len(kinds) == 1:
             self.states[kinds[0]] = kept
@@ -183,7 +182,7 @@ def _stepped(alone: torch.optim.Optimizer, device: torch.device) -> int:
     return allocated.peak if allocated else 0
 
 
-def sorted_options(group: Mapping[str, object]) -> dict[str, object]:
+def kernel_options(group: Mapping[str, object]) -> dict[str, object]:
     """What of a group's options may decide which kernels run."""
     return {key: _sort(value) for key, value in group.items() if key != "params"}
 
@@ -197,16 +196,16 @@ def _sort(option: object) -> object:
     return option != 0 if isinstance(option, int | float) else type(option).__name__
 
 
-def _in_a_row(rows: Sequence[Sequence[tuple[ParameterKind, bool]]]) -> set[TimedPair]:
+def _in_a_row(rows: Sequence[Sequence[tuple[ParameterKind, bool]]]) -> set[KindPair]:
     """Each two that may follow one another, if those that are not sure to be trained may be left out."""
-    pairs, after = set[TimedPair](), set[ParameterKind]()
+    pairs, after = set[KindPair](), set[ParameterKind]()
     for kind, sure in reversed([one for row in rows for one in row]):
         pairs |= {(kind, other) for other in after}
         after = {kind} if sure else after | {kind}
     return pairs
 
 
-def rows_of(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     """The parameters of each group that are trained or were."""
     return [
         [p for p in group["params"] if may_be_stepped(p) or p in optimizer.state] for group in optimizer.param_groups

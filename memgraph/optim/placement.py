@@ -1,6 +1,6 @@
 """Which of a module's parameters, and of their gradients and states, live beyond the device.
 
-    residence.settle({"parameter fc.weight": like, "gradient fc.weight": like})
+    placement.place({"parameter fc.weight": like, "gradient fc.weight": like})
         fc.weight      its values are on disk, and the Parameter is mapped there
         its gradient   has a place on disk, for when there is one
 
@@ -27,11 +27,11 @@ Key = tuple[str, str]  # one of the two, and the parameter's name
 class StatePlacement:
     """The far homes of one module."""
 
-    def __init__(self, module: nn.Module, where: BufferLocation = None) -> None:
-        self.module, self.where = module, where
+    def __init__(self, module: nn.Module, location: BufferLocation = None) -> None:
+        self.module, self.location = module, location
         self.gradients: dict[str, Tensor] = {}
 
-    def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
+    def place(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
         """The places of these, which are brought there if they are elsewhere: also when the caller has re-bound them.
 
         `homes` shows what each looks like; `states` are of parameters whose states live far as well.
@@ -52,36 +52,38 @@ class StatePlacement:
         self._move_states(states)
         return {(kind, name): self._place(kind, name, named) for kind, name in homes}
 
-    def leave(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
+    def move_to_device(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
         """Bring parameters and states back to the device."""
         named = dict(self.module.named_parameters())
         for name in names:
             named[name].data = named[name].detach().clone()
         for state in states:
             state |= {
-                key: value.clone() for key, value in state_tensors(state).items() if buffer_slice_of(value) is not None
+                key: value.clone()
+                for key, value in elementwise_states(state).items()
+                if buffer_slice_of(value) is not None
             }
 
-    def adopt(self, name: str, gradient: Tensor) -> None:
+    def adopt_gradient(self, name: str, gradient: Tensor) -> None:
         """Bring a gradient that the caller has made to its home; it stays the caller's object."""
         if buffer_slice_of(gradient) != buffer_slice_of(self.gradients[name]):
-            if self.is_held(name):
-                self.gradients |= self.apart({name: gradient})
+            if self.is_referenced(name):
+                self.gradients |= self.new_buffers({name: gradient})
             home = self.gradients[name]
             gradient.data = viewed_as(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
 
-    def is_held(self, name: str) -> bool:
+    def is_referenced(self, name: str) -> bool:
         """Whether somebody has a tensor in the home of a gradient: then the next one may not lie there."""
         # One is the tensor here, and one the storage's own object.
         return torch._C._storage_Use_Count(self.gradients[name].untyped_storage()._cdata) > 2
 
-    def apart(self, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def new_buffers(self, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New places on disk for gradients.
 
         Raises:
             SpillError: the disk has no room for them.
         """
-        home = MappedBuffer([tensor_spec_of(like) for like in likes.values()], self.where)
+        home = MappedBuffer([tensor_spec_of(like) for like in likes.values()], self.location)
         return {name: home.tensor(i) for i, name in enumerate(likes)}
 
     def _has_room(self, name: str, like: Tensor) -> bool:
@@ -91,9 +93,9 @@ class StatePlacement:
         return home is not None and home.nbytes == like.nbytes and buffer_slice_of(home) is not None
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        moved = begin_reload([parameter.detach() for parameter in parameters], self.where)
+        moved = begin_reload([parameter.detach() for parameter in parameters], self.location)
         if gradients:
-            self.gradients |= self.apart(gradients)
+            self.gradients |= self.new_buffers(gradients)
         for parameter, mapped in zip(parameters, moved, strict=True):
             parameter.data = mapped
 
@@ -102,10 +104,10 @@ class StatePlacement:
         near = [
             (one, key, value)
             for one in states
-            for key, value in state_tensors(one).items()
+            for key, value in elementwise_states(one).items()
             if buffer_slice_of(value) is None
         ]
-        for (one, key, _), moved in zip(near, begin_reload([value for *_, value in near], self.where), strict=True):
+        for (one, key, _), moved in zip(near, begin_reload([value for *_, value in near], self.location), strict=True):
             one[key] = moved
 
     def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
@@ -118,6 +120,6 @@ def _names(homes: Iterable[Key]) -> list[str]:
     return [name for kind, name in homes if kind == PARAMETER]
 
 
-def state_tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
+def elementwise_states(state: Mapping[str, object]) -> dict[str, Tensor]:
     """What a state has in it that is no single number."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}

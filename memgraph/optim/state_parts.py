@@ -7,14 +7,15 @@ Whose states they are is the parameters', or the buckets' of a sharded optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from passes.ir.machine import SMALLEST_HOME
 
+from ..graph.captured import Captured
 from .elementwise import is_elementwise
 from .optimizer_clone import ClonedOptimizer
 
@@ -40,10 +41,10 @@ def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[St
     the optimizer's update can't be run in windows, or if it has no states."""
     if not is_elementwise(optimizer):
         return []
-    return in_parts(_nbytes(optimizer), 0 if each else PARTS)
+    return partition_states(_nbytes(optimizer), 0 if each else PARTS)
 
 
-def in_parts(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
+def partition_states(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
     """The states of these owners, of so many bytes each, in about so many parts; each for itself if that is 0."""
     known = [(owner, nbytes) for owner, nbytes in sizes if nbytes]
     share = sum(nbytes for _, nbytes in known) / count if count else 0
@@ -62,10 +63,22 @@ def is_large(parameter: Tensor) -> bool:
 
 def _nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
     """Each large parameter that is trained or was, and the bytes of its states."""
-    stepper, found = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
+    clone, found = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in filter(is_large, group["params"]):
             if parameter.requires_grad or parameter in optimizer.state:
-                dtypes = stepper.entries(i, parameter.dtype).values()
+                dtypes = clone.state_dtypes(i, parameter.dtype).values()
                 found.append((parameter, parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)))
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedParameters:
+    """The parameters that a step makes gradients of, and the states of the optimizer in parts."""
+
+    parameters: Sequence[Tensor]
+    parts: Sequence[StatePart]
+    updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
+    shards: frozenset[int] = frozenset()  # the buckets that backward sums over ranks
+    gathers: frozenset[int] = frozenset()  # those that forward gathers
+    captured: Captured | None = None

@@ -18,7 +18,7 @@ from torch import Tensor, optim
 
 from ..storage.mapped_storage import BufferLocation
 from ..system.signals import Interrupts
-from .update_operands import GRADIENT, PARAMETER, Whose
+from .update_operands import GRADIENT, PARAMETER, ParameterPredicate
 from .windowed_update import WindowedUpdate, view
 
 
@@ -30,17 +30,17 @@ class StreamedUpdate(WindowedUpdate):
         optimizer: optim.Optimizer,
         parameters: Sequence[Tensor],
         nbytes: int,
-        far_states: Whose,
-        where: BufferLocation,
+        offloaded: ParameterPredicate,
+        location: BufferLocation,
     ) -> None:
         """`optimizer` has these parameters and no others; their gradients will come in this order.
 
         Raises:
             SpillError: the disk does not take states that have to go there. Nothing has changed.
             UpdateError: two parameters lie on one place.
-            ValueError: the windows are too small for a piece of some parameter.
+            ValueError: the windows are too small for a chunk of some parameter.
         """
-        super().__init__(optimizer, nbytes, far_states, where, awaited=parameters)
+        super().__init__(optimizer, nbytes, offloaded, location, awaited=parameters)
         self.upcoming = 0  # the parameter that comes next
 
     def update(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -49,20 +49,20 @@ class StreamedUpdate(WindowedUpdate):
         Raises:
             SpillError: the disk failed, for this parameter or for an earlier one.
         """
-        subject = self.subjects[self.upcoming]
-        assert subject.parameter is parameter, "updates come in the order of the graph"
+        update = self.updates[self.upcoming]
+        assert update.parameter is parameter, "updates come in the order of the graph"
         with Interrupts() as interrupts:
             try:
-                subject.takes(gradient)
-                while subject.left and not self._is_past(self.upcoming):
+                update.set_gradient(gradient)
+                while update.chunks_left and not self._is_past(self.upcoming):
                     self._advance()
                     interrupts.check()
                 self._read_ahead()
             except BaseException:
-                self._settle()
+                self._finish_copies()
                 raise
             finally:
-                subject.takes(None)  # the gradient's bytes go here
+                update.set_gradient(None)  # the gradient's bytes go here
         self.upcoming += 1
 
     def finish(self) -> None:
@@ -76,22 +76,22 @@ class StreamedUpdate(WindowedUpdate):
                 while self.finished < self.computed:
                     self._finish(self.finished)
             finally:
-                self._settle()
+                self._finish_copies()
 
     def stop(self) -> None:
         """Wait until no copy is under way, well or not."""
-        self._settle()
+        self._finish_copies()
 
     def _is_past(self, turn: int) -> bool:
         """Whether all windows of the parameter at `turn` are computed."""
         return self.computed == len(self.windows) or self.windows[self.computed][0].row > turn
 
     def _compute(self, at: int) -> None:
-        for one in self.filled[at].cuts:
-            strand = one.subject.strands[GRADIENT]
-            if not strand.roomy(one.piece.whole):
-                one.tensors[GRADIENT] = view(strand, one.piece)
+        for one in self.filled[at].views:
+            operand = one.update.operands[GRADIENT]
+            if not operand.needs_buffer(one.chunk.whole):
+                one.tensors[GRADIENT] = view(operand, one.chunk)
         super()._compute(at)
-        for one in self.drained[at].cuts:
+        for one in self.drained[at].views:
             del one.tensors[GRADIENT]
             one.tensors[PARAMETER].grad = None

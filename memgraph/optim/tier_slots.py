@@ -20,7 +20,7 @@ from ..graph.summarize import FAR
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
 from ..tensors.layout import viewed_as
 from .offloaded_update import OffloadedStates
-from .placement import GRADIENT, PARAMETER, Key, StatePlacement, state_tensors
+from .placement import GRADIENT, PARAMETER, Key, StatePlacement, elementwise_states
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 
@@ -30,13 +30,13 @@ class TierSlot:
     """What lies in a slot: a fake tensor; and whose home it is, if it is one."""
 
     like: Tensor
-    home: Key | None = None
-    is_sent: bool = False  # and not only fetched
+    key: Key | None = None
+    is_offloaded: bool = False  # and not only fetched
 
     @property
     def nbytes(self) -> int:
         """Bytes of the step's own room."""
-        return 0 if self.home else self.like.nbytes
+        return 0 if self.key else self.like.nbytes
 
 
 def tier_slots(graph: fx.Graph, captured: Captured) -> tuple[TierSlot, ...]:
@@ -47,7 +47,7 @@ def tier_slots(graph: fx.Graph, captured: Captured) -> tuple[TierSlot, ...]:
     for node in graph.nodes:
         if node.target is OFFLOAD:
             home = (GRADIENT, handed[node]) if node in handed else None
-            found[node.args[1]] = TierSlot(tensors(node.args[0])[0], home, is_sent=True)
+            found[node.args[1]] = TierSlot(tensors(node.args[0])[0], home, is_offloaded=True)
         elif node.target is RELOAD and node.args[0] in inputs:
             found[node.args[1]] = TierSlot(tensors(node.args[0])[0], inputs[node.args[0]])
     return tuple(found[number] for number in range(len(found)))
@@ -85,33 +85,35 @@ class OffloadedSlots:
     """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
 
     def __init__(
-        self, residence: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
+        self, placement: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
         unread: Mapping[Key, Tensor],
     ) -> None:  # fmt: skip
-        self.residence, self.states, self.unread = residence, states, unread
+        self.placement, self.states, self.unread = placement, states, unread
         self.known: PlacementKey | None = None
-        self.homes = {number: (slot.home, slot.like) for number, slot in enumerate(slots) if slot.home}
+        self.homes = {number: (slot.key, slot.like) for number, slot in enumerate(slots) if slot.key}
         inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
         self.inputs = [inputs.index(home) for home in self._living() if home[0] == PARAMETER]
         gradients = [role.name for role in step.outputs if role.kind != "output"]
-        sent = {slot.home[1]: number for number, slot in enumerate(slots) if slot.home and slot.is_sent}
+        sent = {slot.key[1]: number for number, slot in enumerate(slots) if slot.key and slot.is_offloaded}
         self.sent = {gradients.index(name): number for name, number in sent.items()}
 
-    def settled(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
+    def place(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
         """The place of each slot, once everything is where it belongs; `tensors` are the inputs of the step."""
         known = self.known
-        if known is None or not self.states.begun or known.whereabouts != self._whereabouts(tensors):
+        if known is None or not self.states.is_active or known.whereabouts != self._whereabouts(tensors):
             known = self.known = None  # so that the disk has the bytes of what is gone before it is asked for more
             known = self.known = self._settle(tensors)
         return known.places
 
-    def replaced(self, other: OffloadedSlots | None) -> None:
+    def release_to(self, other: OffloadedSlots | None) -> None:
         """Another plan takes this one's place: what it has on the device comes back there."""
         gone = self._living().keys() - (other._living().keys() if other is not None else set())
-        states = self.states.end(other.states.owners if other is not None else ())
-        self.residence.leave((name for kind, name in gone if kind == PARAMETER), states)
+        states = self.states.deactivate(other.states.owners if other is not None else ())
+        self.placement.move_to_device((name for kind, name in gone if kind == PARAMETER), states)
 
-    def before(self, takers: Sequence[Tensor | None], adds: bool) -> tuple[dict[int, Tensor], dict[int, BufferSlice]]:
+    def begin_backward(
+        self, grad_sinks: Sequence[Tensor | None], adds: bool
+    ) -> tuple[dict[int, Tensor], dict[int, BufferSlice]]:
         """Make room for the gradients that leave.
 
         Those that are there are brought home. If backward does not know to add to one of them, or somebody still has
@@ -123,45 +125,45 @@ class OffloadedSlots:
         likes: dict[str, Tensor] = {}
         for position, number in self.sent.items():
             (_, name), like = self.homes[number]
-            taker = takers[position]
-            there = taker.grad if taker is not None else None
+            sink = grad_sinks[position]
+            there = sink.grad if sink is not None else None
             if there is not None:
-                self.residence.adopt(name, there)
-            if taker is None or (self.residence.is_held(name) if there is None else not adds):
+                self.placement.adopt_gradient(name, there)
+            if sink is None or (self.placement.is_referenced(name) if there is None else not adds):
                 likes[name] = like
-        made = self.residence.apart(likes) if likes else {}
-        lie = self.residence.gradients | made
+        made = self.placement.new_buffers(likes) if likes else {}
+        lie = self.placement.gradients | made
         places = {
             number: buffer_slice_of(lie[name]) for number, ((kind, name), _) in self.homes.items() if kind == GRADIENT
         }
         apart = {position: made[self._name(position)] for position in self.sent if self._name(position) in made}
         return apart, {number: place for number, place in places.items() if place}
 
-    def after(
+    def finish_backward(
         self,
         gradients: Sequence[Tensor],
-        takers: Sequence[Tensor | None],
+        grad_sinks: Sequence[Tensor | None],
         apart: Mapping[int, Tensor],
         sent: Mapping[int, Tensor],
     ) -> list[Tensor]:
         """The gradients with those that have gone home in place of their tickets."""
         found = list(gradients)
         for position, number in self.sent.items():
-            name, taker = self._name(position), takers[position]
-            if taker is not None and taker.grad is not None:
+            name, sink = self._name(position), grad_sinks[position]
+            if sink is not None and sink.grad is not None:
                 if position in apart:  # another step has been differentiated since this one's forward
-                    taker.grad.add_(viewed_as(apart[position], sent[number]))
-                found[position] = taker.grad
+                    sink.grad.add_(viewed_as(apart[position], sent[number]))
+                found[position] = sink.grad
             else:
-                if taker is not None and position in apart:
-                    self.residence.gradients[name] = apart[position]
-                found[position] = viewed_as(apart.get(position, self.residence.gradients[name]), sent[number])
-                if taker is not None:
-                    taker.grad = found[position]
+                if sink is not None and position in apart:
+                    self.placement.gradients[name] = apart[position]
+                found[position] = viewed_as(apart.get(position, self.placement.gradients[name]), sent[number])
+                if sink is not None:
+                    sink.grad = found[position]
         return found
 
     def _settle(self, tensors: Sequence[Tensor]) -> PlacementKey:
-        places = self.residence.settle(self._living(), self.states.begin())
+        places = self.placement.place(self._living(), self.states.activate())
         by_number = {number: places[home] for number, (home, _) in self.homes.items()}
         return PlacementKey(self._whereabouts(tensors), by_number, list(map(buffer_slice_of, self._states())))
 
@@ -170,12 +172,12 @@ class OffloadedSlots:
         return dict(self.homes.values()) | dict(self.unread)
 
     def _whereabouts(self, tensors: Sequence[Tensor]) -> list[int]:
-        gradients = [self.residence.gradients[name] for (kind, name), _ in self.homes.values() if kind == GRADIENT]
+        gradients = [self.placement.gradients[name] for (kind, name), _ in self.homes.values() if kind == GRADIENT]
         far = (*(tensors[i] for i in self.inputs), *gradients, *self._states())
         return [os.getpid(), *(tensor.data_ptr() for tensor in far)]
 
     def _states(self) -> list[Tensor]:
-        return [tensor for state in self.states.there() for tensor in state_tensors(state).values()]
+        return [tensor for state in self.states.states() for tensor in elementwise_states(state).values()]
 
     def _name(self, position: int) -> str:
         return self.homes[self.sent[position]][0][1]

@@ -19,15 +19,16 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes import Op, Storage, Trace
 from passes.ir.liveness import RELEASED
 from passes.order.early_updates import update_early
 
-from .optimizer_profiler import OptimizerProfiler, kinds_of, may_be_stepped, rows_of, update_nbytes
-from .state_parts import StatePart
-from .trained import TrainedParameters
+from ..graph.captured import Captured, Input, Output
+from ..graph.nodes import returned_values
+from .optimizer_profiler import OptimizerProfiler, kinds_of, may_be_stepped, stepped_parameters, update_nbytes
+from .state_parts import StatePart, TrainedParameters
 
 STATE = "optimizer_state"  # what is of one part of the states has the part's number behind it
 
@@ -82,7 +83,7 @@ def _with_updates(
     """The trace in which each update in backward reads the states of its own parameter, and only those that are not
     `inside`, and may have a gradient from elsewhere, wait for the end."""
     trial, name = OptimizerProfiler(optimizer), type(optimizer).__name__
-    rows = rows_of(optimizer)
+    rows = stepped_parameters(optimizer)
     kinds = dict(zip(chain.from_iterable(rows), kinds_of(rows), strict=True))
     works = {p: trial.run(kind) for p, kind in kinds.items()}
     sizes = {p: part.nbytes for part in parts for p in part.parameters}
@@ -108,3 +109,15 @@ def _with_updates(
 
 def _state(name: str, nbytes: int, where: str, type: str = "") -> Op:
     return Op(name, "state", makes=(Storage(name, nbytes),), holds=(name,), type=type, where=where)
+
+
+def parameter_values(graph: fx.Graph, captured: Captured, named: Mapping[str, Tensor]) -> dict[Tensor, tuple[str, ...]]:
+    """The names of the values of each parameter, in a graph of the captured step; `named` are the module's."""
+    inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=False)
+    outputs = zip(returned_values(graph), captured.outputs, strict=True)
+    roles: list[tuple[fx.Node, Input | Output]] = [*inputs, *outputs]
+    found: dict[Tensor, tuple[str, ...]] = {}
+    for node, role in roles:
+        if role.kind in ("parameter", "gradient") and role.name in named:
+            found[named[role.name]] = (*found.get(named[role.name], ()), str(node.name))
+    return found

@@ -31,17 +31,17 @@ from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer
 from .window_plan import WindowRow
 
-Whose = Callable[[Tensor], bool]  # of a parameter
+ParameterPredicate = Callable[[Tensor], bool]  # of a parameter
 
 PARAMETER, GRADIENT = "a parameter", "its gradient"  # beside the names of states, which are words without a space
 
 
 @dataclass
 class UpdateOperand:
-    """One tensor that an update reads, as pieces are cut from it."""
+    """One tensor that an update reads, as chunks are cut from it."""
 
     tensor: Tensor
-    place: BufferSlice | None  # where its pieces have to be moved from and to; None: they are used where they are
+    slice: BufferSlice | None  # where its chunks have to be moved from and to; None: they are used where they are
     order: tuple[int, ...]  # of its dimensions, as the parameter's lie in memory
     written: bool
     owner: Tensor | None = None  # what everybody else knows these bytes by, if that is another tensor
@@ -51,17 +51,17 @@ class UpdateOperand:
         self.flat = self.ordered.view(-1) if self.ordered.is_contiguous() else None
 
     @property
-    def known(self) -> Tensor:
+    def public_tensor(self) -> Tensor:
         """The tensor that everybody else has."""
         return self.tensor if self.owner is None else self.owner
 
-    def source(self, whole: bool) -> BufferSlice | None:
-        """Where its pieces are moved from and to as runs of bytes."""
-        return self.place if whole or self.flat is not None else None
+    def copied_slice(self, whole: bool) -> BufferSlice | None:
+        """Where its chunks are moved from and to as runs of bytes."""
+        return self.slice if whole or self.flat is not None else None
 
-    def roomy(self, whole: bool) -> bool:
-        """Whether its pieces want room in the window."""
-        return self.place is not None or (self.flat is None and not whole)
+    def needs_buffer(self, whole: bool) -> bool:
+        """Whether its chunks want room in the window."""
+        return self.slice is not None or (self.flat is None and not whole)
 
 
 @dataclass
@@ -72,13 +72,13 @@ class ParameterUpdate:
     group: int
     state: dict[str, Any]
     entries: Mapping[str, torch.dtype | None]
-    strands: dict[str, UpdateOperand] = field(default_factory=dict)
-    fresh: dict[str, UpdateOperand] = field(default_factory=dict)  # states that are being made
+    operands: dict[str, UpdateOperand] = field(default_factory=dict)
+    new_states: dict[str, UpdateOperand] = field(default_factory=dict)  # states that are being made
     scalars: dict[str, Any] = field(default_factory=dict)  # states that are one for all elements, as they will be
-    numbers: Mapping[str, torch.device] = field(default_factory=dict)  # where such belong, if they are made elsewhere
+    scalar_devices: Mapping[str, torch.device] = field(default_factory=dict)  # where they belong, if made elsewhere
     keys: tuple[str, ...] = ()  # of the state, once it was updated
-    left: int = 0  # pieces that are not yet done
-    hosted: bool = False  # the host updates it
+    chunks_left: int = 0  # chunks that are not yet done
+    on_host: bool = False  # the host updates it
 
     @property
     def missing(self) -> dict[str, torch.dtype]:
@@ -86,33 +86,33 @@ class ParameterUpdate:
         return {key: dtype for key, dtype in self.entries.items() if dtype and self.state.get(key) is None}
 
     @property
-    def there(self) -> list[str]:
+    def existing(self) -> list[str]:
         """The states with an element for each of the parameter's that it has."""
         shape, known = self.parameter.shape, self.entries
         return [key for key, value in self.state.items() if known.get(key) is not None and _shape_of(value) == shape]
 
-    def takes(self, gradient: Tensor | None) -> None:
+    def set_gradient(self, gradient: Tensor | None) -> None:
         """From now on this is its gradient; None: one is yet to come, which may lie in another way than it does."""
         if gradient is None:
             gradient = torch.empty((), dtype=self.parameter.dtype, device="meta").expand(self.parameter.shape)
-        self.strands[GRADIENT] = UpdateOperand(
+        self.operands[GRADIENT] = UpdateOperand(
             gradient, buffer_slice_of(gradient), order_of(self.parameter), written=False
         )
 
     @property
     def row(self) -> WindowRow:
-        strands = self.strands.values()
-        moved = tuple(strand.tensor.dtype.itemsize for strand in strands if strand.roomy(whole=False))
-        resident = tuple(strand.tensor.dtype.itemsize for strand in strands if not strand.roomy(whole=False))
+        operands = self.operands.values()
+        moved = tuple(operand.tensor.dtype.itemsize for operand in operands if operand.needs_buffer(whole=False))
+        resident = tuple(operand.tensor.dtype.itemsize for operand in operands if not operand.needs_buffer(whole=False))
         fresh = tuple(dtype.itemsize for dtype in self.missing.values())
-        return WindowRow(self.parameter.numel(), moved, resident, fresh, is_exact(self.parameter, self.hosted))
+        return WindowRow(self.parameter.numel(), moved, resident, fresh, is_exact(self.parameter, self.on_host))
 
 
 def parameter_updates(
     optimizer: optim.Optimizer,
-    stepper: ClonedOptimizer,
-    far_states: Whose,
-    where: BufferLocation,
+    clone: ClonedOptimizer,
+    offloaded: ParameterPredicate,
+    location: BufferLocation,
     awaited: bool = False,
 ) -> list[ParameterUpdate]:
     """The parameters that have a gradient, or all, if gradients are `awaited`. States that belong on disk are there
@@ -129,36 +129,38 @@ def parameter_updates(
             if awaited or parameter.grad is not None:
                 kind = i, parameter.dtype
                 if kind not in entries:
-                    entries[kind] = stepper.entries(*kind)
+                    entries[kind] = clone.state_dtypes(*kind)
                 found.append(ParameterUpdate(parameter, i, optimizer.state.get(parameter, {}), entries[kind]))
-    _bring_states_home([subject for subject in found if far_states(subject.parameter)], where)
-    for subject in found:
-        subject.strands = _strands(subject)
-        subject.takes(None if awaited else subject.parameter.grad)
+    _offload_states([update for update in found if offloaded(update.parameter)], location)
+    for update in found:
+        update.operands = _operands(update)
+        update.set_gradient(None if awaited else update.parameter.grad)
     _refuse_shared(found)
     return found
 
 
-def make_places(subjects: Sequence[ParameterUpdate], far_states: Whose, where: BufferLocation) -> None:
+def allocate_new_states(
+    updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation
+) -> None:
     """Make room for states that do not exist yet.
 
     Raises:
         SpillError: the disk has none.
     """
     far = []
-    for subject in subjects:
-        for key, dtype in subject.missing.items():
-            form = _form_beside(subject.parameter, dtype)
-            if far_states(subject.parameter) and form.nbytes:
-                far.append((subject, key, form))
-            elif subject.left > 1:  # else the update makes it whole
-                device = subject.parameter.device
+    for update in updates:
+        for key, dtype in update.missing.items():
+            form = _form_beside(update.parameter, dtype)
+            if offloaded(update.parameter) and form.nbytes:
+                far.append((update, key, form))
+            elif update.chunks_left > 1:  # else the update makes it whole
+                device = update.parameter.device
                 made = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
-                subject.fresh[key] = new_operand(made)
+                update.new_states[key] = new_operand(made)
     if far:
-        home = MappedBuffer([form for *_, form in far], where)
-        for i, (subject, key, _) in enumerate(far):
-            subject.fresh[key] = new_operand(home.tensor(i), home.place(i))
+        home = MappedBuffer([form for *_, form in far], location)
+        for i, (update, key, _) in enumerate(far):
+            update.new_states[key] = new_operand(home.tensor(i), home.slice(i))
 
 
 def new_operand(tensor: Tensor, place: BufferSlice | None = None) -> UpdateOperand:
@@ -178,36 +180,36 @@ def _form_beside(parameter: Tensor, dtype: torch.dtype) -> TensorSpec:
     return tensor_spec_of(alike)
 
 
-def _bring_states_home(subjects: Sequence[ParameterUpdate], where: BufferLocation) -> None:
+def _offload_states(updates: Sequence[ParameterUpdate], location: BufferLocation) -> None:
     """Move states that are in memory to disk, as they are after `load_state_dict`."""
     near = []
-    for subject in subjects:
-        for key in subject.there:
-            tensor = subject.state[key]
+    for update in updates:
+        for key in update.existing:
+            tensor = update.state[key]
             if tensor.numel() and is_dense(tensor) and buffer_slice_of(tensor) is None:
-                near.append((subject.state, key))
-    for (state, key), tensor in zip(near, begin_reload([state[key] for state, key in near], where), strict=True):
+                near.append((update.state, key))
+    for (state, key), tensor in zip(near, begin_reload([state[key] for state, key in near], location), strict=True):
         state[key] = tensor
 
 
-def _strands(subject: ParameterUpdate) -> dict[str, UpdateOperand]:
+def _operands(update: ParameterUpdate) -> dict[str, UpdateOperand]:
     """The parameter and its states."""
-    parameter = subject.parameter
-    tensors = {PARAMETER: parameter, **{key: subject.state[key] for key in subject.there}}
+    parameter = update.parameter
+    tensors = {PARAMETER: parameter, **{key: update.state[key] for key in update.existing}}
     order = order_of(parameter)
     return {
         name: UpdateOperand(tensor, buffer_slice_of(tensor), order, written=True) for name, tensor in tensors.items()
     }
 
 
-def _refuse_shared(subjects: Sequence[ParameterUpdate]) -> None:
+def _refuse_shared(updates: Sequence[ParameterUpdate]) -> None:
     """A window reads before the one before it has been written, so nothing may lie on the place of something else."""
     ends = []
-    for subject in subjects:
-        for name, strand in subject.strands.items():
-            if strand.tensor.numel():
-                what = f"{name} of shape {tuple(subject.parameter.shape)}"
-                ends.append((*span_of(strand.tensor), strand.place is not None, what))
+    for update in updates:
+        for name, operand in update.operands.items():
+            if operand.tensor.numel():
+                what = f"{name} of shape {tuple(update.parameter.shape)}"
+                ends.append((*span_of(operand.tensor), operand.slice is not None, what))
     until, far = 0, False
     for begin, end, away, what in sorted(ends):
         if begin < until and (away or far):
@@ -220,6 +222,6 @@ def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def no_operands(_: Tensor) -> bool:
+def no_parameters(_: Tensor) -> bool:
     """Whose: none of the parameters."""
     return False

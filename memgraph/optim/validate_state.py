@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import StateError
-from .first_state import FirstState, is_torchs
+from .first_state import FirstState, is_torch_optimizer
 
 Group = Mapping[str, Any]
 MALFORMED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-def refuse_other_optimizers(optimizer: optim.Optimizer, given: object) -> None:
+def check_state_dict(optimizer: optim.Optimizer, given: object) -> None:
     """Refuse a state dict that torch would load, and the next step fail with.
 
     Raises:
@@ -41,11 +41,11 @@ def refuse_other_optimizers(optimizer: optim.Optimizer, given: object) -> None:
 def class_name(kind: type[optim.Optimizer]) -> str:
     """Return the name under which the state of an optimizer of this class is saved: that of torch's own class which it
     extends, or its own."""
-    own = [each for each in kind.__mro__ if is_torchs(each) and each is not optim.Optimizer]
+    own = [each for each in kind.__mro__ if is_torch_optimizer(each) and each is not optim.Optimizer]
     return (own or [kind])[0].__name__
 
 
-def group_troubles(
+def group_mismatches(
     own: Sequence[Group],
     given: Sequence[Group],
     kind: type[optim.Optimizer],
@@ -54,11 +54,11 @@ def group_troubles(
 ) -> Iterator[str]:
     """What stands against these groups, of an optimizer of this class; `complete` adds what older versions lack."""
     if len(own) != len(given):
-        yield f"it has {counted_words(len(given), 'group')}, and the optimizer has {len(own)}"
+        yield f"it has {pluralize(len(given), 'group')}, and the optimizer has {len(own)}"
         return
     for place, (mine, theirs) in enumerate(zip(own, given, strict=True)):
         if len(theirs.get("params", ())) != len(mine["params"]):
-            count = counted_words(len(theirs.get("params", ())), "parameter")
+            count = pluralize(len(theirs.get("params", ())), "parameter")
             yield f"it has {count} in group {place}, and the optimizer has {len(mine['params'])}"
             return
     numbers = [number for group in given for number in group["params"]]
@@ -87,7 +87,7 @@ def with_defaults(
     return groups
 
 
-def fits(value: Any, wanted: Tensor) -> bool:
+def fits_tensor(value: Any, wanted: Tensor) -> bool:
     """Whether it is what torch makes of it in its place, without a loss."""
     if wanted.dim() == 0 and isinstance(value, int | float):
         return True
@@ -99,7 +99,7 @@ def fits(value: Any, wanted: Tensor) -> bool:
     return alike and torch.promote_types(value.dtype, wanted.dtype) == wanted.dtype
 
 
-def kind_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A type and a shape in words."""
     if not isinstance(value, Tensor):
         return type(value).__name__
@@ -108,8 +108,8 @@ def kind_of(value: Any) -> str:
 
 def _kind_of_option(value: Any) -> str:
     """A type in words, and those of the parts of a list or tuple."""
-    parts = f" ({', '.join(map(kind_of, value))})" if isinstance(value, list | tuple) else ""
-    return f"{kind_of(value)}{parts}"
+    parts = f" ({', '.join(map(describe_value, value))})" if isinstance(value, list | tuple) else ""
+    return f"{describe_value(value)}{parts}"
 
 
 @cache
@@ -119,7 +119,7 @@ def _torchs_options() -> frozenset[str]:
     return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters) - {"params", "defaults"}
 
 
-def counted_words(count: int, what: str) -> str:
+def pluralize(count: int, what: str) -> str:
     """A number of things in words."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
@@ -133,7 +133,7 @@ def _troubles(optimizer: optim.Optimizer, given: Any) -> Iterator[str]:
     def complete(groups: Sequence[Group]) -> list[dict[str, Any]]:
         return with_defaults(kind, optimizer.defaults, groups)
 
-    yield from group_troubles(optimizer.param_groups, given["param_groups"], kind, optimizer.defaults, complete)
+    yield from group_mismatches(optimizer.param_groups, given["param_groups"], kind, optimizer.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     grouped = zip(complete(given["param_groups"]), optimizer.param_groups, strict=True)
     owners = [(options, parameter) for options, group in grouped for parameter in group["params"]]
@@ -155,11 +155,11 @@ def _entry_troubles(
     there = {key: value for key, value in entries.items() if value is not None}
     missing = sorted(set(wanted) - set(there))
     if there and missing and first.needs(group, parameter, list(there)):
-        yield f"parameter {number} has no {missing[0]!r}, and {name}'s has {kind_of(wanted[missing[0]])}"
+        yield f"parameter {number} has no {missing[0]!r}, and {name}'s has {describe_value(wanted[missing[0]])}"
     for key, value in there.items():
-        if isinstance(wanted.get(key), Tensor) and not fits(value, wanted[key]):
-            found = f"{key!r} of parameter {number} is {kind_of(value)}"
-            yield f"{found}, which does not fit into {name}'s {kind_of(wanted[key])}"
+        if isinstance(wanted.get(key), Tensor) and not fits_tensor(value, wanted[key]):
+            found = f"{key!r} of parameter {number} is {describe_value(value)}"
+            yield f"{found}, which does not fit into {name}'s {describe_value(wanted[key])}"
 
 
 def _is_option(mine: object, given: object) -> bool:

@@ -17,19 +17,19 @@ from torch import Tensor, optim
 from ..storage.mapped_storage import buffer_slice_of
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer, Temporaries
-from .update_operands import Whose
-from .window_plan import Window, WindowPiece, WindowRow, plan_windows
+from .update_operands import ParameterPredicate
+from .window_plan import Window, WindowChunk, WindowRow, plan_windows
 
-SCALAR = 8  # bytes of a number that is one for all elements of a parameter, or less
+SCALAR_NBYTES = 8  # bytes of a number that is one for all elements of a parameter, or less
 
 
 @dataclass(frozen=True)
-class OffloadedParts:
+class OffloadedTensors:
     """Which parameters have their own bytes, their gradients and their states on disk, or will have."""
 
-    parameters: Whose
-    gradients: Whose
-    states: Whose
+    parameters: ParameterPredicate
+    gradients: ParameterPredicate
+    states: ParameterPredicate
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,31 @@ class WindowDraft:
     row: WindowRow
     temporaries: Temporaries
     numbers: int  # states that are one for all its elements
-    far_states: bool
+    has_offloaded_states: bool
 
-    def nbytes_of_numbers(self, piece: WindowPiece) -> int:
-        return 0 if piece.whole else SCALAR * self.numbers
+    def nbytes_of_numbers(self, chunk: WindowChunk) -> int:
+        return 0 if chunk.whole else SCALAR_NBYTES * self.numbers
 
-    def fresh(self, piece: WindowPiece) -> int:
-        return sum(piece.count * itemsize for itemsize in self.row.fresh)
+    def fresh(self, chunk: WindowChunk) -> int:
+        return sum(chunk.count * itemsize for itemsize in self.row.created)
 
 
 def window_bytes(
     optimizer: optim.Optimizer,
     nbytes: int,
-    far: OffloadedParts,
+    offloaded: OffloadedTensors,
     trained: Collection[Tensor] | None = None,
-    apart: bool = False,
+    separate: bool = False,
 ) -> tuple[WindowBytes, WindowBytes]:
-    """Bytes of the next update and of any later one, in windows of `nbytes`; with `apart` each is of one parameter.
+    """Bytes of the next update and of any later one, in windows of `nbytes`; with `separate` each is of one parameter.
 
     All of `trained` have a gradient then, with the strides of its parameter; without it, all that require one.
 
     Raises:
-        ValueError: the windows are too small for a piece of some parameter.
+        ValueError: the windows are too small for a chunk of some parameter.
     """
     sure = None if trained is None else set(map(id, trained))
-    stepper = ClonedOptimizer(optimizer)
+    clone = ClonedOptimizer(optimizer)
     known: dict[tuple[int, torch.dtype], Temporaries] = {}
     now, later = [], []
     for i, group in enumerate(optimizer.param_groups):
@@ -91,22 +91,25 @@ def window_bytes(
             if parameter.requires_grad if sure is None else id(parameter) in sure:
                 kind = i, parameter.dtype
                 if kind not in known:
-                    known[kind] = stepper.temporaries(*kind)
-                entries, state = stepper.entries(*kind), optimizer.state.get(parameter, {})
+                    known[kind] = clone.temporaries(*kind)
+                entries, state = clone.state_dtypes(*kind), optimizer.state.get(parameter, {})
                 numbers = sum(dtype is None for dtype in entries.values())
-                rest = known[kind], numbers, far.states(parameter)
-                now.append(WindowDraft(i, _row(parameter, entries, state, far), *rest))
-                later.append(WindowDraft(i, _row(parameter, entries, None, far), *rest))
-    return _bytes(now, nbytes, apart), _bytes(later, nbytes, apart)
+                rest = known[kind], numbers, offloaded.states(parameter)
+                now.append(WindowDraft(i, _row(parameter, entries, state, offloaded), *rest))
+                later.append(WindowDraft(i, _row(parameter, entries, None, offloaded), *rest))
+    return _bytes(now, nbytes, separate), _bytes(later, nbytes, separate)
 
 
 def _row(
-    parameter: Tensor, entries: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None, far: OffloadedParts
+    parameter: Tensor,
+    entries: Mapping[str, torch.dtype | None],
+    state: Mapping[str, Any] | None,
+    offloaded: OffloadedTensors,
 ) -> WindowRow:
     """The parameter with the states that it has; None: with all of them."""
     tensors = [
-        (parameter.dtype, far.parameters(parameter) or buffer_slice_of(parameter) is not None),
-        (parameter.dtype, far.gradients(parameter)),
+        (parameter.dtype, offloaded.parameters(parameter) or buffer_slice_of(parameter) is not None),
+        (parameter.dtype, offloaded.gradients(parameter)),
     ]
     fresh = []
     for key, dtype in entries.items():
@@ -114,23 +117,25 @@ def _row(
         if dtype is not None and state is not None and there is None:
             fresh.append(dtype.itemsize)
         elif dtype is not None:
-            tensors.append((dtype, far.states(parameter) or (there is not None and buffer_slice_of(there) is not None)))
+            tensors.append(
+                (dtype, offloaded.states(parameter) or (there is not None and buffer_slice_of(there) is not None))
+            )
     moved, resident = (tuple(dtype.itemsize for dtype, away in tensors if away is side) for side in (True, False))
     return WindowRow(parameter.numel(), moved, resident, tuple(fresh), is_exact(parameter))
 
 
-def _bytes(drafts: Sequence[WindowDraft], nbytes: int, apart: bool) -> WindowBytes:
-    windows = plan_windows([draft.row for draft in drafts], nbytes, apart=apart)
+def _bytes(drafts: Sequence[WindowDraft], nbytes: int, separate: bool) -> WindowBytes:
+    windows = plan_windows([draft.row for draft in drafts], nbytes, separate=separate)
 
-    def each(of: Callable[[WindowDraft, WindowPiece], int]) -> list[int]:
-        return [sum(of(drafts[piece.row], piece) for piece in window) for window in windows]
+    def each(of: Callable[[WindowDraft, WindowChunk], int]) -> list[int]:
+        return [sum(of(drafts[chunk.row], chunk) for chunk in window) for window in windows]
 
-    slab = max(each(lambda draft, piece: draft.row.room(piece.count)), default=0) * len(windows[:2])
+    slab = max(each(lambda draft, chunk: draft.row.buffer_nbytes(chunk.count)), default=0) * len(windows[:2])
     works = [_temporaries(drafts, window) for window in windows]
-    made = each(lambda draft, piece: draft.fresh(piece) + draft.nbytes_of_numbers(piece))
+    made = each(lambda draft, chunk: draft.fresh(chunk) + draft.nbytes_of_numbers(chunk))
     # What the window before has made may still be on its way, and the next one has its numbers already.
-    leaving = each(lambda draft, piece: draft.fresh(piece) if draft.far_states else 0)
-    numbers = each(lambda draft, piece: draft.nbytes_of_numbers(piece))
+    leaving = each(lambda draft, chunk: draft.fresh(chunk) if draft.has_offloaded_states else 0)
+    numbers = each(lambda draft, chunk: draft.nbytes_of_numbers(chunk))
     beside = [before + after for before, after in zip([0, *numbers], [*numbers[1:], 0], strict=False)]
     passing = max(map(sum, zip(works, made, [0, *leaving], beside, strict=False)), default=0)
     handed = max(map(sum, zip(numbers, beside, strict=False)), default=0)
@@ -141,9 +146,9 @@ def _bytes(drafts: Sequence[WindowDraft], nbytes: int, apart: bool) -> WindowByt
 def _temporaries(drafts: Sequence[WindowDraft], window: Window) -> int:
     """What the optimizer's step on a window takes; it does group after group."""
     found = [0]
-    for _, pieces in itertools.groupby(window, key=lambda piece: drafts[piece.row].group):
-        run = list(pieces)
-        kinds = {drafts[piece.row].temporaries for piece in run}
+    for _, chunks in itertools.groupby(window, key=lambda chunk: drafts[chunk.row].group):
+        run = list(chunks)
+        kinds = {drafts[chunk.row].temporaries for chunk in run}
         # Where types are mixed, those of the most are assumed for all.
-        found.append(max(kind.most([piece.count for piece in run]) for kind in kinds))
+        found.append(max(kind.most([chunk.count for chunk in run]) for kind in kinds))
     return max(found)

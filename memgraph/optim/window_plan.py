@@ -5,12 +5,12 @@
     windows of 4 MiB                                              ...
                                                                   w[786432:1000000], b   window 3
 
-A piece is a range of a parameter's elements in the order in which they lie in memory. It begins a page of every tensor
+A chunk is a range of a parameter's elements in the order in which they lie in memory. It begins a page of every tensor
 that it is cut from, so that it can be moved past the page cache.
 
-Where a piece ends can be seen in the last bit of a low-precision result: kernels take whole vectors of elements, and
+Where a chunk ends can be seen in the last bit of a low-precision result: kernels take whole vectors of elements, and
 the rest one by one, which rounds otherwise. So a parameter in low precision is left whole where it fits a window. Where
-it does not, its pieces are whole vectors, and so short that threads do not divide them: they give what a single thread
+it does not, its chunks are whole vectors, and so short that threads do not divide them: they give what a single thread
 gives on the whole.
 """
 
@@ -31,32 +31,32 @@ LINE = 64  # bytes to which each tensor in a window is aligned
 class WindowRow:
     """A parameter in an update: how many elements, and the bytes of each in its tensors.
 
-    Those in `moved` get room in the window; those in `resident` are used where they are, and those in `fresh` are made
-    by the update.
+    Those in `buffered` get room in the window; those in `resident` are used where they are, and those in `created` are
+    made by the update.
     """
 
     count: int
-    moved: tuple[int, ...]
+    buffered: tuple[int, ...]
     resident: tuple[int, ...] = ()
-    fresh: tuple[int, ...] = ()
+    created: tuple[int, ...] = ()
     exact: bool = True  # results do not depend on where it is cut
 
     def nbytes(self, count: int) -> int:
         """Bytes of `count` elements in all tensors."""
-        return count * sum(self.moved + self.resident + self.fresh)
+        return count * sum(self.buffered + self.resident + self.created)
 
-    def room(self, count: int) -> int:
+    def buffer_nbytes(self, count: int) -> int:
         """Bytes that `count` elements take in the window."""
-        return sum(aligned(count * itemsize) for itemsize in self.moved)
+        return sum(aligned(count * itemsize) for itemsize in self.buffered)
 
     @property
-    def quantum(self) -> int:
-        """Elements of the shortest piece."""
-        return PAGE // min(self.moved + self.resident + self.fresh)
+    def granularity(self) -> int:
+        """Elements of the shortest chunk."""
+        return PAGE // min(self.buffered + self.resident + self.created)
 
 
 @dataclass(frozen=True)
-class WindowPiece:
+class WindowChunk:
     """The elements from `begin` to `end` of the parameter in a row."""
 
     row: int
@@ -69,28 +69,28 @@ class WindowPiece:
         return self.end - self.begin
 
 
-Window = tuple[WindowPiece, ...]
+Window = tuple[WindowChunk, ...]
 
 
-def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
+def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, separate: bool = False) -> list[Window]:
     """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
-    With `apart` none holds pieces of two rows.
+    With `separate` none holds chunks of two rows.
 
     Raises:
-        ValueError: the shortest piece of some parameter is larger than that.
+        ValueError: the shortest chunk of some parameter is larger than that.
     """
-    windows: list[list[WindowPiece]] = [[]]
+    windows: list[list[WindowChunk]] = [[]]
     room = nbytes
     for i, row in enumerate(rows, first):
         _refuse_coarse(row, nbytes)
         begin, done = 0, False
         while not done:
-            count = None if apart and not begin and windows[-1] else _fits(row, begin, room, nbytes)
+            count = None if separate and not begin and windows[-1] else _fits(row, begin, room, nbytes)
             if count is None:
                 windows.append([])
                 room = nbytes
                 continue
-            windows[-1].append(WindowPiece(i, begin, begin + count, count == row.count))
+            windows[-1].append(WindowChunk(i, begin, begin + count, count == row.count))
             room -= row.nbytes(count)
             begin += count
             done = begin == row.count
@@ -100,11 +100,11 @@ def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, apart: 
 def _refuse_coarse(row: WindowRow, nbytes: int) -> None:
     """
     Raises:
-        ValueError: an empty window does not hold a piece of it.
+        ValueError: an empty window does not hold a chunk of it.
     """
     if _fits(row, 0, nbytes, nbytes) is None:
-        least = row.nbytes(min(row.count, row.quantum))
-        raise ValueError(f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least")
+        least = row.nbytes(min(row.count, row.granularity))
+        raise ValueError(f"windows of {nbytes} bytes hold no chunk of a parameter that wants {least} at least")
 
 
 def _fits(row: WindowRow, begin: int, room: int, nbytes: int) -> int | None:
@@ -115,11 +115,11 @@ def _fits(row: WindowRow, begin: int, room: int, nbytes: int) -> int | None:
         return rest if row.nbytes(rest) <= room else None  # it will fit the next window whole
     if rest <= limit and row.nbytes(rest) <= room:
         return rest
-    pieces = min(room // row.nbytes(row.quantum), limit // row.quantum)
-    return pieces * row.quantum or None
+    chunks = min(room // row.nbytes(row.granularity), limit // row.granularity)
+    return chunks * row.granularity or None
 
 
-def aligned_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
+def range_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
     """Views that together are the elements from `begin` to `end` of a tensor of any strides, row by row."""
     if begin == end:
         return []
@@ -128,11 +128,11 @@ def aligned_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
     inner = tensor[0].numel()
     first, last = -(-begin // inner), end // inner
     if first > last:  # within one row
-        return aligned_boxes(tensor[last], begin - last * inner, end - last * inner)
-    found = aligned_boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
+        return range_boxes(tensor[last], begin - last * inner, end - last * inner)
+    found = range_boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
     if first < last:
         found.append(tensor[first:last])
-    return found + (aligned_boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
+    return found + (range_boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
 
 
 def aligned(nbytes: int) -> int:

@@ -1,6 +1,6 @@
 """Put a step in windows on an optimizer.
 
-    windowed = Windowed(optimizer, nbytes, far_states, where)
+    windowed = Windowed(optimizer, nbytes, offloaded, location)
     optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
 
 Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
@@ -16,30 +16,30 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ..storage.async_copy import CopiedBytes
+from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation, buffer_slice_of
 from ..storage.spill_file import SpillError
-from .elementwise import declared_elementwise, refuse_not_elementwise, replace_step, without_hooks
-from .update_operands import Whose, no_operands
+from .elementwise import check_elementwise, declared_elementwise, replace_step, unhooked_step
+from .update_operands import ParameterPredicate, no_parameters
 from .windowed_update import WindowedUpdate
 
 
 class WindowedOptimizer:
-    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk, and `hosted` which
+    """The step of one optimizer; `offloaded` tells of which parameters the states belong on disk, and `on_host` which
     are stepped on the host."""
 
     def __init__(
         self,
         optimizer: optim.Optimizer,
         nbytes: int,
-        far_states: Whose,
-        where: BufferLocation,
-        hosted: Whose = no_operands,
+        offloaded: ParameterPredicate,
+        location: BufferLocation,
+        on_host: ParameterPredicate = no_parameters,
     ) -> None:
-        self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
+        self.nbytes, self.offloaded, self.location, self.on_host = nbytes, offloaded, location, on_host
         self.optimizer = optimizer
         self.pending: WindowedUpdate | None = None
-        self.moved: CopiedBytes = {}  # the copies of the latest update
+        self.copies: CopyLog = {}  # the copies of the latest update
         self.plain = optimizer.step
         optimizer.step = replace_step(optimizer, self.step)  # type: ignore[method-assign]
 
@@ -51,13 +51,13 @@ class WindowedOptimizer:
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
-        if not declared_elementwise(type(optimizer)) and not self._far():
+        if not declared_elementwise(type(optimizer)) and not self._is_offloaded():
             return self.plain(*args, **kwargs)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        if self.pending is not None and self._goes_on(self.pending):
+        if self.pending is not None and self._is_resumable(self.pending):
             return self._resume(self.pending, args, kwargs)
-        if self._far():
-            refuse_not_elementwise(optimizer)
+        if self._is_offloaded():
+            check_elementwise(optimizer)
         return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
 
     def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
@@ -65,14 +65,14 @@ class WindowedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._far():
-            refuse_not_elementwise(optimizer)  # again, for the gradients that the closure made
+        if self._is_offloaded():
+            check_elementwise(optimizer)  # again, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = WindowedUpdate(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
-                self.moved = self.pending.moved
+                self.pending = WindowedUpdate(optimizer, self.nbytes, self.offloaded, self.location, loss, self.on_host)
+                self.copies = self.pending.copies
                 self._run(self.pending)
         else:
-            without_hooks(type(optimizer))(optimizer)
+            unhooked_step(type(optimizer))(optimizer)
         return loss
 
     def _resume(self, update: WindowedUpdate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,19 +89,19 @@ class WindowedOptimizer:
         except SpillError as error:
             raise SpillError(f"{error}; {_left(update)}") from error
         except BaseException as error:
-            if isinstance(error, Exception) and not update.begun:  # the optimizer itself refuses what it was given
+            if isinstance(error, Exception) and not update.is_started:  # the optimizer itself refuses what it was given
                 self.pending = None
             else:  # Ctrl-C
                 error.add_note(_left(update))
             raise
         finally:
-            if update.done:
+            if update.is_done:
                 self.pending = None
 
-    def _goes_on(self, update: WindowedUpdate) -> bool:
+    def _is_resumable(self, update: WindowedUpdate) -> bool:
         """Whether this update is still to be finished; no, if the state was loaded anew."""
         changed = update.changed()
-        if changed == "gradient" and update.begun:
+        if changed == "gradient" and update.is_started:
             done = f"{update.finished} of {len(update.windows)} windows of the last update are done"
             message = f"{done}, and the gradients that the others want have been changed"
             raise SpillError(f"{message}; load an earlier state into model and optimizer")
@@ -109,11 +109,11 @@ class WindowedOptimizer:
             self.pending = None
         return changed is None
 
-    def _far(self) -> bool:
+    def _is_offloaded(self) -> bool:
         """Whether anything that the step needs is on disk, or belongs there."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return any(
-            self.far_states(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
+            self.offloaded(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
         )
 
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
@@ -123,7 +123,7 @@ class WindowedOptimizer:
 
 def _left(update: WindowedUpdate) -> str:
     """What an update that has ended early still has to do, and how."""
-    if update.done:
+    if update.is_done:
         return "this update is done"
     done = f"{update.finished} of {len(update.windows)} windows of this update are done"
     return f"{done}: call step() again, which does the others, or load an earlier state into model and optimizer"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveError, ShardError
-from ..optim.elementwise import without_hooks
+from ..optim.elementwise import unhooked_step
 from .comm.failures import failures, in_words
 from .grad_presence import exchange_presence
 from .step import FAILURE
@@ -77,7 +77,7 @@ def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], 
     inner = optimizer.inner
     inner.param_groups[0].update({k: v for k, v in optimizer.param_groups[0].items() if k in inner.defaults})
     try:
-        without_hooks(type(inner))(inner, closure=evaluate, **kwargs)
+        unhooked_step(type(inner))(inner, closure=evaluate, **kwargs)
     except AllRanksFailed as failed:
         raise failed.error from None
     except CollectiveError:  # nobody can be told anything

@@ -17,9 +17,8 @@ from passes.ir.machine import SMALLEST_HOME
 
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.optimizer_clone import ClonedOptimizer
-from ..optim.state_parts import PARTS, Owner, StatePart, in_parts, is_large
-from ..optim.twin import clone_optimizer
+from ..optim.optimizer_clone import ClonedOptimizer, clone_optimizer
+from ..optim.state_parts import PARTS, Owner, StatePart, is_large, partition_states
 from ..optim.windowed_update import WindowedUpdate
 from .shards.param_groups import Group, options
 
@@ -43,7 +42,7 @@ class OffloadedShards(OffloadedUpdate):
         steady = not any(is_nondeterministic(inner, *kind) for kind in kinds)
         return on_cpu and self.oss.is_cut and is_elementwise(inner) and steady
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Nothing has to be put on the optimizer, which looks here."""
 
     def forget(self) -> None:
@@ -66,7 +65,7 @@ class OffloadedShards(OffloadedUpdate):
             if self.half is None or self.half[0] != number:
                 self.half = (
                     number,
-                    WindowedUpdate(clone_optimizer(self.oss.inner, [group]), self.current, is_large, self.where),
+                    WindowedUpdate(clone_optimizer(self.oss.inner, [group]), self.current, is_large, self.location),
                 )
             self.half[1].run()
             self.half = None
@@ -77,7 +76,7 @@ def shard_parts(oss: OSS) -> list[StatePart]:
     is the same parts on all."""
     if not oss.far.can_stream:
         return []
-    return in_parts([(i, max(of_ranks)) for i, of_ranks in enumerate(large_nbytes(oss))], PARTS)
+    return partition_states([(i, max(of_ranks)) for i, of_ranks in enumerate(large_nbytes(oss))], PARTS)
 
 
 def large_nbytes(oss: OSS) -> list[list[int]]:
@@ -100,4 +99,4 @@ def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
     stepper = ClonedOptimizer(clone_optimizer(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}
+    return {kind: sum(dtype.itemsize for dtype in stepper.state_dtypes(*kind).values() if dtype) for kind in kinds}

@@ -25,8 +25,8 @@ from torch import Tensor, optim
 from passes.shards import Item, Sizes, loads_of, shards
 
 from ..errors import ShardError
-from ..optim.elementwise import EXACT, is_elementwise
-from ..optim.optimizer_clone import clone_obstacle
+from ..optim.elementwise import EXACT_DTYPES, is_elementwise
+from ..optim.optimizer_clone import unclonable_reason
 from ..tensors.layout import is_dense
 from .average_grads import GradAverager
 from .checkpoint.state_dict import StateDictMixin
@@ -104,7 +104,7 @@ class OSS(StateDictMixin):
             self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
             plain = template(optim, groups, defaults)
             # A step that changes more than its parameters' states is run once for all of them.
-            self.is_cut = is_elementwise(plain) and not clone_obstacle(plain)
+            self.is_cut = is_elementwise(plain) and not unclonable_reason(plain)
             self.is_driven = issubclass(optim, torch.optim.LBFGS)
             self.pieces = ShardViews(self.exchange.rank, self.exchange.ranks)
             self.items: list[Item] = []
@@ -340,7 +340,7 @@ class OSS(StateDictMixin):
         """Spread parameters of which there is no state yet, as they are now."""
         self.inside.refuse_parts()
         self.awaited.begin_anew()
-        self.far.far_states.clear()  # they are of buckets that go
+        self.far.offloaded_owners.clear()  # they are of buckets that go
         self.pieces, self.items, self.group_of = ShardViews(self.exchange.rank, self.exchange.ranks), [], []
         for i, group in enumerate(self.param_groups):
             self._lay_out(i, group["params"])
@@ -378,7 +378,7 @@ def _is_fresh(state: Mapping[Any, Any]) -> bool:
 
 def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
     whole = not is_cut or not is_dense(p) or p.is_complex()
-    quantum = 1 if p.dtype in EXACT and not fused else VECTOR
+    quantum = 1 if p.dtype in EXACT_DTYPES and not fused else VECTOR
     return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
 

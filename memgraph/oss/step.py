@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from ..optim.elementwise import without_hooks
+from ..optim.elementwise import unhooked_step
 from ..storage.spill_file import SpillError
 from .average_grads import Gradients, assign_grads
 from .comm.failures import failures, in_words
@@ -222,7 +222,7 @@ class ShardedStep:
         group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
         given = options(group) | {"params": views}
         number = optimizer.pieces.number(laid)
-        if views and number in optimizer.far.far_states and not kwargs:
+        if views and number in optimizer.far.offloaded_owners and not kwargs:
             try:
                 optimizer.far.update(number, given)
             except Exception as error:
@@ -239,7 +239,7 @@ class ShardedStep:
         before, inner.param_groups = inner.param_groups, groups
         try:
             if self.failed is None:
-                without_hooks(type(inner))(inner, **kwargs)
+                unhooked_step(type(inner))(inner, **kwargs)
         except Exception as error:
             self.failed = error
         finally:

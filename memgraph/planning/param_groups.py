@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn, optim
 
 from ..graph.captured import Captured
-from ..optim.state_parts import state_parts
-from ..optim.trained import TrainedParameters
+from ..optim.state_parts import TrainedParameters, state_parts
 from ..oss import OSS
 from ..oss.offloaded_states import shard_parts
 

@@ -34,11 +34,10 @@ from ..guards.signature import has_gradients, parameters_with_grad_hooks
 from ..microbatch.advice import suggest_microbatches
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedStates, OffloadedUpdate
-from ..optim.parameter_values import parameter_values
 from ..optim.placement import StatePlacement
+from ..optim.state_parts import TrainedParameters
 from ..optim.tier_slots import OffloadedSlots, tier_slots, unread_parameters
-from ..optim.trained import TrainedParameters
-from ..optim.update_cost import add_update, price_update
+from ..optim.update_cost import add_update, parameter_values, price_update
 from ..options.compile_options import CompileOptions
 from ..oss import OSS
 from ..oss.comm.consensus import NEW, announce_failure, announcing_failure, check_same_step, digest
@@ -87,9 +86,9 @@ class Planner:
         optimizer = options.optimizer
         self.sharded = optimizer if isinstance(optimizer, OSS) else None
         far = self.sharded.far if self.sharded is not None else None
-        self.residence = StatePlacement(module)
+        self.placement = StatePlacement(module)
         self.progress = Progress()
-        self.update = far or OffloadedUpdate(optimizer, options.fuse_update, hosts=options.host_update)
+        self.update = far or OffloadedUpdate(optimizer, options.fuse_update, host_update=options.host_update)
         self._look()
         self.fused = (
             FusedUpdate(module, optimizer, self.update) if optimizer is not None and options.fuse_update else None
@@ -109,7 +108,7 @@ class Planner:
             if self.options.strict:
                 hold_to(self.budget, device)
             self.recorder = recorder_of(device) if self.options.cuda_graphs else None
-            self.residence.where = self.update.where = buffer_location(
+            self.placement.location = self.update.location = buffer_location(
                 device, self.options.spill_dir, self.options.pinned
             )
             self.device = device
@@ -122,7 +121,7 @@ class Planner:
         if self.sharded is None:
             there = resident_bytes([*self.module.parameters(), *self.module.buffers()])
             # Without a far tier it is not the optimizer that keeps all on the device.
-            self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
+            self.update.check_fits_on_device(there, math.inf if self.tier is None else self.budget)
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: OutputSelector, like: Step | None = None
@@ -220,9 +219,9 @@ class Planner:
             counted=self.options.optimizer is not None, uncompiled=refused,
         )  # fmt: skip
         home_slots = None
-        if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.home for slot in its):
+        if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.key for slot in its):
             states = OffloadedStates.of(self.update, choice.forecast.trace, trained.parts)
-            home_slots = OffloadedSlots(self.residence, its, captured, states, unread_parameters(planned, captured))
+            home_slots = OffloadedSlots(self.placement, its, captured, states, unread_parameters(planned, captured))
         step = Step(captured, partition(planned, captured.graph), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
@@ -240,7 +239,7 @@ class Planner:
         choice = step.report.choice
         if step.lowering is not None:
             times = step.lowering.apart(times)
-        trace, machine = with_measured_times(choice, step.report.machine, times.beside(self.update.moved))
+        trace, machine = with_measured_times(choice, step.report.machine, times.beside(self.update.copies))
         step.report = replace(step.report, repriced_us=predict(apply(trace, choice.plan), machine).us)
         known = plain, step.report.machine, self.options.search_key
         settled = step.recent.is_untouched and is_final(*known)
@@ -258,7 +257,7 @@ class Planner:
         new.replan, new.recent = step.replan, StepHistory(step.recent.looks, step.recent.steps)
         new.adding, new.warned, new.report = step.adding, step.warned, replace(new.report, adding=step.report.adding)
         if step.home_slots is not None:
-            step.home_slots.replaced(new.home_slots)
+            step.home_slots.release_to(new.home_slots)
         return new
 
     def _later(self, captured: Captured, graph: fx.Graph, trained: TrainedParameters) -> fx.Graph | None:
@@ -409,6 +408,6 @@ class Planner:
             return machine
         if self.sharded is not None:
             return replace(machine, homes=True, only_states=True, window=offloaded_nbytes(self.sharded, trained.shards))
-        window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
-        ahead = self.update.between(trained.parameters)
+        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
+        ahead = self.update.nbytes_between(trained.parameters)
         return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)

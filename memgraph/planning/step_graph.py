@@ -21,7 +21,7 @@ from ..graph.fuse_updates import add_updates
 from ..guards.signature import is_read_after_backward
 from ..microbatch.check_independence import require_row_independence
 from ..optim.fused_update import FusedUpdate
-from ..optim.trained import TrainedParameters
+from ..optim.state_parts import TrainedParameters
 from ..oss import OSS
 from ..oss.compiled.insert_all_gather import arrivals, insert_all_gathers
 from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters

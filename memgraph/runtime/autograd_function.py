@@ -117,7 +117,7 @@ class BackwardPass:
                 step.accompany(flight, self.tensors)
         apart: Mapping[int, Tensor] = {}
         if step.home_slots is not None:
-            apart, places = step.home_slots.before(self.takers, self.roles.adds)
+            apart, places = step.home_slots.begin_backward(self.takers, self.roles.adds)
             flight.bind(places)
         added = self._there() if self.roles.adds else []
         self._warn()
@@ -126,10 +126,10 @@ class BackwardPass:
             gradients = self._parted(self._made(added))
             if step.home_slots is not None:
                 kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
-                gradients = step.home_slots.after(gradients, kept, apart, flight.sent)
+                gradients = step.home_slots.finish_backward(gradients, kept, apart, flight.sent)
         except BaseException as error:
             if self.fused is not None:
-                self.fused.failed(error)
+                self.fused.abort(error)
             raise
         given = self._given(gradients)
         if flight.shared:
@@ -199,7 +199,7 @@ class BackwardPass:
             flight.halves = step.halves_without(self.unused)
         found = flight.backward(self.tangents, added, self.keep)
         if self.fused is not None:
-            self.fused.ended()
+            self.fused.finish()
         return found
 
     def _parted(self, found: list[Tensor]) -> list[Tensor]:

@@ -30,7 +30,7 @@ from ..planning.lowering import Lowering
 from ..profile.memory_meter import Meter, meter_of, resident_bytes
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
-from ..storage.tier import Tier
+from ..storage.tiers import Tier
 from ..system.user_warning import warn_user
 from . import company
 from .autograd_function import StepFunction, UnplannedGradient
@@ -185,7 +185,7 @@ class Step:
         told."""
         try:
             if self.home_slots is not None:
-                places = self.home_slots.settled(tensors)
+                places = self.home_slots.place(tensors)
                 if self.tier is not None:
                     self.tier.bind(places)
             if self.inside is not None:
@@ -209,7 +209,7 @@ class Step:
         times = flight.times()
         if times is not None:
             if self.fused is not None:
-                waited = self.fused.waited
+                waited = self.fused.waited_us
                 times = times.without({op: waited.get(name, 0.0) for op, name in self.update_ops.items()})
             self.times, self.report = times, replace(self.report, measured_us=times.us)
         was_metered, ended = flight.meter is not None, flight.ended

@@ -6,7 +6,7 @@ spill_file         unnamed files for it
 io_threads         threads that read and write
 async_copy         copy in chunks while the caller goes on
 pinned_tier        activations in pinned host memory, behind a GPU
-pinned_pool        slabs of pinned memory, bounded in sum
+pinned_pool        pool of pinned memory, bounded in sum
 mapped_storage     parameters and states on disk that stay ordinary tensors
 pinned_storage     the same in pinned memory
 transfer           copies of mapped tensors

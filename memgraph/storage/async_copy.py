@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ..tensors.layout import is_dense
 from .io_threads import CHUNK, WORKERS, OneShotEvent, read, submit, write
-from .spill_file import SpillError, advice_for, pages
+from .spill_file import SpillError, advice_for, whole_pages
 
-CopyRequest = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
+CopyFunction = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
-class CopyPart(OneShotEvent):
+class CopyChunk(OneShotEvent):
     """What one worker does of a copy.  Opens when that has ended, well or not.  Its times are seconds."""
 
     error: Exception | None = None
-    begin = ended = 0.0
+    started = ended = 0.0
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class CopyPart(OneShotEvent):
             raise self.error
 
 
-CopiedBytes = dict[CopyRequest, list[CopyPart]]  # what was begun of copies, by whether it is written or read
-CopyGuard = Callable[[CopyPart], object]  # is called before bytes move, and may raise what is against it
+CopyLog = dict[CopyFunction, list[CopyChunk]]  # what was begun of copies, by whether it is written or read
+CopyGuard = Callable[[CopyChunk], object]  # is called before bytes move, and may raise what is against it
 
 
 class Copy:
     """A copy of a file's bytes and a tensor's.  It holds the tensor until it is known to have ended."""
 
-    def __init__(self, move: CopyRequest, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
+    def __init__(self, move: CopyFunction, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
         """`where`: file, offset and bytes; `place` is what an error calls the file.
 
         Raises:
@@ -57,49 +57,49 @@ class Copy:
         self.address = address_of(tensor, where[2])
         self.what = f"to {move.__name__} {where[2]} bytes {place}"
         self.tensor: Tensor | None = tensor
-        self.parts: list[CopyPart] = []
+        self.chunks: list[CopyChunk] = []
 
-    def begin(self, guard: CopyGuard, after: Sequence[CopyPart] = ()) -> None:
+    def begin(self, guard: CopyGuard, after: Sequence[CopyChunk] = ()) -> None:
         """Have the workers copy once `after` have ended; if one of those failed, nothing is copied.
 
         Until then, and no longer, the workers hold `guard`, which has to hold the tensor and the file.
         """
         file, offset, nbytes = self.where
         # Half for each worker, so that one copies memory while the other waits for the disk.
-        share = max(CHUNK, pages(-(-nbytes // WORKERS)))
+        share = max(CHUNK, whole_pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
-            self.parts.append(part := CopyPart(min(share, nbytes - at)))
+            self.chunks.append(part := CopyChunk(min(share, nbytes - at)))
             submit(partial(_run, part, [guard], after, self.move, file, offset + at, self.address + at, part.nbytes))
 
     def end(self) -> None:
         """Wait for every part, then let the tensor go."""
         finish_copies(self)
         self.tensor = None
-        for part in self.parts:
+        for part in self.chunks:
             if part.error:
                 advice = advice_for(part.error, "if this disk is failing or full, name another folder with spill_dir=")
                 raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
 
 
-class SplitCopy(Protocol):
+class ChunkedCopy(Protocol):
     """A copy in parts that can be waited for."""
 
-    parts: Any
+    chunks: Any
 
 
-def finish_copies(*copies: SplitCopy | None) -> None:
+def finish_copies(*copies: ChunkedCopy | None) -> None:
     """Wait until `copies` have ended, well or not."""
-    for part in [part for copy in copies if copy for part in copy.parts]:
+    for part in [part for copy in copies if copy for part in copy.chunks]:
         part.wait()
 
 
-def rates(*moved: CopiedBytes) -> tuple[float, float]:
+def copy_rates(*moved: CopyLog) -> tuple[float, float]:
     """Bytes per microsecond written and read, while such parts moved; 0.0 if none has ended.
 
     Where both moved, each part has an equal share of that time.
     """
     ways = [[part for each in moved for part in each.get(move, ()) if part.ended] for move in (write, read)]
-    moments = [(part.begin, 1, way) for way, parts in enumerate(ways) for part in parts]
+    moments = [(part.started, 1, way) for way, parts in enumerate(ways) for part in parts]
     moments += [(part.ended, -1, way) for way, parts in enumerate(ways) for part in parts]
     busy, moving, before = [0.0, 0.0], [0, 0], 0.0
     for at, change, way in sorted(moments):
@@ -120,13 +120,13 @@ def address_of(tensor: Tensor, nbytes: int) -> int:
     return tensor.data_ptr()
 
 
-def _run(part: CopyPart, held: list[CopyGuard], after: Sequence[CopyPart], move: CopyRequest, *where: int) -> None:
+def _run(part: CopyChunk, held: list[CopyGuard], after: Sequence[CopyChunk], move: CopyFunction, *where: int) -> None:
     try:
         held[0](part)
         # Parts begin in the order in which they were submitted, so two workers never wait for each other.
         for earlier in after:
             earlier.end()
-        part.begin = time.perf_counter()
+        part.started = time.perf_counter()
         move(*where)
         part.ended = time.perf_counter()
     except Exception as error:

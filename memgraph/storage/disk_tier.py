@@ -23,10 +23,10 @@ from itertools import accumulate, chain
 import torch
 
 from ..system.user_warning import warn_user
-from .async_copy import CopiedBytes, Copy, CopyPart, CopyRequest, finish_copies
+from .async_copy import Copy, CopyChunk, CopyFunction, CopyLog, finish_copies
 from .io_threads import STAGING, IoThread, read, start, write
 from .mapped_storage import BufferSlice, FileMapping
-from .spill_file import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
+from .spill_file import PAGE, SpillError, is_ram, spill_folder, unnamed_file, whole_pages
 
 
 class DiskTier:
@@ -35,21 +35,21 @@ class DiskTier:
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
         self.process = os.getpid()  # whose files these are
-        self.homes: Mapping[int, BufferSlice] = {}  # slots that are places of the state, and no room of a lease's own
-        self.rooms: list[int] = []  # files that no lease has
+        self.bound: Mapping[int, BufferSlice] = {}  # slots that are places of the state, and no file of a lease's own
+        self.files: list[int] = []  # files that no lease has
         self.slots = tuple(slots)
-        *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
+        *self.offsets, self.nbytes = accumulate(map(whole_pages, self.slots), initial=0)
         self.staging = STAGING  # one set of buffers for all tiers of the process
         self.folder = spill_folder(folder)
         if is_ram(self.folder):
             message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
             warn_user(f"{message}: name a folder on a disk with spill_dir=")
         start()  # here, because a step should pay neither their time nor their memory
-        self.rooms.append(self._make_room())
+        self.files.append(self._make_room())
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
-        self.homes = homes
+        self.bound = bound
 
     def lease(self) -> DiskLease:
         """Room for one step in flight; a new file is made if all others are out."""
@@ -58,19 +58,19 @@ class DiskTier:
         if self.process != os.getpid():  # a child of fork, whose parent goes on in the same files
             self._give_up()
             self.process = os.getpid()
-        return DiskLease(self, self.rooms.pop() if self.rooms else self._make_room())
+        return DiskLease(self, self.files.pop() if self.files else self._make_room())
 
     def close(self) -> None:
         """Give the disk its bytes back, those of a running lease as soon as it is released."""
         self.closed = True
         self._give_up()
 
-    def take_back(self, room: int, process: int) -> None:
+    def return_file(self, file: int, process: int) -> None:
         """The lease that a process has had is given back."""
         if process != self.process:
-            os.close(room)
+            os.close(file)
             return
-        self.rooms.append(room)
+        self.files.append(file)
         if self.closed:
             self._give_up()
 
@@ -78,29 +78,29 @@ class DiskTier:
         self.close()
 
     def _give_up(self) -> None:
-        while self.rooms:
-            os.close(self.rooms.pop())
+        while self.files:
+            os.close(self.files.pop())
 
     def _make_room(self) -> int:
-        return nameless_file(self.folder, max(self.nbytes, PAGE))
+        return unnamed_file(self.folder, max(self.nbytes, PAGE))
 
 
 class DiskLease:
-    """The room of one step in flight.  Used by one thread at a time."""
+    """The file of one step in flight.  Used by one thread at a time."""
 
-    def __init__(self, tier: DiskTier, room: int) -> None:
+    def __init__(self, tier: DiskTier, file: int) -> None:
         self.tier = tier
-        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
-        self.room: int | None = room
+        self.bound = tier.bound  # as they are now: a later step may find the state elsewhere
+        self.file: int | None = file
         self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.moved: CopiedBytes = {write: [], read: []}  # what the workers have taken up
+        self.copies: CopyLog = {write: [], read: []}  # what the workers have taken up
         self.dropped = False
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
-        self.homes = {**self.homes, **homes}
+        self.bound = {**self.bound, **bound}
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
@@ -111,27 +111,27 @@ class DiskLease:
     def free(self, slot: int) -> None:
         """Wait until the copy out has ended."""
         self._refuse_inherited()
-        copy_of(slot, self.out, "offloaded").end()
+        slot_copy(slot, self.out, "offloaded").end()
 
     def reload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
         self._refuse_inherited()
-        leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
+        leaving = () if slot in self.bound else slot_copy(slot, self.out, "offloaded").chunks
         finish_copies(self.back.get(slot))
         self._start(self.back, slot, tensor, read, after=leaving)
 
     def wait(self, slot: int) -> None:
         """Wait until the copy back has ended."""
         self._refuse_inherited()
-        copy_of(slot, self.back, "reloaded").end()
+        slot_copy(slot, self.back, "reloaded").end()
 
     def release(self) -> None:
-        """Drop the copies that have not begun, wait for those that have, and give the room back."""
+        """Drop the copies that have not begun, wait for those that have, and give the file back."""
         self.dropped = True
         # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
         if not isinstance(threading.current_thread(), IoThread):
             # No thread of a parent's is here to end a copy.
-            for part in chain(*self.moved.values()) if self.process == os.getpid() else ():
+            for part in chain(*self.copies.values()) if self.process == os.getpid() else ():
                 part.wait()
             self._give_back()
 
@@ -141,32 +141,32 @@ class DiskLease:
 
     def _give_back(self) -> None:
         self.out, self.back = {}, {}
-        self.moved = {write: [], read: []}
-        room, self.room = self.room, None
-        if room is not None:
-            self.tier.take_back(room, self.process)
+        self.copies = {write: [], read: []}
+        file, self.file = self.file, None
+        if file is not None:
+            self.tier.return_file(file, self.process)
 
     def _start(
         self,
         copies: dict[int, Copy],
         slot: int,
         tensor: torch.Tensor,
-        move: CopyRequest,
-        after: Sequence[CopyPart] = (),
+        move: CopyFunction,
+        after: Sequence[CopyChunk] = (),
     ) -> None:
         copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
         # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
-        copy.begin(partial(self._take_up, self.moved[move]), after)
+        copy.begin(partial(self._take_up, self.copies[move]), after)
 
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""
-        room, home = self._room(), self.homes.get(slot)
+        file, home = self._room(), self.bound.get(slot)
         if home is None:
-            return room, self.tier.offsets[slot], self.tier.slots[slot]
+            return file, self.tier.offsets[slot], self.tier.slots[slot]
         assert isinstance(home.mapping, FileMapping)
         return home.mapping.file, home.offset, home.nbytes
 
-    def _take_up(self, begun: list[CopyPart], part: CopyPart) -> None:
+    def _take_up(self, begun: list[CopyChunk], part: CopyChunk) -> None:
         begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
         self._room()
 
@@ -182,12 +182,12 @@ class DiskLease:
             )
 
     def _room(self) -> int:
-        if self.room is None or self.dropped:
+        if self.file is None or self.dropped:
             raise ValueError("this lease is released")
-        return self.room
+        return self.file
 
 
-def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
+def slot_copy(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
     """The copy of a slot.
 
     Raises:

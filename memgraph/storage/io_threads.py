@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from .spill_file import PAGE, pages
+from .spill_file import PAGE, whole_pages
 
 WORKERS = 2
 CHUNK = 512 << 10  # bytes of each buffer
@@ -43,7 +43,7 @@ def start() -> SimpleQueue[IoJob | None]:
     workers = [IoThread(jobs) for _ in range(WORKERS)]
     for worker in workers:
         worker.start()
-    atexit.register(finish, workers)
+    atexit.register(join_threads, workers)
     return jobs
 
 
@@ -64,7 +64,7 @@ class IoThread(threading.Thread):
             del job  # it may hold tensors, and the next may be long in coming
 
 
-def finish(workers: list[IoThread]) -> None:
+def join_threads(workers: list[IoThread]) -> None:
     """Let the workers end, so that none is at a tensor when the interpreter takes it down."""
     for worker in workers:
         worker.jobs.put(None)
@@ -97,24 +97,24 @@ def write(file: int, offset: int, address: int, nbytes: int) -> None:
     """Copy memory to the file, a buffer at a time."""
     for at in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - at)
-        ctypes.memmove(buffer.address, address + at, size)
-        transfer(os.pwritev, file, offset + at, size)
+        ctypes.memmove(staging_buffer.address, address + at, size)
+        transfer_pages(os.pwritev, file, offset + at, size)
 
 
 def read(file: int, offset: int, address: int, nbytes: int) -> None:
     """Copy the file to memory, a buffer at a time."""
     for at in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - at)
-        transfer(os.preadv, file, offset + at, size)
-        ctypes.memmove(address + at, buffer.address, size)
+        transfer_pages(os.preadv, file, offset + at, size)
+        ctypes.memmove(address + at, staging_buffer.address, size)
 
 
-def transfer(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
+def transfer_pages(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
     """Write or read whole pages of the buffer; the kernel may do it in several goes."""
-    done, whole = 0, pages(nbytes)
+    done, whole = 0, whole_pages(nbytes)
     while done < whole:
         try:
-            moved = call(file, [buffer.view[done:whole]], offset + done)
+            moved = call(file, [staging_buffer.view[done:whole]], offset + done)
         except OSError as error:
             if call is os.pwritev and error.errno == errno.EINVAL:
                 _refuse_large(offset + whole)
@@ -135,7 +135,7 @@ def _refuse_large(end: int) -> None:
         raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: this process may write files of {limit} bytes")
 
 
-class Buffer(threading.local):
+class StagingBuffer(threading.local):
     """The memory that a thread copies through."""
 
     def __init__(self) -> None:
@@ -143,4 +143,4 @@ class Buffer(threading.local):
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
 
-buffer = Buffer()
+staging_buffer = StagingBuffer()

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..tensors.layout import is_dense, shaped
-from .spill_file import PAGE, SpillError, advice_for, nameless_file, pages, spill_folder
+from .spill_file import PAGE, SpillError, advice_for, spill_folder, unnamed_file, whole_pages
 
 SlotSize = tuple[int, int]  # offset, bytes
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -65,23 +65,23 @@ class BufferSlice:
 
     offset: int
     nbytes: int
-    mapping: Mapping | Source
+    mapping: Mapping | CopySource
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def view_like(self, tensor: Tensor) -> Tensor:
         """Its bytes in memory of the host, laid out as `tensor`."""
         assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
         return shaped(flat, tensor)
 
 
-class Source:
+class CopySource:
     """What has bytes of the state, and streams that copy them."""
 
-    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
+    def reload(self, place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
         """Begin to fill `tensor`, once `after` have ended."""
         raise NotImplementedError
 
-    def stored(self, place: BufferSlice, tensor: Tensor) -> Any:
+    def offload(self, place: BufferSlice, tensor: Tensor) -> Any:
         """Begin to copy `tensor` there."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Source:
 class BufferAllocator:
     """What has room for homes, other than a folder."""
 
-    def mapped(self, slots: Iterable[SlotSize]) -> Mapping:
+    def map(self, slots: Iterable[SlotSize]) -> Mapping:
         """New room for the slots."""
         raise NotImplementedError
 
@@ -100,36 +100,36 @@ BufferLocation = BufferAllocator | str | os.PathLike[str] | None  # a folder, No
 class MappedBuffer:
     """Room in the far tier for some tensors. It lives as long as a tensor over it, a place in it, or this object."""
 
-    def __init__(self, forms: Sequence[TensorSpec], where: BufferLocation) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], where: BufferLocation) -> None:
         """
         Raises:
             SpillError: the folder has no room for them.
             PinnedError: the host has none.
-            ValueError: a form leaves gaps between its elements, or lays several on one place.
+            ValueError: a spec leaves gaps between its elements, or lays several on one place.
         """
-        for form in forms:
-            if not is_dense(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")):
-                raise ValueError(f"a home takes dense tensors, not shape {form.shape} with strides {form.strides}")
-        self.forms = tuple(forms)
-        *self.offsets, nbytes = accumulate((pages(form.nbytes) for form in forms), initial=0)
+        for spec in specs:
+            if not is_dense(torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")):
+                raise ValueError(f"a home takes dense tensors, not shape {spec.shape} with strides {spec.strides}")
+        self.specs = tuple(specs)
+        *self.offsets, nbytes = accumulate((whole_pages(spec.nbytes) for spec in specs), initial=0)
         self.nbytes = nbytes
-        slots = [(at, form.nbytes) for at, form in zip(self.offsets, forms, strict=True)]
+        slots = [(at, spec.nbytes) for at, spec in zip(self.offsets, specs, strict=True)]
         self.mapping = (
-            where.mapped(slots) if isinstance(where, BufferAllocator) else FileMapping.of(spill_folder(where), slots)
+            where.map(slots) if isinstance(where, BufferAllocator) else FileMapping.of(spill_folder(where), slots)
         )
 
     def tensor(self, index: int) -> Tensor:
         """A tensor over the place at `index`; all zeros until something is written there."""
-        form = self.forms[index]
-        if not form.nbytes:
-            return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=self.mapping.device)
+        spec = self.specs[index]
+        if not spec.nbytes:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self.mapping.device)
         # A storage of its own: whoever saves or copies one tensor must not get all of the mapping.
-        flat = self.mapping.seen(self.offsets[index], form.nbytes)
-        empty = torch.empty(0, dtype=form.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), 0, form.shape, form.strides)
+        flat = self.mapping.bytes_at(self.offsets[index], spec.nbytes)
+        empty = torch.empty(0, dtype=spec.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), 0, spec.shape, spec.strides)
 
-    def place(self, index: int) -> BufferSlice:
-        return BufferSlice(self.offsets[index], self.forms[index].nbytes, self.mapping)
+    def slice(self, index: int) -> BufferSlice:
+        return BufferSlice(self.offsets[index], self.specs[index].nbytes, self.mapping)
 
 
 class Mapping(mmap.mmap):
@@ -138,17 +138,17 @@ class Mapping(mmap.mmap):
     device = torch.device("cpu")  # of the tensors that lie there
     slots: list[SlotSize]  # those that have any bytes
 
-    def seen(self, offset: int, nbytes: int) -> Tensor:
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """Some of its bytes as the owner of a tensor there sees them."""
         return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def part(self, base: int) -> None:
+    def unshare(self, base: int) -> None:
         """In a child of fork: let what is written at this address no longer be written for the parent as well."""
 
-    def known(self, slots: list[SlotSize]) -> None:
+    def register(self, slots: list[SlotSize]) -> None:
         """From now on, tensors there have a place."""
         self.slots = slots
-        _mappings[self.seen(0, 1).data_ptr()] = self
+        _open_mappings[self.bytes_at(0, 1).data_ptr()] = self
 
 
 class FileMapping(Mapping):
@@ -159,8 +159,8 @@ class FileMapping(Mapping):
     @classmethod
     def of(cls, folder: Path, slots: Iterable[SlotSize]) -> FileMapping:
         """Map a new nameless file with room for the slots."""
-        laid, nbytes = taken_nbytes(slots)
-        file = nameless_file(folder, nbytes, "the state")
+        laid, nbytes = page_layout(slots)
+        file = unnamed_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
         except OSError as error:  # of memory, or of files: a mapping has one of its own
@@ -170,10 +170,10 @@ class FileMapping(Mapping):
                 f"cannot map {nbytes} bytes of a file for the state in {folder}: {error}; {advice}"
             ) from error
         mapping.file = file
-        mapping.known(laid)
+        mapping.register(laid)
         return mapping
 
-    def part(self, base: int) -> None:
+    def unshare(self, base: int) -> None:
         writable, private, fixed = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, 0x10
         if LIBC.mmap(base, len(self), writable, private | fixed, self.file, 0) != base:
             raise OSError(ctypes.get_errno(), "a home cannot be parted from that of the parent")
@@ -183,20 +183,20 @@ class FileMapping(Mapping):
             os.close(self.file)
 
 
-def taken_nbytes(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
+def page_layout(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
     """The slots that have any bytes, and the bytes of whole pages that they take."""
     laid = [slot for slot in slots if slot[1]]
-    return laid, max((at + pages(size) for at, size in laid), default=PAGE)
+    return laid, max((at + whole_pages(size) for at, size in laid), default=PAGE)
 
 
-_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+_open_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
 
 
 def _part() -> None:
     """A child of fork has homes of its own: it finds its parent's tensors in ordinary memory."""
-    for base, mapping in list(_mappings.items()):
-        mapping.part(base)
-    _mappings.clear()
+    for base, mapping in list(_open_mappings.items()):
+        mapping.unshare(base)
+    _open_mappings.clear()
 
 
 os.register_at_fork(after_in_child=_part)
@@ -211,7 +211,7 @@ def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
     if tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    for base, mapping in list(_mappings.items()):
+    for base, mapping in list(_open_mappings.items()):
         if base <= address < base + len(mapping):
             return _within(mapping, address - base, nbytes)
     return None
@@ -219,7 +219,7 @@ def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
 
 def is_offloaded(tensor: Tensor) -> bool:
     """Whether a tensor lies in a home; a fake one does not."""
-    return bool(_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
+    return bool(_open_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
 
 
 def _within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:

@@ -1,12 +1,12 @@
-"""Pinned host memory: slabs that are taken when a step is planned, lent to its flights, and bounded in all.
+"""Pinned host memory: pool that are taken when a step is planned, lent to its flights, and bounded in all.
 
-    SLABS.reserve(1 << 30, cuda)    a slab of at least so many bytes is there from now on
-    slab = SLABS.lend(1 << 30, cuda)    that one; another is made only if it is out
-    SLABS.take_back(slab)
-    SLABS.forget(1 << 30, cuda)     what no plan needs any more goes back to the host
+    SLABS.reserve(1 << 30, cuda)    a block of at least so many bytes is there from now on
+    block = SLABS.acquire(1 << 30, cuda)    that one; another is made only if it is out
+    SLABS.take_back(block)
+    SLABS.unreserve(1 << 30, cuda)     what no plan needs any more goes back to the host
 
-A slab is whole pages of the process's own, registered with CUDA: exactly as many bytes as are wanted, where torch's
-allocator of pinned memory rounds up to a power of two.  Steps that run one after the other share one slab.  Where the
+A block is whole pages of the process's own, registered with CUDA: exactly as many bytes as are wanted, where torch's
+allocator of pinned memory rounds up to a power of two.  Steps that run one after the other share one block.  Where the
 host does not pin, copies go to pageable memory, slower and waited for, after one warning.  Not yet run on a GPU.
 """
 
@@ -27,13 +27,15 @@ from ..errors import MemgraphError
 from ..system.byte_sizes import BudgetRequest, asked_nbytes
 from ..system.device import CPU, memory_nbytes
 from ..system.user_warning import warn_user
-from .spill_file import pages
+from .spill_file import whole_pages
 
 VARIABLE = "MEMGRAPH_PINNED"
 PINNED = BudgetRequest("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
 NAMED = BudgetRequest(VARIABLE, "the host", "half of that")
-SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
-OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of the process's own, which are pinned faster than shared ones
+REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
+MMAP_FLAGS = (
+    mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+)  # pages of the process's own, which are pinned faster than shared ones
 
 
 class PinnedError(MemgraphError):
@@ -58,17 +60,17 @@ class PinnedBlock:
 
     nbytes: int
     device: torch.device
-    pins: PinnedAllocator
+    allocator: PinnedAllocator
     bytes: Tensor = field(init=False)
     pinned: bool = False
     after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
 
     def __post_init__(self) -> None:
-        mapping = mmap.mmap(-1, self.nbytes, flags=OWN)
+        mapping = mmap.mmap(-1, self.nbytes, flags=MMAP_FLAGS)
         # After a fork, the first write to a page would leave the device with the old one.
         mapping.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        why = self.pins.register(self.bytes, self.device)
+        why = self.allocator.register(self.bytes, self.device)
         self.pinned = not why
         if why:
             warn_user(
@@ -82,26 +84,26 @@ class PinnedBlock:
             event.synchronize()
         if self.pinned:
             self.pinned = False
-            self.pins.unregister(self.bytes)
+            self.allocator.unregister(self.bytes)
         self.bytes = self.bytes[:0].clone()
 
 
 class PinnedPool:
-    """The slabs of the process.  Who asks may bring a cap of its own: all of them together are no more than that then,
+    """The pool of the process.  Who asks may bring a cap of its own: all of them together are no more than that then,
     and no more than `cap` otherwise."""
 
-    def __init__(self, cap: Callable[[], int], pins: PinnedAllocator) -> None:
-        self.cap, self.pins = cap, pins
+    def __init__(self, cap: Callable[[], int], allocator: PinnedAllocator) -> None:
+        self.cap, self.allocator = cap, allocator
         self.free: list[PinnedBlock] = []
-        self.lent: list[PinnedBlock] = []
-        self.needs: list[tuple[int, torch.device]] = []
+        self.in_use: list[PinnedBlock] = []
+        self.reservations: list[tuple[int, torch.device]] = []
         self.claimed = 0  # bytes that are pinned for homes
         self.lock = threading.RLock()  # the collector may have a lease given back anywhere
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all slabs, and of what else is pinned."""
-        return self.claimed + sum(slab.nbytes for slab in (*self.free, *self.lent))
+        """The bytes of all pool, and of what else is pinned."""
+        return self.claimed + sum(block.nbytes for block in (*self.free, *self.in_use))
 
     def claim(self, nbytes: int, cap: int | None = None) -> None:
         """So many bytes more are pinned by somebody else, or fewer.
@@ -115,61 +117,63 @@ class PinnedPool:
             self.claimed += nbytes
 
     def reserve(self, nbytes: int, device: torch.device, cap: int | None = None) -> None:
-        """Have a slab of `nbytes` for a plan.
+        """Have a block of `nbytes` for a plan.
 
         Raises:
             PinnedError: there would be more of them than the cap.
         """
         with self.lock:
-            slab = self.lend(nbytes, device, cap)
-            self.needs.append((_whole(nbytes), device))
-            self.take_back(slab)
+            block = self.acquire(nbytes, device, cap)
+            self.reservations.append((_whole(nbytes), device))
+            self.release(block)
 
-    def forget(self, nbytes: int, device: torch.device) -> None:
+    def unreserve(self, nbytes: int, device: torch.device) -> None:
         """One plan less needs so many; what is larger than all others need is given up."""
         with self.lock:
-            self.needs.remove((_whole(nbytes), device))
+            self.reservations.remove((_whole(nbytes), device))
             self._trim()
 
-    def lend(self, nbytes: int, device: torch.device, cap: int | None = None) -> PinnedBlock:
-        """A slab of at least `nbytes`, for one flight.
+    def acquire(self, nbytes: int, device: torch.device, cap: int | None = None) -> PinnedBlock:
+        """A block of at least `nbytes`, for one flight.
 
         Raises:
             PinnedError: there would be more of them than the cap.
         """
         with self.lock:
             wanted = _whole(nbytes)
-            fitting = [slab for slab in self.free if slab.nbytes >= wanted and slab.device == device]
+            fitting = [block for block in self.free if block.nbytes >= wanted and block.device == device]
             if fitting:
-                slab = min(fitting, key=lambda slab: slab.nbytes)
-                self.free.remove(slab)
+                block = min(fitting, key=lambda block: block.nbytes)
+                self.free.remove(block)
             else:
-                self._give_up(lambda slab: slab.device == device)  # each is too small
+                self._give_up(lambda block: block.device == device)  # each is too small
                 self._check(wanted, cap)
-                slab = PinnedBlock(wanted, device, self.pins)
-            self.lent.append(slab)
-            return slab
+                block = PinnedBlock(wanted, device, self.allocator)
+            self.in_use.append(block)
+            return block
 
-    def take_back(self, slab: PinnedBlock) -> None:
+    def release(self, block: PinnedBlock) -> None:
         with self.lock:
-            self.lent.remove(slab)
-            self.free.append(slab)
+            self.in_use.remove(block)
+            self.free.append(block)
             self._trim()
 
     def _trim(self) -> None:
-        self._give_up(lambda slab: slab.nbytes > max((n for n, d in self.needs if d == slab.device), default=0))
+        self._give_up(
+            lambda block: block.nbytes > max((n for n, d in self.reservations if d == block.device), default=0)
+        )
 
     def _give_up(self, unwanted: Callable[[PinnedBlock], bool]) -> None:
-        for slab in [slab for slab in self.free if unwanted(slab)]:
-            self.free.remove(slab)
-            slab.close()
+        for block in [block for block in self.free if unwanted(block)]:
+            self.free.remove(block)
+            block.close()
 
     def _check(self, nbytes: int, asked: int | None) -> None:
         cap = self.cap() if asked is None else asked
         if self.nbytes + nbytes > cap:
             state = f", {self.claimed} of it by state" if self.claimed else ""
             raise PinnedError(
-                f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.lent)} "
+                f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.in_use)} "
                 f'steps in flight{state}) and {cap} allowed; allow more with pinned=, e.g. pinned="16GB", or for the '
                 f"whole process with {VARIABLE}=16GB, have fewer steps in flight, or plan with offload=None"
             )
@@ -177,7 +181,7 @@ class PinnedPool:
 
 def _whole(nbytes: int) -> int:
     """Whole pages, one at least."""
-    return pages(max(nbytes, 1))
+    return whole_pages(max(nbytes, 1))
 
 
 def cap_nbytes() -> int:
@@ -209,7 +213,7 @@ class CudaPinnedAllocator:
         try:
             with torch.cuda.device(device):  # of which such memory is said to be
                 cudart: Any = torch.cuda.cudart()
-                code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
+                code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, REGISTER_FLAGS))
             why = f"cudaHostRegister says {code}" if code else ""
         except RuntimeError as error:
             why = str(error)

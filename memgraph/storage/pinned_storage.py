@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .mapped_storage import BufferAllocator, BufferSlice, Mapping, SlotSize, Source, taken_nbytes
-from .pinned_pool import OWN, PINNED_POOL, PinnedError, PinnedPool
+from .mapped_storage import BufferAllocator, BufferSlice, CopySource, Mapping, SlotSize, page_layout
+from .pinned_pool import MMAP_FLAGS, PINNED_POOL, PinnedError, PinnedPool
 from .pinned_tier import copy_on_stream, copy_streams
 
 
@@ -32,30 +32,30 @@ class PinnedBufferAllocator(BufferAllocator):
 
     device: torch.device
     cuda: Any = torch.cuda
-    slabs: PinnedPool = PINNED_POOL
+    pool: PinnedPool = PINNED_POOL
     cap: int | None = None
 
-    def mapped(self, slots: Iterable[SlotSize]) -> PinnedMapping:
+    def map(self, slots: Iterable[SlotSize]) -> PinnedMapping:
         """
         Raises:
             PinnedError: there would be more pinned memory than is allowed, or the host does not pin it.
         """
-        laid, nbytes = taken_nbytes(slots)
-        self.slabs.claim(nbytes, self.cap)
+        laid, nbytes = page_layout(slots)
+        self.pool.claim(nbytes, self.cap)
         try:
-            mapping = PinnedMapping(-1, nbytes, flags=OWN)
-            mapping.madvise(mmap.MADV_DONTFORK)  # for the reason in `slab.py`
-            why = self.slabs.pins.register(mapping.seen(0, nbytes), self.device)
+            mapping = PinnedMapping(-1, nbytes, flags=MMAP_FLAGS)
+            mapping.madvise(mmap.MADV_DONTFORK)  # for the reason in `block.py`
+            why = self.pool.allocator.register(mapping.bytes_at(0, nbytes), self.device)
             if why:
                 raise PinnedError(
                     f"{nbytes} bytes of host memory for the state can't be pinned ({why}); allow the process more "
                     "locked memory (ulimit -l), or plan with offload=None"
                 )
         except BaseException:
-            self.slabs.claim(-nbytes)
+            self.pool.claim(-nbytes)
             raise
         mapping.host, mapping.device = self, self.device
-        mapping.known(laid)
+        mapping.register(laid)
         return mapping
 
 
@@ -65,25 +65,27 @@ class AfterEvent(Protocol):
     event: Any
 
 
-class PinnedMapping(Mapping, Source):
+class PinnedMapping(Mapping, CopySource):
     """Pinned memory, which is given back when nobody refers to it any more."""
 
     host: PinnedBufferAllocator
 
-    def seen(self, offset: int, nbytes: int) -> Tensor:
-        flat = super().seen(offset, nbytes)
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        flat = super().bytes_at(offset, nbytes)
         return flat if self.device.type == "cpu" else torch.as_tensor(_Seen(flat), device=self.device)
 
-    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> StreamCopy:
-        return StreamCopy(self.host, copy_streams(self.host.cuda, self.device)[1], tensor, place.like(tensor), after)
+    def reload(self, place: BufferSlice, tensor: Tensor, after: Sequence[AfterEvent] = ()) -> StreamCopy:
+        return StreamCopy(
+            self.host, copy_streams(self.host.cuda, self.device)[1], tensor, place.view_like(tensor), after
+        )
 
-    def stored(self, place: BufferSlice, tensor: Tensor) -> StreamCopy:
-        return StreamCopy(self.host, copy_streams(self.host.cuda, self.device)[0], place.like(tensor), tensor)
+    def offload(self, place: BufferSlice, tensor: Tensor) -> StreamCopy:
+        return StreamCopy(self.host, copy_streams(self.host.cuda, self.device)[0], place.view_like(tensor), tensor)
 
     def __del__(self) -> None:
         if hasattr(self, "host") and not sys.is_finalizing():  # then the pages go with the process
-            self.host.slabs.pins.unregister(super().seen(0, len(self)))
-            self.host.slabs.claim(-len(self))
+            self.host.pool.allocator.unregister(super().bytes_at(0, len(self)))
+            self.host.pool.claim(-len(self))
 
 
 class StreamCopy:
@@ -99,7 +101,7 @@ class StreamCopy:
         self.host, self.nbytes = host, into.nbytes
         self.tensors: tuple[Tensor, ...] = into, of
         self.event = self._begun(stream, into, of)
-        self.parts = (self,)
+        self.chunks = (self,)
 
     def _begun(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         return copy_on_stream(self.host.cuda, self.host.device, stream, into, of)

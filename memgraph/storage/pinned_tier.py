@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import shaped
-from .async_copy import CopiedBytes
+from .async_copy import CopyLog
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
 from .spill_file import PAGE
 
-ALIGNED = 256  # bytes, at a multiple of which a slot begins: less than 1 % is lost on the smallest value that is sent
-Copying = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor on the device
+ALIGNMENT = 256  # bytes, at a multiple of which a slot begins: less than 1 % is lost on the smallest value that is sent
+EventCopy = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor on the device
 
 
 class PinnedTier:
@@ -38,40 +38,40 @@ class PinnedTier:
     `cuda` is torch.cuda, or what has its streams and events; `cap` is the most that its steps may have pinned in all.
     """
 
-    staging = 0  # copies go straight between the device and the slab
+    staging = 0  # copies go straight between the device and the block
 
     def __init__(
-        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: PinnedPool = PINNED_POOL,
+        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, pool: PinnedPool = PINNED_POOL,
         cap: int | None = None,
     ) -> None:  # fmt: skip
-        self.slots, self.device, self.cuda, self.slabs, self.cap = tuple(slots), device, cuda, slabs, cap
-        *self.offsets, nbytes = accumulate((-(-slot // ALIGNED) * ALIGNED for slot in slots), initial=0)
+        self.slots, self.device, self.cuda, self.pool, self.cap = tuple(slots), device, cuda, pool, cap
+        *self.offsets, nbytes = accumulate((-(-slot // ALIGNMENT) * ALIGNMENT for slot in slots), initial=0)
         self.nbytes = max(nbytes, PAGE)
-        self.homes: Mapping[int, BufferSlice] = {}
+        self.bound: Mapping[int, BufferSlice] = {}
         self.closed = True
-        slabs.reserve(self.nbytes, device, cap)
+        pool.reserve(self.nbytes, device, cap)
         self.closed = False
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
-        self.homes = homes
+        self.bound = bound
 
     def lease(self) -> PinnedLease:
         """Room for one step in flight.
 
         Raises:
-            PinnedError: several are, and one more slab would be too much.
+            PinnedError: several are, and one more block would be too much.
         """
-        slab = self.slabs.lend(self.nbytes, self.device, self.cap)
-        for event in slab.after:  # copies come behind the compute stream, and that behind who had the slab
+        block = self.pool.acquire(self.nbytes, self.device, self.cap)
+        for event in block.after:  # copies come behind the compute stream, and that behind who had the block
             self.cuda.current_stream(self.device).wait_event(event)
-        return PinnedLease(self, slab)
+        return PinnedLease(self, block)
 
     def close(self) -> None:
-        """This tier needs its slab no more; a lease that is out keeps its own."""
+        """This tier needs its block no more; a lease that is out keeps its own."""
         if not self.closed:
             self.closed = True
-            self.slabs.forget(self.nbytes, self.device)
+            self.pool.unreserve(self.nbytes, self.device)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # then the pages go with the process
@@ -79,21 +79,21 @@ class PinnedTier:
 
 
 class PinnedLease:
-    """One step's room: a slab, and what is being copied."""
+    """One step's room: a block, and what is being copied."""
 
-    def __init__(self, tier: PinnedTier, slab: PinnedBlock) -> None:
+    def __init__(self, tier: PinnedTier, block: PinnedBlock) -> None:
         self.tier, self.cuda, self.device = tier, tier.cuda, tier.device
-        self.slab: PinnedBlock | None = slab
+        self.block: PinnedBlock | None = block
         self.gone: dict[int, Any] = {}  # by slot, the event at the end of the copy out
-        self.leaving: dict[int, Copying] = {}
-        self.coming: dict[int, Copying] = {}
+        self.leaving: dict[int, EventCopy] = {}
+        self.coming: dict[int, EventCopy] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
-        self.moved: CopiedBytes = {}  # events keep no times
-        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
+        self.copies: CopyLog = {}  # events keep no times
+        self.bound = tier.bound  # as they are now: a later step may find the state elsewhere
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
-        self.homes = {**self.homes, **homes}
+        self.bound = {**self.bound, **bound}
 
     def offload(self, slot: int, tensor: Tensor) -> None:
         out, _ = copy_streams(self.cuda, self.device)
@@ -106,7 +106,7 @@ class PinnedLease:
 
     def reload(self, slot: int, tensor: Tensor) -> None:
         _, back = copy_streams(self.cuda, self.device)
-        if slot in self.gone or slot not in self.homes:
+        if slot in self.gone or slot not in self.bound:
             back.wait_event(self.gone[slot])
         self.coming[slot] = self._copy(back, tensor, self._part(slot, tensor)), tensor
 
@@ -126,28 +126,28 @@ class PinnedLease:
             self.cuda.current_stream(self.device).wait_stream(stream)
 
     def release(self) -> None:
-        """Give the slab back.  The host waits only for what nobody waits for any more, of a step that failed."""
-        slab, self.slab = self.slab, None
-        if slab is not None:
+        """Give the block back.  The host waits only for what nobody waits for any more, of a step that failed."""
+        block, self.block = self.block, None
+        if block is not None:
             for event, _ in (*self.leaving.values(), *self.coming.values()):
                 event.synchronize()
             self.leaving.clear()
             self.coming.clear()
-            slab.after = tuple(self.last.values())
-            self.tier.slabs.take_back(slab)
+            block.after = tuple(self.last.values())
+            self.tier.pool.release(block)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.release()
 
     def _part(self, slot: int, tensor: Tensor) -> Tensor:
-        """The place of a slot in the slab, with the tensor's type, shape and strides."""
-        if self.slab is None:
+        """The place of a slot in the block, with the tensor's type, shape and strides."""
+        if self.block is None:
             raise ValueError("this lease is released")
-        if home := self.homes.get(slot):
-            return home.like(tensor)
+        if home := self.bound.get(slot):
+            return home.view_like(tensor)
         begin = self.tier.offsets[slot]
-        return shaped(self.slab.bytes[begin : begin + self.tier.slots[slot]], tensor)
+        return shaped(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)

@@ -58,7 +58,7 @@ def _mounts(folder: Path) -> list[list[str]]:
     return [words for words in map(str.split, lines) if words[2] == number]
 
 
-def mount(folder: Path) -> str:
+def mount_description(folder: Path) -> str:
     """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
     found = [words for words in _mounts(folder) if folder.is_relative_to(words[4])]
     if not found:
@@ -67,7 +67,7 @@ def mount(folder: Path) -> str:
     return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))
 
 
-def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
+def unnamed_file(folder: Path, nbytes: int, content: str = "activations") -> int:
     """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
     try:
         _check_space(folder, nbytes, content)
@@ -134,6 +134,6 @@ def _bypass_page_cache(file: int) -> None:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
-def pages(nbytes: int) -> int:
+def whole_pages(nbytes: int) -> int:
     """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -17,21 +17,21 @@ from typing import Any
 
 from torch import Tensor
 
-from .async_copy import Copy, CopyPart, CopyRequest, finish_copies
+from .async_copy import Copy, CopyChunk, CopyFunction, finish_copies
 from .io_threads import read, write
 from .mapped_storage import (
     BufferLocation,
     BufferSlice,
+    CopySource,
     FileMapping,
     MappedBuffer,
-    Source,
     buffer_slice_of,
     tensor_spec_of,
 )
 from .pinned_storage import StreamCopy
 from .spill_file import PAGE
 
-Copying = Copy | StreamCopy
+PendingCopy = Copy | StreamCopy
 
 
 def begin_reload(tensors: Sequence[Tensor], where: BufferLocation) -> list[Tensor]:
@@ -45,7 +45,7 @@ def begin_reload(tensors: Sequence[Tensor], where: BufferLocation) -> list[Tenso
     if not strangers:
         return list(tensors)
     home = MappedBuffer([tensor_spec_of(tensor) for tensor in strangers], where)
-    wait_all([offload_slices(home.place(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
+    wait_all([offload_slices(home.slice(i), tensor) for i, tensor in enumerate(strangers) if tensor.nbytes])
     mapped = iter([home.tensor(i) for i in range(len(strangers))])
     return [next(mapped) if buffer_slice_of(tensor) is None else tensor for tensor in tensors]
 
@@ -56,21 +56,21 @@ def slice_of(place: BufferSlice, begin: int, nbytes: int) -> BufferSlice:
     return replace(place, offset=place.offset + begin, nbytes=nbytes)
 
 
-def reload_slices(place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Copying:
+def reload_slices(place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> PendingCopy:
     """Begin to fill `tensor` from its home, once `after` have ended; if one of those failed, it is left alone."""
-    if isinstance(place.mapping, Source):
-        return place.mapping.fetched(place, tensor, after)
+    if isinstance(place.mapping, CopySource):
+        return place.mapping.reload(place, tensor, after)
     return _begin(read, place, tensor, after)
 
 
-def offload_slices(place: BufferSlice, tensor: Tensor) -> Copying:
+def offload_slices(place: BufferSlice, tensor: Tensor) -> PendingCopy:
     """Begin to copy `tensor` to its home. It must not change until the copy has ended."""
-    if isinstance(place.mapping, Source):
-        return place.mapping.stored(place, tensor)
+    if isinstance(place.mapping, CopySource):
+        return place.mapping.offload(place, tensor)
     return _begin(write, place, tensor)
 
 
-def wait_all(copies: Iterable[Copying]) -> None:
+def wait_all(copies: Iterable[PendingCopy]) -> None:
     """Wait until all have ended, and raise what one of them met.
 
     Raises:
@@ -82,12 +82,12 @@ def wait_all(copies: Iterable[Copying]) -> None:
         copy.end()
 
 
-def _begin(move: CopyRequest, place: BufferSlice, tensor: Tensor, after: Sequence[CopyPart] = ()) -> Copy:
+def _begin(move: CopyFunction, place: BufferSlice, tensor: Tensor, after: Sequence[CopyChunk] = ()) -> Copy:
     assert isinstance(place.mapping, FileMapping)
     copy = Copy(move, (place.mapping.file, place.offset, place.nbytes), tensor, "of the state")
     copy.begin(partial(_held, place, tensor), after)
     return copy
 
 
-def _held(place: BufferSlice, tensor: Tensor, part: CopyPart) -> None:
+def _held(place: BufferSlice, tensor: Tensor, part: CopyChunk) -> None:
     """Nothing is against a copy whose file and tensor are held."""

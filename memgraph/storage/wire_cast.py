@@ -17,7 +17,7 @@ from passes.ir.wire import WORKSPACE
 from ..tensors.layout import flat
 
 LARGEST = torch.finfo(torch.bfloat16).max
-PART = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
+CHUNK = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
 
 
 def wire_name(dtype: torch.dtype | None) -> str:
@@ -46,7 +46,7 @@ def narrow(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return cast
 
 
-def fits(x: Tensor, dtype: torch.dtype) -> bool:
+def fits_dtype(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether no finite number of it would become infinite."""
     if dtype is torch.bfloat16:
         return True
@@ -62,9 +62,11 @@ def widen(x: Tensor) -> Tensor:
 
 def _by_kernel(x: Tensor, dtype: torch.dtype) -> Tensor | None:
     """The cast in one pass that nobody waits for, where that was measured to be faster.  Not yet run on a GPU."""
-    from ..kernels.cast import copied  # here, because Triton takes half a second to import and a CPU has no use for it
+    from ..kernels.cast import (
+        cast_copy,  # here, because Triton takes half a second to import and a CPU has no use for it
+    )
 
-    return copied(x, dtype)
+    return cast_copy(x, dtype)
 
 
 def _is_within_range(x: Tensor) -> bool:
@@ -75,7 +77,7 @@ def _is_within_range(x: Tensor) -> bool:
 
 def _take_back_infinities(x: Tensor, cast: Tensor) -> None:
     """Let only those numbers of `cast` be infinite that were, part by part."""
-    for wide, thin in zip(flat(x).split(PART), flat(cast).split(PART), strict=True):
+    for wide, thin in zip(flat(x).split(CHUNK), flat(cast).split(CHUNK), strict=True):
         thin.clamp_(-LARGEST, LARGEST)
         for infinite in (torch.inf, -torch.inf):
             thin.masked_fill_(wide == infinite, infinite)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import MappedBuffer, TensorSpec
-from ...storage.spill_file import SpillError, pages
+from ...storage.spill_file import SpillError, whole_pages
 from ...tensors.layout import viewed_as
 from ..offloaded_states import OffloadedShards
 
@@ -31,13 +31,16 @@ class OffloadedCopies:
 
     def room(self, like: Tensor) -> Tensor:
         """Room for a tensor like this one, which may be that one."""
-        if self.far.far_states and is_large(like):
+        if self.far.offloaded_owners and is_large(like):
             with suppress(SpillError):
                 return viewed_as(self._taken(like.untyped_storage().nbytes()), like)
         return like
 
     def _taken(self, nbytes: int) -> Tensor:
         if self.home is None or self.at + nbytes > self.home.nbytes:
-            self.home, self.at = MappedBuffer([TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)], self.far.where), 0
-        begin, self.at = self.at, self.at + pages(nbytes)
-        return self.home.mapping.seen(begin, nbytes)
+            self.home, self.at = (
+                MappedBuffer([TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)], self.far.location),
+                0,
+            )
+        begin, self.at = self.at, self.at + whole_pages(nbytes)
+        return self.home.mapping.bytes_at(begin, nbytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...optim.first_state import FirstState
-from ...optim.validate_state import Group, fits, group_troubles, kind_of, with_defaults
+from ...optim.validate_state import Group, describe_value, fits_tensor, group_mismatches, with_defaults
 from ...tensors.layout import flat, is_dense
 from ..comm.agreement import checksum, written
 from .sharded_state import place_of
@@ -61,7 +61,7 @@ def _troubles(oss: StateDictMixin, given: object, sharded: bool) -> Iterator[str
         yield "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
         return
     complete = partial(with_defaults, oss.optim, oss.inner.defaults)
-    yield from group_troubles(oss.param_groups, given["param_groups"], oss.optim, oss.defaults, complete)
+    yield from group_mismatches(oss.param_groups, given["param_groups"], oss.optim, oss.defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
         yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
@@ -89,7 +89,7 @@ class _Entries:
         missing = sorted(set(wanted) - set(there))
         is_whole = not self.sharded or place in self.own
         if there and missing and is_whole and self.first.needs(group, parameter, list(there)):
-            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {kind_of(wanted[missing[0]])}"
+            yield f"parameter {place} has no {missing[0]!r}, and {self.name}'s has {describe_value(wanted[missing[0]])}"
         for name, value in there.items():
             if (wrong := self._wrong(parameter, value, wanted.get(name))) is not None:
                 yield f"{name!r} of parameter {place} is {wrong}"
@@ -97,15 +97,15 @@ class _Entries:
     def _wrong(self, parameter: Tensor, value: Any, wanted: Any) -> str | None:
         """What an entry is and should not be; `wanted` is None where nobody knows."""
         if isinstance(value, Tensor) and value.is_meta:
-            return f"{kind_of(value)} on the meta device, where it has no values"
+            return f"{describe_value(value)} on the meta device, where it has no values"
         if isinstance(value, DTensor) and not self.sharded:
-            return f"{kind_of(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
+            return f"{describe_value(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
         if wanted is None and self.oss.is_cut and isinstance(value, Tensor) and value.dim():
             wanted = parameter  # an entry that an option has left, which is cut as the others
-        if isinstance(wanted, Tensor) and not fits(value, wanted):
-            return f"{kind_of(value)}, which does not fit into {self.name}'s {kind_of(wanted)}"
+        if isinstance(wanted, Tensor) and not fits_tensor(value, wanted):
+            return f"{describe_value(value)}, which does not fit into {self.name}'s {describe_value(wanted)}"
         if self.sharded and (place := place_of(self.oss, parameter, value)):
-            return f"{kind_of(value)} {place}"
+            return f"{describe_value(value)} {place}"
         return None
 
 
@@ -115,8 +115,8 @@ def _described(entry: tuple[str, Any]) -> str:
     if not isinstance(value, Tensor):
         return f"{name} {written(value)}"
     if isinstance(value, DTensor) or not is_dense(value):
-        return f"{name} {kind_of(value)}"
+        return f"{name} {describe_value(value)}"
     if value.dim() == 0:
         return f"{name} {value.item()}"
     sample = flat(value)[:: max(1, value.numel() // SAMPLED)]
-    return f"{name} {kind_of(value)} with values of checksum {checksum(sample):08x}"
+    return f"{name} {describe_value(value)} with values of checksum {checksum(sample):08x}"

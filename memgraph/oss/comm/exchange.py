@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
-from ...storage.wire_cast import fits
+from ...storage.wire_cast import fits_dtype
 from .collectives import CollectiveComm
 from .p2p import P2PComm
 from .watchdog import CollectiveWatchdog
@@ -46,7 +46,7 @@ class BucketComm:
         """Whether no finite number of these becomes infinite on its way."""
         if self.wire is None or self.is_alone:
             return True
-        return all(fits(tensor, self.wire) for tensor in tensors if tensor.dtype == torch.float32)
+        return all(fits_dtype(tensor, self.wire) for tensor in tensors if tensor.dtype == torch.float32)
 
     @property
     def is_alone(self) -> bool:

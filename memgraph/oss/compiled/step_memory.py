@@ -17,13 +17,12 @@ from torch import Tensor
 from passes import Trace
 from passes.ir.wire import WORKSPACE
 
+from ...optim.optimizer_clone import clone_optimizer, plain_attributes
 from ...optim.optimizer_profiler import update_nbytes
-from ...optim.state_parts import StatePart, is_large
-from ...optim.trained import TrainedParameters
-from ...optim.twin import attributes, clone_optimizer
+from ...optim.state_parts import StatePart, TrainedParameters, is_large
 from ...optim.update_cost import add_update_op
-from ...optim.update_operands import no_operands
-from ...optim.window_memory import OffloadedParts, window_bytes
+from ...optim.update_operands import no_parameters
+from ...optim.window_memory import OffloadedTensors, window_bytes
 from ..offloaded_states import large_nbytes
 from ..optimizer import OSS
 from ..shards.param_groups import Group, options
@@ -111,7 +110,7 @@ def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
         return 0
     key = key, oss.far.window
     if key not in _windows:
-        far = OffloadedParts(no_operands, no_operands, is_large)
+        far = OffloadedTensors(no_parameters, no_parameters, is_large)
         taken = window_bytes(clone_optimizer(oss.inner, [group]), oss.far.window, far, group["params"])
         _windows[key] = max(one.total for one in taken)
     return _windows[key]
@@ -124,7 +123,7 @@ def _own_group(oss: OSS, laid: BucketViews) -> tuple[Group, object]:
     views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.group_of[first]])
     forms = tuple((view.shape, view.dtype, view.device) for view in views)
-    key = oss.optim, repr(group), repr(attributes(oss.inner)), forms
+    key = oss.optim, repr(group), repr(plain_attributes(oss.inner)), forms
     return group | {"params": list(map(_trained, views))}, key
 
 

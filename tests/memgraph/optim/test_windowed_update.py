@@ -346,5 +346,5 @@ def test_what_the_optimizer_refuses_by_itself_is_not_kept_for_later(tmp_path: Pa
 def test_windows_that_hold_no_piece_are_refused(tmp_path: Path) -> None:
     one = training(tmp_path, OPTIMIZERS["AdamW"], ALL, nbytes=10_000)
     one.gradients()
-    with pytest.raises(ValueError, match="windows of 10000 bytes hold no piece of a parameter that wants 16384"):
+    with pytest.raises(ValueError, match="windows of 10000 bytes hold no chunk of a parameter that wants 16384"):
         one.optimizer.step()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import CopyPart
+from memgraph.storage.async_copy import CopyChunk
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, buffer_slice_of, tensor_spec_of
 from memgraph.storage.spill_file import PAGE, SpillError
 from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices, slice_of
@@ -144,11 +144,11 @@ def test_a_copy_is_plain_memory_and_no_larger_than_its_tensor(tmp_path: Path, wa
 def test_the_place_of_a_tensor_is_found_by_its_address(tmp_path: Path) -> None:
     home = MappedBuffer([form(3), form(5000), form(0), form(7)], tmp_path)
     tensors = [home.tensor(i) for i in range(4)]
-    assert [buffer_slice_of(tensor) for tensor in tensors] == [home.place(0), home.place(1), None, home.place(3)]
+    assert [buffer_slice_of(tensor) for tensor in tensors] == [home.slice(0), home.slice(1), None, home.slice(3)]
     parameter = nn.Parameter(torch.zeros(5000))
     assert buffer_slice_of(parameter) is None
     parameter.data = tensors[1]
-    assert buffer_slice_of(parameter) == buffer_slice_of(parameter.view(50, 100).t()) == home.place(1)
+    assert buffer_slice_of(parameter) == buffer_slice_of(parameter.view(50, 100).t()) == home.slice(1)
     parameter.data = torch.zeros(5000)
     assert buffer_slice_of(parameter) is None
 
@@ -181,7 +181,7 @@ def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
 def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Path | None) -> None:
     count, draw = 3 * MB // 4 + 17, random.Random(0)
     home = MappedBuffer([form(count, dtype=torch.int32)], folder or tmp_path)
-    mapped, place, expected = home.tensor(0), home.place(0), torch.zeros(count, dtype=torch.int32)
+    mapped, place, expected = home.tensor(0), home.slice(0), torch.zeros(count, dtype=torch.int32)
     memory = torch.empty_like(expected)
     for i in range(200):
         begin = draw.randrange(count)
@@ -251,7 +251,7 @@ def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
 def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before, reached, opened = fds(), threading.Event(), threading.Event()
-    transfer = io_threads.transfer
+    transfer = io_threads.transfer_pages
 
     def waits(*where: Any) -> None:
         reached.set()
@@ -259,8 +259,8 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
         transfer(*where)
 
     home = MappedBuffer([form(5000)], tmp_path)
-    place, memory = home.place(0), torch.ones(5000)
-    monkeypatch.setattr(io_threads, "transfer", waits)
+    place, memory = home.slice(0), torch.ones(5000)
+    monkeypatch.setattr(io_threads, "transfer_pages", waits)
     copying = reload_slices(place, memory)
     assert reached.wait(60)
     del home, place
@@ -275,17 +275,17 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, plain = threading.Event(), CopyPart.open
+    opened, plain = threading.Event(), CopyChunk.open
 
-    def late(part: CopyPart) -> None:
+    def late(part: CopyChunk) -> None:
         plain(part)
         assert opened.wait(60)
 
-    monkeypatch.setattr(CopyPart, "open", late)
+    monkeypatch.setattr(CopyChunk, "open", late)
     home, memory = MappedBuffer([form(5000)], tmp_path), torch.ones(5000)
     seen = weakref.ref(memory)
     try:
-        offload_slices(home.place(0), memory).end()
+        offload_slices(home.slice(0), memory).end()
         del home, memory
         assert seen() is None and not maps(tmp_path)
     finally:

@@ -14,7 +14,7 @@ from memgraph.storage.async_copy import Copy, finish_copies
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import CHUNK, write
 from memgraph.storage.mapped_storage import buffer_slice_of
-from memgraph.storage.spill_file import nameless_file
+from memgraph.storage.spill_file import unnamed_file
 from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices
 from tests.support.limits import files_of_at_most
 
@@ -26,11 +26,11 @@ def numbers(seed: int) -> torch.Tensor:
 
 
 def test_the_whole_copy_has_failed(tmp_path: Path) -> None:
-    copy = Copy(write, (nameless_file(tmp_path, NBYTES), 0, NBYTES), numbers(0), "of a test")
+    copy = Copy(write, (unnamed_file(tmp_path, NBYTES), 0, NBYTES), numbers(0), "of a test")
     with files_of_at_most(NBYTES // 2):
         copy.begin(lambda part: None)
         finish_copies(copy)
-    assert [part.error is None for part in copy.parts] == [True, False]
+    assert [part.error is None for part in copy.chunks] == [True, False]
     with pytest.raises(SpillError, match="File too large"):
         copy.end()
 
@@ -52,7 +52,7 @@ def test_what_waits_for_a_copy_is_not_read_if_its_second_part_has_failed(tmp_pat
     assert place is not None
     with files_of_at_most(NBYTES // 2):
         leaving = offload_slices(place, numbers(1))
-        coming = reload_slices(place, room, leaving.parts)
+        coming = reload_slices(place, room, leaving.chunks)
         finish_copies(leaving, coming)
     assert not room.any()
     with pytest.raises(SpillError):
