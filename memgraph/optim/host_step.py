@@ -49,7 +49,7 @@ class HostStep:
         if nbytes:
             slab = host.pool.acquire(2 * nbytes, host.device)
             weakref.finalize(self, host.pool.release, slab).atexit = False
-            for event in slab.after:  # of the copies of who had it before
+            for event in slab.events:  # of the copies of who had it before
                 event.synchronize()
             self.buffers = list(slab.bytes[: 2 * nbytes].split(nbytes))
 
@@ -151,7 +151,7 @@ class DeviceSource(CopySource):
 class HostCopy(StreamCopy):
     """A copy beside whatever else the device does, for which the host itself waits."""
 
-    def _begun(self, stream: Any, into: Tensor, of: Tensor) -> Any:
+    def _start(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         return record_event(self.host.cuda, stream, into, of)
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
-from ..storage.transfer import begin_reload
+from ..storage.transfer import offload_tensors
 from ..tensors.aliasing import overlap
 from ..tensors.layout import viewed_as
 
@@ -93,7 +93,7 @@ class StatePlacement:
         return home is not None and home.nbytes == like.nbytes and buffer_slice_of(home) is not None
 
     def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        moved = begin_reload([parameter.detach() for parameter in parameters], self.location)
+        moved = offload_tensors([parameter.detach() for parameter in parameters], self.location)
         if gradients:
             self.gradients |= self.new_buffers(gradients)
         for parameter, mapped in zip(parameters, moved, strict=True):
@@ -107,7 +107,9 @@ class StatePlacement:
             for key, value in elementwise_states(one).items()
             if buffer_slice_of(value) is None
         ]
-        for (one, key, _), moved in zip(near, begin_reload([value for *_, value in near], self.location), strict=True):
+        for (one, key, _), moved in zip(
+            near, offload_tensors([value for *_, value in near], self.location), strict=True
+        ):
             one[key] = moved
 
     def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:

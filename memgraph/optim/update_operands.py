@@ -24,7 +24,7 @@ from ..storage.mapped_storage import (
     buffer_slice_of,
     tensor_spec_of,
 )
-from ..storage.transfer import begin_reload
+from ..storage.transfer import offload_tensors
 from ..tensors.aliasing import span_of
 from ..tensors.layout import is_dense
 from .elementwise import is_exact
@@ -188,7 +188,7 @@ def _offload_states(updates: Sequence[ParameterUpdate], location: BufferLocation
             tensor = update.state[key]
             if tensor.numel() and is_dense(tensor) and buffer_slice_of(tensor) is None:
                 near.append((update.state, key))
-    for (state, key), tensor in zip(near, begin_reload([state[key] for state, key in near], location), strict=True):
+    for (state, key), tensor in zip(near, offload_tensors([state[key] for state, key in near], location), strict=True):
         state[key] = tensor
 
 

@@ -15,7 +15,7 @@ from memgraph.optim.optimizer_profiler import state_tensors
 from memgraph.optim.window_memory import OffloadedTensors
 from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from memgraph.storage.mapped_storage import buffer_slice_of
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 
 Make = Callable[[Any], optim.Optimizer]
 SMALL = 200_000  # bytes of a window that holds a piece of any parameter here, and no large one whole
@@ -104,7 +104,7 @@ class Training:
             parameter.grad = None if last else self.at_home(gradient, self.far.gradients(parameter))
 
     def at_home(self, tensor: Tensor, far: bool) -> Tensor:
-        return begin_reload([tensor], self.folder)[0] if far else tensor
+        return offload_tensors([tensor], self.folder)[0] if far else tensor
 
     def steps(self, count: int = STEPS) -> Training:
         for _ in range(count):

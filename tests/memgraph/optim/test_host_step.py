@@ -28,7 +28,7 @@ from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import copy_streams, extra_streams
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 from passes import Stream
 from tests.support.late_device import Late
 from tests.support.streamed_state import OPTIMIZERS, Twins, batch, chain, facts, far, least, loss, same, streamed, train
@@ -298,7 +298,9 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
     optimizer = make(ours)
     plain = make(theirs, fused=True) if "fused" in optimizer.defaults else make(theirs)
     if places in ("all far", "gradients here"):
-        for parameter, home in zip(ours, begin_reload([parameter.detach() for parameter in ours], host), strict=True):
+        for parameter, home in zip(
+            ours, offload_tensors([parameter.detach() for parameter in ours], host), strict=True
+        ):
             parameter.data = home
     for seed in range(3):
         torch.manual_seed(seed)
@@ -307,7 +309,7 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
             our.grad = their.grad.clone()
         if places in ("all far", "parameters here"):
             for parameter, home in zip(
-                ours, begin_reload([p.grad for p in ours if p.grad is not None], host), strict=True
+                ours, offload_tensors([p.grad for p in ours if p.grad is not None], host), strict=True
             ):
                 parameter.grad = home
         before = [parameter._version for parameter in ours]

@@ -21,7 +21,7 @@ from memgraph.optim.window_memory import OffloadedTensors, window_bytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import SpillError
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 from tests.support.faults import failing
 from tests.support.fused_updates import fused, smallest, steps
 from tests.support.slow_disk import Gate, drain
@@ -37,7 +37,7 @@ def parameters(folder: Path | None) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
     tensors[2] = tensors[2].t()
-    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else begin_reload(tensors, folder))]
+    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else offload_tensors(tensors, folder))]
 
 
 def gradients(like: list[nn.Parameter], seed: int) -> list[Tensor]:
@@ -144,7 +144,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
 
 def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
     """However many parameters have been updated by then; none of them makes a state any more."""
-    ours = [nn.Parameter(tensor) for tensor in begin_reload([torch.zeros(40_001) for _ in range(8)], tmp_path)]
+    ours = [nn.Parameter(tensor) for tensor in offload_tensors([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)
     zeros = [torch.zeros(()).expand(parameter.shape) for parameter in ours]
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: py
     (one,) = relays
     windows: list[Any] = [*one.filled.values(), *one.drained.values()]
     parts = [part for window in windows for move in window.copies for part in move.chunks]
-    assert parts and not any(part.closed for part in parts)
+    assert parts and all(part.is_set for part in parts)
     with pytest.raises(memgraph.FusedError):
         twins.model(batch())
 

@@ -15,7 +15,7 @@ from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import CHUNK, write
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import unnamed_file
-from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices
+from memgraph.storage.transfer import offload_slices, offload_tensors, reload_slices
 from tests.support.limits import files_of_at_most
 
 NBYTES = 4 * CHUNK  # in two parts
@@ -47,7 +47,7 @@ def test_what_was_sent_in_part_does_not_come_back(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_a_copy_is_not_read_if_its_second_part_has_failed(tmp_path: Path) -> None:
-    (home,) = begin_reload([numbers(0)], tmp_path)
+    (home,) = offload_tensors([numbers(0)], tmp_path)
     place, room = buffer_slice_of(home), torch.zeros(NBYTES // 4)
     assert place is not None
     with files_of_at_most(NBYTES // 2):
@@ -65,7 +65,7 @@ def test_large_windows_go_on_after_an_error_with_all_that_was_not_written(
     tmp_path: Path, window: int, half: int
 ) -> None:
     plain, far = nn.Parameter(numbers(0)), nn.Parameter(numbers(0))
-    far.data = begin_reload([far.detach()], tmp_path)[0]
+    far.data = offload_tensors([far.detach()], tmp_path)[0]
     steps = [optim.SGD([plain], lr=0.1), optim.SGD([far], lr=0.1)]
     WindowedOptimizer(steps[1], window, lambda parameter: False, tmp_path)
     for seed in (1, 2):

@@ -103,7 +103,7 @@ def test_beyond_the_cap_is_an_error_of_its_own() -> None:
     pool, pins = some(cap=3 * PAGE)
     pool.reserve(2 * PAGE, CPU)
     block = pool.acquire(2 * PAGE, CPU)
-    with pytest.raises(PinnedError, match=r"8192 bytes .* but 8192 are taken \(by 1 steps in flight\) and 12288 allow"):
+    with pytest.raises(PinnedError, match=r"8192 bytes .* but 8192 are taken \(by 1 running steps\) and 12288 allow"):
         pool.acquire(2 * PAGE, CPU)
     pool.release(block)
     pool.reserve(3 * PAGE, CPU)
