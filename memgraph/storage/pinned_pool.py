@@ -87,7 +87,7 @@ class PinnedBlock:
 
 
 class PinnedPool:
-    """The blocks of the process. Their total is bounded by the `cap` of whoever asks for more, or else by `self.cap`."""
+    """The blocks of the process, bounded in total by the `cap` of a caller that asks for more, else by its own."""
 
     def __init__(self, cap: Callable[[], int], allocator: PinnedAllocator) -> None:
         self.cap, self.allocator = cap, allocator
@@ -156,10 +156,10 @@ class PinnedPool:
             self._trim()
 
     def _trim(self) -> None:
-        needs = self.reservations
-        self._close_free(
-            lambda block: block.nbytes > max((n for n, device in needs if device == block.device), default=0)
-        )
+        def needed(device: torch.device) -> int:
+            return max((nbytes for nbytes, other in self.reservations if other == device), default=0)
+
+        self._close_free(lambda block: block.nbytes > needed(block.device))
 
     def _close_free(self, unwanted: Callable[[PinnedBlock], bool]) -> None:
         for block in [block for block in self.free if unwanted(block)]:

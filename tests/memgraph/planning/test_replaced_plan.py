@@ -58,7 +58,7 @@ def clear_states(twins: Twins) -> None:
 def test_while_nothing_moves_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(StatePlacement, "settle", lambda *given: pytest.fail("looked for what has not moved"))
+        patch.setattr(StatePlacement, "place", lambda *given: pytest.fail("looked for what has not moved"))
         twins.train(2)
 
 

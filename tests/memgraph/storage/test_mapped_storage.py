@@ -318,7 +318,7 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for where, name in ((os, "posix_fallocate"), (io_threads, "transfer")):
+    for where, name in ((os, "posix_fallocate"), (io_threads, "transfer_pages")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(SpillError, match="No space left on device"):
