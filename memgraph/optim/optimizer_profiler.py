@@ -121,7 +121,7 @@ class OptimizerProfiler:
         return round(self._known_us(replace(kind, shape=(fitting,))) * count / fitting, 1)
 
     def _pairs_workspace(self, pairs: Collection[KindPair]) -> int:
-        """The most that two consecutive updates take: the last temporaries of one exist while the next makes its own."""
+        """The most that two consecutive updates take: the last temporaries of one overlap with the next one's."""
         most = 0
         runs = sorted((self._before(pair) + pair for pair in pairs), key=self._upper_bound, reverse=True)
         for i, kinds in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Update parameters, gradients and states that lie on disk, a window at a time.
+"""Update offloaded parameters, gradients and states, a window at a time.
 
 Before:                                  After:
     optimizer.step()                         fill window 0
@@ -7,18 +7,19 @@ Before:                                  After:
                                                  optimizer.step() on this one
                                                  drain it                 # two threads, to the disk
 
-There are two windows: while one is computed, the other is drained and filled anew. So the disk is busy throughout where
-it is slower than the processor, and the processor where it is slower. What is in memory is used where it is.
+There are two buffers: while one window is computed, the other is drained and filled again. So the slower of disk and
+processor is busy throughout. Tensors in memory are used where they are.
 
-Behind a GPU some parameters may be stepped on the host (`host_step.py`). Theirs are the last windows: the device has
-been given the others by then, and goes on with them meanwhile.
+Behind a GPU some parameters may be updated on the host (`host_step.py`). Theirs are the last windows: the device has
+been given the others by then, and works on them meanwhile.
 
-An update that the disk interrupts knows which windows are done, and goes on from there.
+An update that the disk interrupts knows which windows are done, and resumes from there.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,14 +40,13 @@ from .update_operands import (
     GRADIENT,
     PARAMETER,
     ParameterPredicate,
+    ParameterUpdate,
     allocate_new_states,
     no_parameters,
     parameter_updates,
 )
 from .window_plan import Window, aligned, plan_windows
 from .window_views import WindowView, WriteBack, commit, in_buffer, range_of, state_of, view
-
-__all__ = ["WindowedUpdate", "view"]
 
 
 @dataclass(frozen=True)
@@ -71,51 +71,53 @@ class WindowedUpdate:
 
     def __init__(
         self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
-        loss: Any = None, on_host: ParameterPredicate = no_parameters, awaited: Sequence[Tensor] = (),
+        on_host: ParameterPredicate = no_parameters, gradient_order: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        """`on_host`: the parameters that are stepped on the host, if that has their states. `awaited`: all parameters
-        of the optimizer, in this order, if their gradients come one by one.
+        """`nbytes`: of a window; `offloaded`: parameters whose states are; `on_host`: parameters that the host updates,
+        if their states are pinned; `gradient_order`: all parameters, in this order, if gradients come one by one.
 
         Raises:
-            SpillError: the disk does not take states that have to go there. Nothing has changed.
-            UpdateError: two parameters lie on one place.
+            SpillError: the disk does not take states that have to be offloaded. Nothing has changed.
+            UpdateError: two tensors share memory.
             ValueError: the windows are too small for a chunk of some parameter.
         """
-        self.optimizer, self.loss = optimizer, loss
-        self.clone = ClonedOptimizer(optimizer)
-        order = {parameter: i for i, parameter in enumerate(awaited)}
-        found = parameter_updates(optimizer, self.clone, offloaded, location, bool(awaited))
-        found.sort(key=lambda update: order.get(update.parameter, 0))
-        here, there = split_by_device(found, self.clone, on_host, location)
-        self.updates = [*here, *there]
-        own = plan_windows([update.row for update in here], nbytes, separate=bool(awaited))
-        self.first_host_window = len(own)  # of the windows from this one on, which are the host's
-        self.windows = own + plan_windows([update.row for update in there], nbytes, len(here))
-        for window in self.windows:
-            for chunk in window:
-                self.updates[chunk.row].chunks_left += 1
-        allocate_new_states(self.updates, offloaded, location)
-        for update in there:
-            place_states_on_host(update)
-        device = here[0].parameter.device if here else None
-        self.buffers = [torch.empty(self._buffer_nbytes(own), dtype=torch.uint8, device=device) for _ in own[:2]]
-        most = self._buffer_nbytes(self.windows[self.first_host_window :])
-        self.host_step = (
-            HostStep(optimizer, location, most) if there and isinstance(location, PinnedBufferAllocator) else None
-        )
+        self.optimizer, self.clone = optimizer, ClonedOptimizer(optimizer)
+        updates = parameter_updates(optimizer, self.clone, offloaded, location, gradient_order)
+        device_updates, host_updates = split_by_device(updates, self.clone, on_host, location)
+        self.updates = [*device_updates, *host_updates]
+        self.rows = [update.row for update in self.updates]
+        count = len(device_updates)
+        device_windows = plan_windows(self.rows[:count], nbytes, separate=bool(gradient_order))
+        self.windows = device_windows + plan_windows(self.rows[count:], nbytes, count)
+        self.first_host_window = len(device_windows)
+        self._allocate_states(host_updates, offloaded, location)
+        device = device_updates[0].parameter.device if device_updates else None
+        size = self._window_nbytes(device_windows)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in device_windows[:2]]
+        self.host_step: HostStep | None = None
+        if host_updates and isinstance(location, PinnedBufferAllocator):
+            self.host_step = HostStep(optimizer, location, self._window_nbytes(self.windows[len(device_windows) :]))
         self.computed = self.finished = 0  # windows
-        self.waited_s = 0.0  # seconds for the far tier
+        self.waited_s = 0.0  # for the tier
         self.copies: CopyLog = {write: [], read: []}
         self.filled: dict[int, FilledWindow] = {}
         self.drained: dict[int, DrainedWindow] = {}
         self.fingerprints = self._fingerprints()
 
-    def _buffer_nbytes(self, windows: Sequence[Window]) -> int:
-        """The room that one of these takes."""
-        rows = [update.row for update in self.updates]
-        return max(
-            (sum(rows[chunk.row].buffer_nbytes(chunk.count) for chunk in window) for window in windows), default=0
-        )
+    def _allocate_states(
+        self, host_updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation
+    ) -> None:
+        counts = Counter(chunk.row for window in self.windows for chunk in window)
+        for i, update in enumerate(self.updates):
+            update.chunks_left = counts[i]
+        allocate_new_states(self.updates, offloaded, location)
+        for update in host_updates:
+            place_states_on_host(update)
+
+    def _window_nbytes(self, windows: Sequence[Window]) -> int:
+        """Bytes of the largest of these."""
+        sizes = (sum(self.rows[chunk.row].buffer_nbytes(chunk.count) for chunk in window) for window in windows)
+        return max(sizes, default=0)
 
     @property
     def is_done(self) -> bool:
@@ -130,7 +132,7 @@ class WindowedUpdate:
         """Update all windows that are not done.
 
         Raises:
-            SpillError: the disk failed. What is done is known, and the next call goes on.
+            SpillError: the disk failed. The next call resumes after the windows that are done.
         """
         with Interrupts() as interrupts:
             try:
@@ -147,50 +149,49 @@ class WindowedUpdate:
                 self.fingerprints = self._fingerprints()
 
     def changed(self) -> str | None:
-        """What somebody has changed since: "state" (a parameter or a state), "gradient", or None."""
+        """Return what was changed from outside since: "state" (a parameter or a state), "gradient", or None."""
         states, gradients = self._fingerprints()
         return "state" if states != self.fingerprints[0] else "gradient" if gradients != self.fingerprints[1] else None
 
     def _advance(self) -> None:
         """Compute one window, or finish one if all are computed."""
-        now = self.computed
-        if now == len(self.windows):
+        current = self.computed
+        if current == len(self.windows):
             self._finish(self.finished)
             return
         self._read_ahead()
-        if now - self.finished == 2:
+        if current - self.finished == 2:
             self._finish(self.finished)
-        self._compute(now)
+        self._compute(current)
 
-    def _on_host(self, at: int) -> HostStep | None:
-        """What steps on a window, if that is the host."""
+    def _host_step_of(self, at: int) -> HostStep | None:
         return self.host_step if at >= self.first_host_window else None
 
     def _read_ahead(self) -> None:
-        """Begin to fill the next two windows, each as soon as what was there has been written."""
+        """Begin to fill the next two windows, each as soon as its buffer has been written."""
         for at in range(self.computed, min(self.computed + 2, len(self.windows))):
             if at not in self.filled:
                 self.filled[at] = self._fill(at)
 
     def _fill(self, at: int) -> FilledWindow:
-        host = self._on_host(at)
+        host = self._host_step_of(at)
         if host:
             host.wait()
-        before = self.drained.get(at - 2)
-        after = [part for copy in before.copies for part in copy.chunks] if before else []
-        slab, begin = (host or self).buffers[at % 2], 0
+        before = self.drained.get(at - 2)  # in the same buffer
+        after = [chunk for copy in before.copies for chunk in copy.chunks] if before else []
+        buffer, begin = (host or self).buffers[at % 2], 0
         filled = FilledWindow([], [])
         for chunk in self.windows[at]:
             update, tensors = self.updates[chunk.row], {}
             for name, operand in update.operands.items():
                 if operand.needs_buffer(chunk.whole):
-                    room = aligned(chunk.count * operand.tensor.dtype.itemsize)
-                    tensors[name] = in_buffer(slab[begin : begin + room], operand, chunk)
-                    begin += room
+                    end = begin + aligned(chunk.count * operand.tensor.itemsize)
+                    tensors[name] = in_buffer(buffer[begin:end], operand, chunk)
+                    begin = end
                 else:
                     tensors[name] = view(operand, chunk)
-                if place := operand.copied_slice(chunk.whole):
-                    copy = reload_slices(range_of(place, chunk, operand.tensor.dtype), tensors[name], after)
+                if slice := operand.copied_slice(chunk.whole):
+                    copy = reload_slices(range_of(slice, chunk, operand.tensor.dtype), tensors[name], after)
                     filled.copies.append(self._logged(read, copy))
             filled.views.append(WindowView(update, chunk, tensors, state_of(update, chunk, tensors)))
         return filled
@@ -198,28 +199,27 @@ class WindowedUpdate:
     def _compute(self, at: int) -> None:
         filled = self.filled[at]
         self._wait(filled.copies)
-        given = []
-        for one in filled.views:
-            one.gather()
-            chunk = one.tensors[PARAMETER]
-            chunk.grad = one.tensors[GRADIENT]
-            given.append((one.update.group, chunk, one.state))
-        versions = [version_of(one.tensors[GRADIENT]) for one in filled.views]
-        states = (self._on_host(at) or self.clone).step(given)
+        inputs = []
+        for each in filled.views:
+            each.gather()
+            parameter = each.tensors[PARAMETER]
+            parameter.grad = each.tensors[GRADIENT]
+            inputs.append((each.update.group, parameter, each.state))
+        versions = [version_of(each.tensors[GRADIENT]) for each in filled.views]
+        states = (self._host_step_of(at) or self.clone).step(inputs)
         del self.filled[at]
         self.computed += 1
         writes: list[WriteBack] = []
-        for one, state, version in zip(filled.views, states, versions, strict=True):
-            # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
-            written = version_of(one.tensors[GRADIENT]) > version or bool(self.clone.scaling)
-            writes += one.write_back(written) + one.store_new_states(state or {})
-            one.state.clear()  # its numbers are the update's now
-        self.drained[at] = DrainedWindow(
-            filled.views, writes, [self._logged(write, offload_slices(*each)) for each in writes]
-        )
+        for each, state, version in zip(filled.views, states, versions, strict=True):
+            # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it without a version.
+            written = version_of(each.tensors[GRADIENT]) > version or bool(self.clone.scaling)
+            writes += each.write_back(written) + each.store_new_states(state or {})
+            each.state.clear()  # the update keeps its scalars
+        copies = [self._logged(write, offload_slices(*each)) for each in writes]
+        self.drained[at] = DrainedWindow(filled.views, writes, copies)
 
     def _logged(self, move: CopyFunction, copy: PendingCopy) -> PendingCopy:
-        if isinstance(copy, Copy):  # what a stream copies keeps no times
+        if isinstance(copy, Copy):  # copies on a stream have no times
             self.copies[move] += copy.chunks
         return copy
 
@@ -228,11 +228,11 @@ class WindowedUpdate:
         self._wait(drained.copies)
         del self.drained[at]
         self.finished += 1
-        for one in drained.views:
-            one.update.chunks_left -= 1
-            if not one.update.chunks_left:
-                commit(self.optimizer, one.update)
-                one.update.scalars.clear()  # they would stay as long as the update
+        for each in drained.views:
+            each.update.chunks_left -= 1
+            if not each.update.chunks_left:
+                commit(self.optimizer, each.update)
+                each.update.scalars.clear()  # else they would exist as long as the whole update
 
     def _wait(self, copies: Sequence[PendingCopy]) -> None:
         begin = time.perf_counter()
@@ -245,22 +245,20 @@ class WindowedUpdate:
         self.filled.clear()
         for drained in self.drained.values():
             for i, copy in enumerate(drained.copies):
-                if any(part.error for part in copy.chunks):
+                if any(chunk.error for chunk in copy.chunks):
                     drained.copies[i] = offload_slices(*drained.writes[i])
 
     def _finish_copies(self) -> None:
-        """Wait until no copy is under way."""
         windows: list[FilledWindow | DrainedWindow] = [*self.filled.values(), *self.drained.values()]
         for window in windows:
             finish_copies(*window.copies)
 
     def _fingerprints(self) -> tuple[list[object], list[object]]:
-        """What tells whether a parameter or a state, or a gradient, is another or was written."""
-        found = [update.parameter for update in self.updates]
-        states = [value for parameter in found for value in self.optimizer.state.get(parameter, {}).values()]
-        return [_fingerprint(value) for value in (*found, *states)], [
-            _fingerprint(parameter.grad) for parameter in found
-        ]
+        """Values that differ if a parameter or state, or a gradient, was replaced or written."""
+        parameters = [update.parameter for update in self.updates]
+        states = [value for parameter in parameters for value in self.optimizer.state.get(parameter, {}).values()]
+        gradients = [_fingerprint(parameter.grad) for parameter in parameters]
+        return [_fingerprint(value) for value in (*parameters, *states)], gradients
 
 
 def _fingerprint(value: Any) -> object:

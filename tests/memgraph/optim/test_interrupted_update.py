@@ -160,7 +160,7 @@ def test_other_gradients_do_not_finish_an_interrupted_update(tmp_path: Path, way
         one.parameters[0].grad.mul_(2)
     else:
         one.optimizer.zero_grad()
-    with pytest.raises(SpillError, match="the gradients that the others want have been changed; load an earlier state"):
+    with pytest.raises(SpillError, match="the gradients that the others need have been changed; load an earlier state"):
         one.optimizer.step()
     assert all(map(torch.equal, before, one.parameters))
 

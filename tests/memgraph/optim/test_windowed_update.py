@@ -326,7 +326,7 @@ def test_two_parameters_on_one_place_are_refused(tmp_path: Path) -> None:
     one.parameters[7].data = one.parameters[1].data[:20_000]
     one.gradients()
     one.parameters[7].grad = torch.ones(20_000)
-    with pytest.raises(UpdateError, match="shares its home with another"):
+    with pytest.raises(UpdateError, match="shares its memory with another"):
         one.optimizer.step()
 
 
