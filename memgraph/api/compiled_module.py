@@ -26,7 +26,6 @@ from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
-from ..planning.param_groups import group_key
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.tables import mb
@@ -59,7 +58,7 @@ class CompiledModule(ModuleProxy):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
-        self.__dict__["_wanted"] = planner.options.wanted
+        self.__dict__["_wanted"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
 
     def __reduce__(self) -> Any:
@@ -80,7 +79,7 @@ class CompiledModule(ModuleProxy):
                 "there is no plan before the first call; "
                 "memgraph.plan(model, *args, budget=...) makes one without a step"
             )
-        return self._latest.reported
+        return self._latest.current_report
 
     @property
     def plans(self) -> tuple[Report, ...]:
@@ -107,9 +106,9 @@ class CompiledModule(ModuleProxy):
         Raises:
             FusedError: with `fuse_update` there are none.
         """
-        if self._planner.sharded is not None:
-            return self._planner.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        if self._planner.fused is not None:
+        if self._planner.state.sharded is not None:
+            return self._planner.state.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        if self._planner.state.fused_update is not None:
             raise FusedError(
                 "backward has updated the parameters, and no gradient is left to clip; compile without "
                 "fuse_update for this"
@@ -134,28 +133,28 @@ class CompiledModule(ModuleProxy):
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
         step = self._step(args, kwargs, key)
-        refuse_leaf_writes(tensors, step.captured.rewritten)
+        refuse_leaf_writes(tensors, step.parts.captured.rewritten)
         if self._latest is not None and self._latest is not step:
-            self._latest.rest()
+            self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
-        return step.captured.result(rewrite_leaf_inputs(outputs, tensors, step.captured.rewritten), tensors)
+        outputs = step(tensors, lambda: self._unforeseen(step.parts.captured, args, kwargs))
+        return step.parts.captured.result(rewrite_leaf_inputs(outputs, tensors, step.parts.captured.rewritten), tensors)
 
     def refuse_torn(self) -> None:
         """
         Raises:
             FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
         """
-        if self._planner.fused is not None:
-            self._planner.fused.guard.check()
+        if self._planner.state.fused_update is not None:
+            self._planner.state.fused_update.guard.check()
 
     def _refuse_awaited(self, what: str) -> None:
         """
         Raises:
             ShardError: what other ranks have updated of the parameters has not been gathered since.
         """
-        if self._planner.sharded is not None:
-            self._planner.sharded.awaited.refuse(self._module.parameters(), what)
+        if self._planner.state.sharded is not None:
+            self._planner.state.sharded.awaited.refuse(self._module.parameters(), what)
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """All tensors that a call reads, and the key of its plan."""
@@ -164,12 +163,12 @@ class CompiledModule(ModuleProxy):
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
-        return tensors, ((guard, group_key(self._planner.options.optimizer)), adds, self._wanted)
+        return tensors, ((guard, self._planner.state.key()), adds, self._wanted)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """The planned step for a call, from the cache or made now."""
         step: Step | None = self._steps.get(key)
-        if step is None or step.is_due:
+        if step is None or step.needs_replan:
             return self._planned(args, kwargs, key)
         return self._used(key, step)
 
@@ -178,9 +177,9 @@ class CompiledModule(ModuleProxy):
         with PLANNING_LOCK:
             if key not in steps:  # another thread may have planned it by now
                 steps[key] = self._made(args, kwargs, key)
-            if steps[key].is_due and steps[key].report.plan:
+            if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
-            step = steps[key] = steps[key].better()
+            step = steps[key] = steps[key].replanned()
             steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 steps.popitem(last=False)
@@ -207,7 +206,7 @@ class CompiledModule(ModuleProxy):
         round."""
         if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
             return lambda tangents: []
-        if self._planner.fused is not None:
+        if self._planner.state.fused_update is not None:
             return _refuse_unforeseen
         again = eager_gradients(self._module, captured, args, kwargs)
 
@@ -224,9 +223,9 @@ class CompiledModule(ModuleProxy):
 
 def _weight(step: Step) -> int:
     """What a step counts for: its nodes; more, if it holds room elsewhere."""
-    halves = step.halves.forward, step.halves.backward
+    halves = step.parts.halves.forward, step.parts.halves.backward
     nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
-    holds = step.tier is not None or step.home_slots is not None or step.replays is not None
+    holds = step.parts.tier or step.parts.state_slots or step.cuda_graphs
     return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
 
 

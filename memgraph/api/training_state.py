@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError
 from ..optim.validate_state import check_state_dict, class_name
-from ..options.argument_rules import SAVE_RULES, check_arguments
+from ..options.argument_rules import SAVE_RULES, check_argument
 from ..oss import OSS
 from ..storage.spill_file import SpillError, advice_for
 from ..system.signals import Interrupts
@@ -34,7 +34,7 @@ from . import safetensors_file
 from .atomic_file import regular_file, replace
 from .checksums import refuse_damaged_archive
 from .compiled_module import CompiledModule
-from .detach_from_file import LoadedState
+from .loaded_state import LoadedState
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
 HOOKS = "_optimizer_load_state_dict_pre_hooks"  # of torch's
@@ -324,4 +324,4 @@ def _refuse_others_than_wanted(path: object, model: object, optimizer: object) -
         TypeError, ValueError: an argument is of another kind.
     """
     for name, value in {"path": path, "model": model, "optimizer": optimizer}.items():
-        check_arguments(name, value, SAVE_RULES)
+        check_argument(name, value, SAVE_RULES)

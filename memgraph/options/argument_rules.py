@@ -113,7 +113,7 @@ SAVE_SHARDED_RULES: Mapping[str, Rule] = {
 }
 
 
-def check_arguments(name: str, given: object, rules: Mapping[str, Rule] = COMPILE_RULES) -> Any:
+def check_argument(name: str, given: object, rules: Mapping[str, Rule] = COMPILE_RULES) -> Any:
     """What an argument means, as a value of the first kind that it can be.
 
     Raises:

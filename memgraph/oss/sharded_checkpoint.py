@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..optim.validate_state import class_name
-from ..options.argument_rules import SAVE_SHARDED_RULES, check_arguments
+from ..options.argument_rules import SAVE_SHARDED_RULES, check_argument
 from ..storage.spill_file import advice_for
 from .checkpoint.room import allocate_room, compare_metadata, metadata
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
@@ -129,7 +129,7 @@ def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
             advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
             raise ShardError(f"the optimizer is {found}; {advice}")
         for name, value in {"folder": folder, "model": model}.items():
-            check_arguments(name, value, SAVE_SHARDED_RULES)
+            check_argument(name, value, SAVE_SHARDED_RULES)
         whole = Path(folder).absolute()
     check_agreement(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
     return whole

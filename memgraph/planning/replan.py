@@ -1,25 +1,80 @@
-"""Plan a step again, if what its ops take in the step itself, and not each for itself, makes another plan worth it.
+"""Plan a step again with the times that its ops took inside the step, if another plan is then faster.
 
-forecast 40 ms with prices of the ops alone, 55 ms with those of the step; another plan takes 50 ms  ->  that one
+forecast 40 ms with ops timed alone, 55 ms with times of the step; another plan takes 50 ms   ->   that plan
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from passes import BudgetError, Machine, Op, PlanResult, Trace, apply, predict
 from passes.simulate.forecast import OFFLOAD
 
+from ..errors import RecordingError
+from ..optim.offloaded_update import OffloadedUpdate
+from ..options.compile_options import CompileOptions
 from ..profile.step_timer import StepTimes
+from ..runtime.step import Step
+from .assembly import AssembledStep
+from .lowering import NotLowered
+from .plan_cache import is_final, remember
+from .progress import Progress
+from .search import PlanSearch
 
 Search = Callable[[Trace, Machine], PlanResult]
+Assemble = Callable[[Machine, PlanResult, float], AssembledStep]
 
 INTERRUPTED = 5.0  # times the median: new pages take an op of much memory up to that
 STARTS = (OFFLOAD, "memgraph.reload.default")  # ops that begin a copy, and wait for none
 WORTH = 0.02  # of the step's time: what a new plan has to save
+
+
+@dataclass(frozen=True, eq=False)
+class Replanner:
+    """Plans a step again once its ops were timed inside it.
+
+    Attributes:
+        assemble: makes the step of a plan, given the machine and when planning began.
+        plain: the trace that the first plan was made for.
+        lowering: the compiled segments of the step that was timed.
+        update: its copies run beside the step's.
+    """
+
+    options: CompileOptions
+    assemble: Assemble
+    plain: Trace
+    lowering: NotLowered
+    update: OffloadedUpdate
+
+    def __call__(self, step: Step, times: StepTimes) -> Step:
+        """Return a step with a better plan, or the same step.
+
+        A replaced step's tier is not closed here: it closes itself when its last run ends.
+        """
+        began = time.perf_counter()
+        choice, machine = step.report.choice, step.report.machine
+        times = self.lowering.split_times(times)
+        trace, measured = with_measured_times(choice, machine, times.beside(self.update.copies))
+        step.note_repriced(predict(apply(trace, choice.plan), measured).us)
+        key = self.plain, machine, self.options.search_key
+        is_kept = step.history.is_untouched and is_final(*key)
+        if not choice.plan or self.options.plans or is_kept:
+            return step
+        with Progress() as progress:
+            search = PlanSearch(self.options, progress, time.monotonic() + self.options.time_limit)
+            better = replanned(choice, trace, measured, search.search)
+        remember(*key, better or choice, settled=True)
+        if better is None:
+            return step
+        try:
+            assembled = self.assemble(measured, better, began)
+        except RecordingError:
+            return step
+        return step.replaced_by(assembled.parts, assembled.report, replace(self, lowering=assembled.lowering))
 
 
 def replanned(choice: PlanResult, trace: Trace, machine: Machine, search: Search) -> PlanResult | None:

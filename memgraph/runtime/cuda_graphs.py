@@ -167,7 +167,7 @@ class CudaGraphPair:
             self.recorder.settle()
             self.again = self.back = _gone
             self.outputs, self.gradients, self.given = [], [], []
-            self.flight.land()
+            self.flight.close()
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "flight"):

@@ -66,7 +66,7 @@ class StepHistory:
         return StepHistory(self.looks - 1, self.steps - self.steps % LENGTH)
 
 
-def run_us(forecast: Forecast, updates: bool) -> float:
+def forward_backward_us(forecast: Forecast, updates: bool) -> float:
     """Microseconds of forward and backward; with the update where backward `updates`."""
     ops = forecast.trace.ops
     last = len(ops)

@@ -61,7 +61,7 @@ def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: p
             theirs.step()
             ours.zero_grad()
             for parameter, twin in zip(model.parameters(), mirror, strict=True):
-                if parameter in step._planner.update.host_owners:
+                if parameter in step._planner.state.update.host_owners:
                     assert torch.equal(parameter.cpu(), twin)
                     assert ours.state[parameter]["step"].device.type == ("cuda" if fused else "cpu")
         report = step.plan

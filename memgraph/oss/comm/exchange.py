@@ -54,9 +54,12 @@ class BucketComm:
 
     def most(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
         """The largest of each number over all ranks, in place."""
-        if not self.is_alone:
-            with self.watch.naming(name):
-                self.watch.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        if self.is_alone:
+            return numbers
+        if numbers.device.type == "cpu":
+            return torch.amax(self.told(numbers, name)(), 0, out=numbers)
+        with self.watch.naming(name):
+            self.watch.wait(dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group, async_op=True))
         return numbers
 
     def reduce(self, bucket: Bucket, sources: Sources) -> Averaged:
@@ -125,12 +128,21 @@ class BucketComm:
 
     def each(self, numbers: Tensor) -> Tensor:
         """The numbers of each rank, a row for each."""
-        rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
         if self.is_alone:
             return numbers[None]
-        with self.watch.naming("exchange of numbers"):
+        name = "exchange of numbers"
+        if numbers.device.type == "cpu":
+            return self.told(numbers, name)()
+        rows = [torch.empty_like(numbers) for _ in range(self.ranks)]
+        with self.watch.naming(name):
             self.watch.wait(dist.all_gather(rows, numbers, group=self.group, async_op=True))
         return torch.stack(rows)
+
+    def told(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+        """Begin to tell all ranks some numbers of the CPU; what waits for those of each, a row for each."""
+        with self.watch.naming(name):
+            wait = self.pairs.each(numbers)
+        return self._watched(wait, name)
 
     def mean(self, number: Tensor) -> Tensor:
         """The mean of a number over ranks, exact if all have the same."""

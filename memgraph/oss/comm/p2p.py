@@ -18,6 +18,7 @@ from .parcels import joined, narrowed, put, split, wire_type
 from .watchdog import CollectiveWatchdog
 
 TAG = 5  # of messages between two ranks; those of others in the same group have 0
+NUMBERS = 7  # the tag of numbers that each rank tells all: they need not wait behind buckets
 Message = tuple[dist.Work, Tensor]  # with what has to live until it has gone
 
 
@@ -71,6 +72,26 @@ class P2PComm:
 
         return wait
 
+    def each(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Begin to tell all ranks the same numbers.
+
+        gloo's collectives are run by a thread of its own, which lets go of their tensors some time after the wait for
+        them has ended. Nobody else holds those of a message.
+
+        Returns:
+            waits, and gives the numbers of each rank, a row for each
+        """
+        rows = numbers.new_empty(self.ranks, *numbers.shape)
+        rows[self.rank] = numbers
+        messages = [self._receive(rows[rank], rank, NUMBERS) for rank in self.others]
+        messages += [self._posted(rows[self.rank], rank, NUMBERS) for rank in self.others]
+
+        def wait() -> Tensor:
+            self._wait(messages)
+            return rows
+
+        return wait
+
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Tensors as they are, to one rank that receives them."""
         with self.watch.naming(f"sending to rank {rank}"):
@@ -92,13 +113,13 @@ class P2PComm:
     def _send(self, tensor: Tensor, rank: int) -> Message:
         return self._posted(narrowed(tensor, self.wire), rank)
 
-    def _posted(self, sent: Tensor, rank: int) -> Message:
-        work = dist.isend(sent, group=self.group, group_dst=rank, tag=TAG)
+    def _posted(self, sent: Tensor, rank: int, tag: int = TAG) -> Message:
+        work = dist.isend(sent, group=self.group, group_dst=rank, tag=tag)
         assert work is not None
         return work, sent
 
-    def _receive(self, room: Tensor, rank: int) -> Message:
-        work = dist.irecv(room, group=self.group, group_src=rank, tag=TAG)
+    def _receive(self, room: Tensor, rank: int, tag: int = TAG) -> Message:
+        work = dist.irecv(room, group=self.group, group_src=rank, tag=tag)
         assert work is not None
         return work, room
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from passes.shards import Bucket, Piece
@@ -80,13 +79,11 @@ class SharedMemoryComm:
         """
         watch, ranks = self.exchange.watch, self.exchange.ranks
         name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
-        every = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
-        with watch.naming(name):
-            told = dist.all_gather(every, torch.tensor([whole.data_ptr()]), group=watch.group, async_op=True)
+        told = self.exchange.told(torch.tensor([whole.data_ptr()]), name)
 
         def wait() -> Tensor:
+            begins = told().flatten().tolist()
             with watch.naming(name):
-                watch.wait(told)
                 mine = whole[self.exchange.rank * bucket.part : (self.exchange.rank + 1) * bucket.part]
                 at = mine.data_ptr() - whole.data_ptr()
                 total: Tensor | None = None
@@ -94,7 +91,7 @@ class SharedMemoryComm:
                     part = mine
                     if rank != self.exchange.rank:
                         part = torch.empty_like(mine)
-                        read(self.processes[rank], [(part, int(every[rank]) + at)])
+                        read(self.processes[rank], [(part, begins[rank] + at)])
                     total = part if total is None else torch.add(total, part, out=part if total is mine else total)
             assert total is not None
             self.meet(name)

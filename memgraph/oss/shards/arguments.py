@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import optim
 
 from ...errors import ShardError
-from ...options.argument_rules import SHARDED_RULES, check_arguments
+from ...options.argument_rules import SHARDED_RULES, check_argument
 
 
 def ready(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -48,7 +48,7 @@ def arguments(
     given = {"optim": kind, "gradients": gradients, "gather": gather}
     given |= {"wire_dtype": wire_dtype, "bucket_bytes": bucket_bytes}
     try:
-        own = {name: check_arguments(name, value, SHARDED_RULES) for name, value in given.items()}
+        own = {name: check_argument(name, value, SHARDED_RULES) for name, value in given.items()}
     except (TypeError, ValueError) as error:
         raise ShardError(str(error)) from None
     is_rounded = own["wire_dtype"] is torch.float16

@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor, optim
 
 from ...optim.elementwise import ELEMENTWISE
-from ...options.argument_rules import SHARDED_RULES, check_arguments
+from ...options.argument_rules import SHARDED_RULES, check_argument
 
 Group = dict[str, Any]
 
 
 def groups_of(params: Iterable[Any]) -> list[Group]:
     """The caller's groups, copied."""
-    given = list(check_arguments("params", params, SHARDED_RULES))
+    given = list(check_argument("params", params, SHARDED_RULES))
     if not given:
         raise ValueError("optimizer got an empty parameter list")
     return list(map(copied, given)) if isinstance(given[0], dict) else [{"params": given}]

@@ -23,7 +23,7 @@ from memgraph.optim.optimizer_clone import ClonedOptimizer
 from memgraph.optim.state_parts import state_parts
 from memgraph.optim.update_cost import STATE
 from memgraph.optim.windowed_update import WindowedUpdate
-from memgraph.planning import planner
+from memgraph.planning import target
 from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
@@ -206,7 +206,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
 @pytest.mark.usefixtures("small_windows", "host")
 def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate: Callable[[float], None]) -> None:
     rate(ALL)
-    monkeypatch.setattr(planner, "buffer_location", lambda device, folder, *_: folder)
+    monkeypatch.setattr(target, "buffer_location", lambda device, folder, *_: folder)
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
     assert not there(asked) and asked.machine.stepping == 0.0
@@ -215,7 +215,7 @@ def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate
 def test_what_is_not_built_is_refused() -> None:
     model = chain(1)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with pytest.raises(ValueError, match="host_update=True wants the optimizer"):
+    with pytest.raises(ValueError, match="host_update=True needs the optimizer"):
         streamed(model, 1, host_update=True)
     with pytest.raises(ValueError, match="fuse_update=True updates in backward: give one of them"):
         streamed(model, 1, optimizer=optimizer, host_update=True, fuse_update=True)
@@ -226,7 +226,7 @@ def test_the_report_says_what_is_updated_there(rate: Callable[[float], None]) ->
     rate(ALL)
     report = planned(host_update=True)
     (line,) = (line for line in str(report).splitlines() if line.startswith("update there"))
-    assert line.split()[2] == "state" and line.endswith("lives on host, and is updated there")
+    assert line.split()[2] == "state" and line.endswith("offloaded to host, and is updated there")
     assert str(report.machine).endswith("steps states at 1000000 MB/s")
 
 

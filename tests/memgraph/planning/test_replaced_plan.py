@@ -19,21 +19,21 @@ def trained() -> Twins:
     """Their state is far, their plan will not be looked at again."""
     twins = Twins()
     twins.train(1)
-    twins.model.__dict__["_latest"].again = None
+    twins.model.__dict__["_latest"]._replan_due = False
     twins.train(2)
     assert far(twins.module, twins.ours) == {"parameter", "gradient", "state"}
     return twins
 
 
-def home_slots(twins: Twins) -> OffloadedSlots:
-    found = twins.model.__dict__["_latest"].home_slots
+def state_slots(twins: Twins) -> OffloadedSlots:
+    found = twins.model.__dict__["_latest"].parts.state_slots
     assert isinstance(found, OffloadedSlots)
     return found
 
 
 def states(twins: Twins) -> list[Tensor]:
     """Those that the plan has far, wherever they are."""
-    parameters = home_slots(twins).states.owners
+    parameters = state_slots(twins).states.owners
     return [value for parameter in parameters for value in elementwise_states(twins.ours.state[parameter]).values()]
 
 
@@ -76,7 +76,7 @@ def test_what_has_moved_is_brought_to_its_home(move: Callable[[Twins], None]) ->
 
 def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
     twins = trained()
-    home_slots(twins).release_to(None)
+    state_slots(twins).release_to(None)
     assert far(twins.module, twins.ours) == {"gradient"}
     twins.assert_same()
     for optimizer in (twins.theirs, twins.ours):
@@ -89,7 +89,7 @@ def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
 
 def test_new_states_are_made_where_the_next_plan_has_them() -> None:
     twins = trained()
-    home_slots(twins).release_to(None)
+    state_slots(twins).release_to(None)
     for optimizer in (twins.theirs, twins.ours):
         optimizer.state.clear()
         optimizer.step()
@@ -99,7 +99,7 @@ def test_new_states_are_made_where_the_next_plan_has_them() -> None:
 
 def test_what_the_next_plan_has_far_stays_there() -> None:
     twins = trained()
-    found = home_slots(twins)
+    found = state_slots(twins)
     other = copy.copy(found)
     other.states = replace(found.states, owners=found.states.owners[:1])
     addresses = [parameter.data_ptr() for parameter in twins.module.parameters()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import replan
 from memgraph.planning.replan import replanned, reprice, with_measured_times
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
@@ -155,12 +155,12 @@ def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> 
     for _ in range(3):
         assert same(step(module, x), eager(x))
     assert module._latest is first
-    assert not first.is_due
+    assert not first.needs_replan
     assert first.report.plan
 
 
 def test_a_step_that_fits_as_it_is_is_timed_and_never_planned_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "replanned", lambda *args: pytest.fail("planned anew"))
+    monkeypatch.setattr(replan, "replanned", lambda *args: pytest.fail("planned anew"))
     module = memgraph.compile(net(), 1 << 30, loss=loss)
     step(module, x)
     assert module.plan.measured_us is None
@@ -199,7 +199,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     closed: list[int] = []
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
-    monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
+    monkeypatch.setattr(replan, "replanned", lambda choice, trace, machine, search: choice)
     monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (FAST, FAST))
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
@@ -208,7 +208,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
     step(module, x)
-    tier = module._latest.tier
+    tier = module._latest.parts.tier
     assert isinstance(tier, DiskTier)
     nbytes = tier.nbytes
     del tier
@@ -216,7 +216,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     gc.collect()
     assert nbytes in closed
     assert module._latest.times is None
-    assert module._latest.again is None
+    assert not module._latest._replan_due
 
 
 # --- prices
@@ -318,7 +318,7 @@ def test_copies_of_the_update_tell_of_the_links_too(
         seen.append((times, moved, far))
         return with_measured_times(choice, machine, times)
 
-    monkeypatch.setattr(planner, "with_measured_times", note)
+    monkeypatch.setattr(replan, "with_measured_times", note)
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     states = 2 * sum(parameter.nbytes for parameter in module.parameters())
     adam = torch.optim.Adam(module.parameters())

@@ -17,7 +17,7 @@ from memgraph.graph.summarize import summarize
 from memgraph.optim.offloaded_update import OffloadedUpdate
 from memgraph.optim.update_operands import PARAMETER, ParameterUpdate, UpdateOperand
 from memgraph.optim.window_plan import plan_windows
-from memgraph.planning import planner
+from memgraph.planning import search
 from memgraph.profile import op_profiler
 from tests.support.forced_plans import all_given_up
 
@@ -100,7 +100,7 @@ def quiet() -> Iterator[None]:
 def test_statistics_that_an_op_updates_quietly_are_updated_once_however_much_is_recomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    monkeypatch.setattr(search, "make_plan", all_given_up)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     models = []
     for compiled in (False, True):

@@ -89,7 +89,7 @@ def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
     flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
     its.again()
     if gather:
-        flight.coming = gather(its)
+        flight.gather = gather(its)
     outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
     return [*outputs, *flight.backward([torch.ones_like(outputs[0])], [], keep=False)]
 

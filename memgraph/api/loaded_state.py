@@ -64,7 +64,7 @@ class LoadedState:
 
 def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same state in a nameless file, if it does not fit the model's budget beside its parameters and buffers."""
-    planner = model._planner
+    target = model._planner.target
     tensors = {
         (number, name): value
         for number, entries in state["state"].items()
@@ -73,9 +73,9 @@ def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, An
     }
     there = resident_bytes([*model.parameters(), *model.buffers()])
     needed = there + sum(tensor.nbytes for tensor in tensors.values())
-    if planner.tier != "disk" or planner.device.type != "cpu" or needed <= planner.budget:
+    if target.tier != "disk" or target.device.type != "cpu" or needed <= target.budget:
         return state
-    moved = dict(zip(tensors, offload_tensors(list(tensors.values()), planner.placement.location), strict=True))
+    moved = dict(zip(tensors, offload_tensors(list(tensors.values()), target.location), strict=True))
     states = {
         number: {name: moved.get((number, name), value) for name, value in entries.items()}
         for number, entries in state["state"].items()
