@@ -356,7 +356,7 @@ class OSS(optim.Optimizer):
         """Lay out parameters again as they are now; there are no states yet."""
         self.sharded_grads.refuse_if_any()
         self.pending_gathers.reset()
-        self.offloaded_shards.far_states.clear()
+        self.offloaded_shards.offloaded_owners.clear()
         self.layout.reset()
         for i, group in enumerate(self.param_groups):
             self.layout.add_group(i, group)
@@ -418,7 +418,7 @@ class OSS(optim.Optimizer):
         offloaded = self.offloaded_shards
         with self.watchdog.leaving_on_error():
             groups = self._state_dict({})
-            buffers = DiskBuffers(offloaded.where) if offloaded.far_states else None
+            buffers = DiskBuffers(offloaded.location) if offloaded.offloaded_owners else None
             return {**groups, "state": to_dtensors(self.own_state, buffers, self.sharded_step.is_incomplete)}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from passes.shards import Bucket, BucketSizes, ParamSpec, ShardRange, make_buckets, owned_nbytes
 
 from ...errors import ShardError
-from ...optim.elementwise import EXACT
+from ...optim.elementwise import EXACT_DTYPES
 from ...tensors.layout import is_dense
 from .shard_views import BucketViews, in_order_of, is_placeholder, reshape_like
 
@@ -74,7 +74,7 @@ class ShardLayout:
 
     def _item(self, p: Tensor, kind: int, fused: bool) -> ParamSpec:
         whole = not self.splits or not is_dense(p) or p.is_complex()
-        quantum = 1 if p.dtype in EXACT and not fused else VECTOR
+        quantum = 1 if p.dtype in EXACT_DTYPES and not fused else VECTOR
         return ParamSpec(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
     def _views(self, number: int, bucket: Bucket) -> BucketViews:
