@@ -39,6 +39,23 @@ class GradAverager:
         self.shared_memory: SharedMemoryComm | None = None
         self.flat_grads: dict[int, Tensor] = {}  # while they are averaged
 
+    def check_grads(self) -> None:
+        """Forget averages of gradients that have been replaced.
+
+        Raises:
+            ShardError: a gradient has another dtype or device than its parameter, leaves the range of the wire dtype,
+                or was changed after it had been averaged.
+        """
+        pairs = [(i, p, p.grad) for i, p in enumerate(self.layout.parameters) if p.grad is not None]
+        for i, p, grad in pairs:
+            if grad.dtype != p.dtype or grad.device != p.device:
+                kind = f"{grad.dtype} on {grad.device}"
+                raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {kind}; make them the same")
+        if not self.replicated and not self.comm.fits_wire(grad for _, _, grad in pairs if not grad.is_sparse):
+            raise ShardError(f"gradients leave the range of {self.comm.wire}; use wire_dtype=torch.bfloat16")
+        if self.clipped is not None and not self.clipped.is_current(self.layout.parameters):
+            self.clipped = None
+
     def begin(self) -> None:
         """Flatten gradients that other ranks read, and exchange their addresses."""
         self.shared_memory = self.comm.shared_memory if self.layout.is_dense_on_cpu else None

@@ -73,6 +73,18 @@ def copy_group(group: Group) -> Group:
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
 
+def check_parameters(parameters: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ShardError: a parameter of a group is given twice, or has no values.
+    """
+    if len(set(parameters)) != len(parameters):
+        raise ShardError("a parameter is twice in one group; give each parameter once")
+    if empty := [i for i, parameter in enumerate(parameters) if parameter.is_meta]:
+        message = f"parameter {empty[0]} of the group is on the meta device, where it has no values"
+        raise ShardError(f"{message}; give the module a device (to_empty) and values, then make the optimizer")
+
+
 def options(group: Group) -> Group:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
