@@ -40,12 +40,7 @@ class GradAverager:
         self.flat_grads: dict[int, Tensor] = {}  # while they are averaged
 
     def check_grads(self) -> None:
-        """Forget averages of gradients that have been replaced.
-
-        Raises:
-            ShardError: a gradient has another dtype or device than its parameter, leaves the range of the wire dtype,
-                or was changed after it had been averaged.
-        """
+        """Forget averages of gradients that have been replaced."""
         pairs = [(i, p, p.grad) for i, p in enumerate(self.layout.parameters) if p.grad is not None]
         for i, p, grad in pairs:
             if grad.dtype != p.dtype or grad.device != p.device:
@@ -119,11 +114,7 @@ class GradAverager:
         return list(of_item.values())
 
     def buckets_with_grads(self, kinds: Sequence[int]) -> list[BucketViews]:
-        """Return the buckets in which any rank has a gradient.
-
-        Raises:
-            ShardError: a gradient is sparse, and the plain optimizer refuses those.
-        """
+        """Return the buckets in which any rank has a gradient."""
         if self.optimizer.splits and SPARSE in kinds and self.optimizer.kind not in DENSIFIED:
             name = self.optimizer.name
             raise ShardError(f"{name} does not support sparse gradients, please consider SparseAdam instead")

@@ -35,12 +35,7 @@ class AllRanksFailed(Exception):
 def step_with_closure(
     averager: GradAverager, prepare: Prepare, closure: Callable[[], Any] | None, groups: Sequence[Group], kwargs: Group
 ) -> Any:
-    """Step on rank 0, and evaluate on all; return the loss of the first evaluation on this rank.
-
-    Raises:
-        ShardError: rank 0, or the closure on another rank, failed. Parameters are those of the search so far, equal on
-            all ranks.
-    """
+    """Step on rank 0, and evaluate on all; return the loss of the first evaluation on this rank."""
     comm, step = averager.comm, _ClosureStep(averager, prepare, closure, groups)
     if comm.rank == 0:
         step.lead(kwargs)

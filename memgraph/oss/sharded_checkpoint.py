@@ -118,12 +118,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
 
 def _check_arguments(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
-    """Return the folder, which has to be the same on all ranks.
-
-    Raises:
-        TypeError, ValueError, ShardError: an argument of this rank is wrong.
-        AgreementError: an argument of another rank is wrong, or its folder is another.
-    """
+    """Return the folder, which has to be the same on all ranks."""
     watchdog = optimizer.watchdog if isinstance(optimizer, OSS) else shared_watchdog()
     with nullcontext() if watchdog is None else report_errors(watchdog, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):

@@ -66,21 +66,11 @@ class StateDicts:
         return validate_state.find_mismatch(self.own, groups, given, sharded)
 
     def refuse_mismatch(self, given: object, mismatch: str | None) -> None:
-        """
-        Raises:
-            StateError: the state dict, equal on all ranks, does not fit.
-            AgreementError: ranks have different state dicts.
-        """
         check_agreement(self.watchdog, list(validate_state.state_lines(given, mismatch)), ADVICE)
         if mismatch is not None:
             raise StateError(f"the state dict is not this optimizer's: {mismatch}; nothing was changed")
 
     def refuse_sharded_mismatch(self, given: Mapping[str, Any], mismatch: str | None) -> None:
-        """
-        Raises:
-            StateError: on all ranks, if the part of one does not fit.
-            AgreementError: ranks have parts of different state dicts.
-        """
         for rank, failure in all_failures(self.watchdog, mismatch, "comparison of the parts of a state").items():
             raise StateError(f"the state dict on rank {rank} is not this optimizer's: {failure}; nothing was changed")
         check_agreement(self.watchdog, list(validate_state.state_lines(given, None, sharded=True)), ADVICE)
