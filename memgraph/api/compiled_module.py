@@ -146,7 +146,7 @@ class CompiledModule(ModuleProxy):
             FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
         """
         if self._planner.state.fused_update is not None:
-            self._planner.state.fused_update.torn.check()
+            self._planner.state.fused_update.guard.check()
 
     def _refuse_awaited(self, what: str) -> None:
         """

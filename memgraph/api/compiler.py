@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
-from ..optim.fused_update import refuse_fused
+from ..optim.fused_update import check_fusable
 from ..options.argument_rules import check_argument
 from ..options.compile_options import Budget, CompileArguments, CompileOptions, PlanArguments, parse_options
 from ..oss import OSS
@@ -207,7 +207,7 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
     if isinstance(optimizer, OSS) and options.host_update:
         raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
     if options.fuse_update:
-        refuse_fused(optimizer)
+        check_fusable(optimizer)
 
 
 def _refuse_parts(model: nn.Module) -> None:

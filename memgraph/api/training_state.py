@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..optim.validate_state import class_name, refuse_other_optimizers
+from ..optim.validate_state import check_state_dict, class_name
 from ..options.argument_rules import SAVE_RULES, check_argument
 from ..oss import OSS
 from ..storage.spill_file import SpillError, advice_for
@@ -293,7 +293,7 @@ def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimi
     if optimizer is None or isinstance(optimizer, OSS) or getattr(optimizer, HOOKS, None):
         return
     try:
-        refuse_other_optimizers(optimizer, state)
+        check_state_dict(optimizer, state)
     except StateError as error:
         raise StateError(f"{path} is of another optimizer: {error}; make the same optimizer") from error
 

@@ -15,8 +15,8 @@ from torch import optim
 
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
+from ..optim.optimizer_clone import clone_optimizer
 from ..optim.state_parts import Owner, is_large
-from ..optim.twin import clone_optimizer
 from ..optim.windowed_update import WindowedUpdate
 from .shards.layout import ShardLayout
 from .shards.param_groups import Group
@@ -56,6 +56,6 @@ class OffloadedShards(OffloadedUpdate):
         with torch.inference_mode(False), torch.no_grad():
             if self.interrupted is None or self.interrupted[0] != number:
                 clone = clone_optimizer(self.shard_optimizer.optimizer, [group])
-                self.interrupted = (number, WindowedUpdate(clone, self.current, is_large, self.where))
+                self.interrupted = (number, WindowedUpdate(clone, self.current, is_large, self.location))
             self.interrupted[1].run()
             self.interrupted = None

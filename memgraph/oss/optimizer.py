@@ -316,7 +316,7 @@ class OSS(optim.Optimizer):
         """Lay out parameters again as they are now; there are no states yet."""
         self.sharded_grads.refuse_if_any()
         self.pending_gathers.reset()
-        self.offloaded_shards.far_states.clear()
+        self.offloaded_shards.offloaded_owners.clear()
         self.layout.reset()
         for i, group in enumerate(self.param_groups):
             self.layout.add_group(i, group)
@@ -371,7 +371,7 @@ class OSS(optim.Optimizer):
         offloaded = self.offloaded_shards
         with self.watchdog.leaving_on_error():
             groups, incomplete = self._state_dict({}), self.sharded_step.is_incomplete
-            return {**groups, "state": self.states.sharded(bool(offloaded.far_states), offloaded.where, incomplete)}
+            return {**groups, "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete)}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what torch.distributed.checkpoint has read into a sharded state dict; every rank has to call it.

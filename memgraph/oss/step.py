@@ -225,7 +225,7 @@ class ShardedStep:
         views = bucket.assign_grads(grads, run.kinds)
         group = run.groups[self.layout.group_of[bucket.bucket.items[0]]]
         given = options(group) | {"params": views}
-        if views and bucket.number in self.offloaded.far_states and not run.kwargs:
+        if views and bucket.number in self.offloaded.offloaded_owners and not run.kwargs:
             try:
                 self.offloaded.update(bucket.number, given)
             except Exception as error:

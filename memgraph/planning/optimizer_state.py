@@ -18,7 +18,7 @@ from ..graph.captured import Captured
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.placement import StatePlacement
-from ..optim.trained import TrainedParameters
+from ..optim.state_parts import TrainedParameters
 from ..oss import OSS
 from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
@@ -54,14 +54,14 @@ class OptimizerState:
 
     def move_to(self, location: BufferLocation) -> None:
         """Offload to another location from now on."""
-        self.placement.where = self.update.where = location
+        self.placement.location = self.update.location = location
 
     def refuse(self, owned_nbytes: int, budget: float) -> None:
         """
         Raises:
             UpdateError: no step with this optimizer can be planned.
         """
-        self.update.refuse_at_home(owned_nbytes, budget)
+        self.update.check_fits_on_device(owned_nbytes, budget)
 
     def announcing_failure(self) -> AbstractContextManager[None]:
         """Tell the other ranks about an error before they wait for this one."""
@@ -109,6 +109,6 @@ class OptimizerState:
         return self._with_windows(machine, trained)
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
-        window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
-        ahead = self.update.between(trained.parameters)
+        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
+        ahead = self.update.nbytes_between(trained.parameters)
         return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)

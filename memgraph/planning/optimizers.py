@@ -20,10 +20,8 @@ from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.parameter_values import parameter_values
-from ..optim.state_parts import state_parts
-from ..optim.trained import TrainedParameters
-from ..optim.update_cost import add_update, price_update
+from ..optim.state_parts import TrainedParameters, state_parts
+from ..optim.update_cost import add_update, parameter_values, price_update
 from ..options.compile_options import CompileOptions
 from ..oss import OSS
 from ..oss.compiled.insert_all_gather import forward_buckets, insert_all_gathers
@@ -137,7 +135,7 @@ class ShardedOptimizer(OptimizerState):
 def optimizer_state(module: nn.Module, options: CompileOptions, device: torch.device) -> OptimizerState:
     """Return what the optimizer of the options changes about steps of a module."""
     optimizer = options.optimizer
-    update = OffloadedUpdate(optimizer, options.fuse_update, hosts=options.host_update)
+    update = OffloadedUpdate(optimizer, options.fuse_update, host_update=options.host_update)
     if optimizer is None:
         return OptimizerState(module, update)
     if options.fuse_update:

@@ -143,7 +143,7 @@ class BackwardPass:
                 parts.note_others(run, self.inputs)
         apart: Mapping[int, Tensor] = {}
         if slots is not None:
-            apart, places = slots.before(self.owners, self.roles.adds)
+            apart, places = slots.begin_backward(self.owners, self.roles.adds)
             run.bind(places)
         added = self._existing_gradients() if self.roles.adds else []
         self._warn()
@@ -152,10 +152,10 @@ class BackwardPass:
             gradients = self._without_shards(self._computed(added))
             if slots is not None:
                 kept = [None if gone else owner for owner, gone in zip(self.owners, self.missing, strict=True)]
-                gradients = slots.after(gradients, kept, apart, run.slot_layouts)
+                gradients = slots.finish_backward(gradients, kept, apart, run.slot_layouts)
         except BaseException as error:
             if self.fused_update is not None:
-                self.fused_update.failed(error)
+                self.fused_update.abort(error)
             raise
         passed_on = self._assigned(gradients)
         if run.is_concurrent:
@@ -223,7 +223,7 @@ class BackwardPass:
             run.halves = parts.halves_without(self.unused)
         results = run.backward(self.tangents, added, self.keep)
         if self.fused_update is not None:
-            self.fused_update.ended()
+            self.fused_update.finish()
         return results
 
     def _without_shards(self, results: list[Tensor]) -> list[Tensor]:

@@ -121,7 +121,7 @@ class Step:
         tier, slots, sharded = self.parts.tier, self.parts.state_slots, self.parts.sharded_grads
         try:
             if slots is not None:
-                places = slots.settled(tensors)
+                places = slots.place(tensors)
                 if tier is not None:
                     tier.bind(places)
             if sharded is not None:
@@ -190,7 +190,7 @@ class Step:
 
     def _note_times(self, times: StepTimes) -> None:
         if self.parts.fused_update is not None:
-            waited = self.parts.fused_update.waited
+            waited = self.parts.fused_update.waited_us
             times = times.without({op: waited.get(name, 0.0) for op, name in self.parts.update_ops.items()})
         self.times, self.report = times, replace(self.report, measured_us=times.us)
 
@@ -253,7 +253,7 @@ class Step:
         report = replace(report, adding=self.report.adding)
         step = Step(parts, report, replan=replan, on_measured=self._on_measured, history=history, warned=self.warned)
         if self.parts.state_slots is not None:
-            self.parts.state_slots.replaced(parts.state_slots)
+            self.parts.state_slots.release_to(parts.state_slots)
         return step
 
     def note_repriced(self, us: float) -> None:

@@ -21,7 +21,7 @@ from ..optim.tier_slots import OffloadedSlots
 from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..profile.memory_meter import resident_bytes
-from ..storage.tier import Tier
+from ..storage.tiers import Tier
 from .concurrent_runs import concurrent_runs, held_nbytes, waiting_nbytes
 from .cuda_graph_checks import NOT_RECORDED, Recording
 from .step_run import StepRun

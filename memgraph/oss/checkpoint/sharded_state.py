@@ -22,7 +22,7 @@ from passes.shards import Piece
 
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import BufferLocation, MappedBuffer, TensorSpec
-from ...storage.spill_file import SpillError, pages
+from ...storage.spill_file import SpillError, whole_pages
 from ...tensors.layout import is_dense, viewed_as
 from ..shards.shard_views import in_order_of
 from .full_state import has_shard_shape
@@ -157,5 +157,5 @@ class DiskBuffers:
         if self.buffer is None or self.used + nbytes > self.buffer.nbytes:
             spec = TensorSpec((max(CHUNK, nbytes),), (1,), torch.uint8)
             self.buffer, self.used = MappedBuffer([spec], self.where), 0
-        begin, self.used = self.used, self.used + pages(nbytes)
-        return self.buffer.mapping.seen(begin, nbytes)
+        begin, self.used = self.used, self.used + whole_pages(nbytes)
+        return self.buffer.mapping.bytes_at(begin, nbytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...optim.first_state import FirstState
-from ...optim.validate_state import Group, fits, group_troubles, kind_of, with_defaults
+from ...optim.validate_state import Group, describe_value, fits_tensor, group_mismatches, with_defaults
 from ...tensors.layout import flat, is_dense
 from ..comm.agreement import checksum, format_option
 from .own_state import OwnState
@@ -60,7 +60,7 @@ def _mismatches(own: OwnState, groups: Sequence[Group], given: object, sharded: 
         return
     kind, defaults = own.optimizer.kind, own.optimizer.defaults
     complete = partial(with_defaults, kind, own.optimizer.optimizer.defaults)
-    yield from group_troubles(groups, given["param_groups"], kind, defaults, complete)
+    yield from group_mismatches(groups, given["param_groups"], kind, defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
         yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
@@ -88,7 +88,7 @@ class _EntryCheck:
         missing = sorted(set(wanted) - set(present))
         is_whole = not self.sharded or index in self.owned
         if present and missing and is_whole and self.first.needs(group, parameter, list(present)):
-            yield f"parameter {index} has no {missing[0]!r}, and {self.name}'s has {kind_of(wanted[missing[0]])}"
+            yield f"parameter {index} has no {missing[0]!r}, and {self.name}'s has {describe_value(wanted[missing[0]])}"
         for name, value in present.items():
             if (wrong := self._mismatch(parameter, value, wanted.get(name))) is not None:
                 yield f"{name!r} of parameter {index} is {wrong}"
@@ -96,15 +96,15 @@ class _EntryCheck:
     def _mismatch(self, parameter: Tensor, value: Any, wanted: Any) -> str | None:
         """Describe an entry that is wrong; `wanted` is None where the class does not tell."""
         if isinstance(value, Tensor) and value.is_meta:
-            return f"{kind_of(value)} on the meta device, where it has no values"
+            return f"{describe_value(value)} on the meta device, where it has no values"
         if isinstance(value, DTensor) and not self.sharded:
-            return f"{kind_of(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
+            return f"{describe_value(value)} in rows, a DTensor; give it to load_sharded_state_dict()"
         if wanted is None and self.own.optimizer.splits and isinstance(value, Tensor) and value.dim():
             wanted = parameter  # an entry of an option that is now off, split like the others
-        if isinstance(wanted, Tensor) and not fits(value, wanted):
-            return f"{kind_of(value)}, which does not fit into {self.name}'s {kind_of(wanted)}"
+        if isinstance(wanted, Tensor) and not fits_tensor(value, wanted):
+            return f"{describe_value(value)}, which does not fit into {self.name}'s {describe_value(wanted)}"
         if self.sharded and (placement := placement_mismatch(self.own, parameter, value)):
-            return f"{kind_of(value)} {placement}"
+            return f"{describe_value(value)} {placement}"
         return None
 
 
@@ -113,8 +113,8 @@ def _describe(entry: tuple[str, Any]) -> str:
     if not isinstance(value, Tensor):
         return f"{name} {format_option(value)}"
     if isinstance(value, DTensor) or not is_dense(value):
-        return f"{name} {kind_of(value)}"
+        return f"{name} {describe_value(value)}"
     if value.dim() == 0:
         return f"{name} {value.item()}"
     sample = flat(value)[:: max(1, value.numel() // SAMPLED)]
-    return f"{name} {kind_of(value)} with values of checksum {checksum(sample):08x}"
+    return f"{name} {describe_value(value)} with values of checksum {checksum(sample):08x}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
-from ...storage.wire_cast import fits
+from ...storage.wire_cast import fits_dtype
 from .collectives import CollectiveComm, op_name
 from .p2p import P2PComm
 from .rank_group import RankGroup
@@ -46,7 +46,7 @@ class BucketComm(RankGroup):
         """Return True if no finite number becomes infinite in the wire dtype."""
         if self.wire is None or self.is_alone:
             return True
-        return all(fits(tensor, self.wire) for tensor in tensors if tensor.dtype == torch.float32)
+        return all(fits_dtype(tensor, self.wire) for tensor in tensors if tensor.dtype == torch.float32)
 
     def reduce(self, bucket: Bucket, grads: Stretches) -> Callable[[], list[Tensor]]:
         """Start to average a bucket; the function waits and returns the mean of this rank's stretches."""

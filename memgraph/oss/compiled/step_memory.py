@@ -18,14 +18,12 @@ from passes import Trace
 from passes.ir.machine import SMALLEST_HOME
 from passes.ir.wire import WORKSPACE
 
-from ...optim.optimizer_clone import ClonedOptimizer
+from ...optim.optimizer_clone import ClonedOptimizer, clone_optimizer, plain_attributes
 from ...optim.optimizer_profiler import update_nbytes
-from ...optim.state_parts import PARTS, StatePart, in_parts, is_large
-from ...optim.trained import TrainedParameters
-from ...optim.twin import attributes, clone_optimizer
+from ...optim.state_parts import PARTS, StatePart, TrainedParameters, is_large, partition_states
 from ...optim.update_cost import add_update_op
-from ...optim.update_operands import no_operands
-from ...optim.window_memory import OffloadedParts, window_bytes
+from ...optim.update_operands import no_parameters
+from ...optim.window_memory import OffloadedTensors, window_bytes
 from ..optimizer import OSS
 from ..shards.param_groups import Group, options
 from ..shards.shard_views import BucketViews
@@ -113,7 +111,7 @@ def _window_nbytes(oss: OSS, bucket: BucketViews) -> int:
         return 0
     key = key, window
     if key not in _windows:
-        parts = OffloadedParts(no_operands, no_operands, is_large)
+        parts = OffloadedTensors(no_parameters, no_parameters, is_large)
         nbytes = window_bytes(clone_optimizer(oss.inner, [group]), window, parts, group["params"])
         _windows[key] = max(each.total for each in nbytes)
     return _windows[key]
@@ -125,7 +123,7 @@ def _own_group(oss: OSS, bucket: BucketViews) -> tuple[Group, object]:
     views = [view for one, view in bucket.own if parameters[one.item].requires_grad or view in oss.inner.state]
     group = options(oss.param_groups[oss.layout.group_of[bucket.bucket.items[0]]])
     kinds = tuple((view.shape, view.dtype, view.device) for view in views)
-    key = oss.optimizer_class, repr(group), repr(attributes(oss.inner)), kinds
+    key = oss.optimizer_class, repr(group), repr(plain_attributes(oss.inner)), kinds
     return group | {"params": list(map(_as_trained, views))}, key
 
 
@@ -194,7 +192,7 @@ def shard_parts(oss: OSS) -> list[StatePart]:
     """Return state parts of about equal bytes, with buckets as owners; the same parts on all ranks."""
     if not oss.offloaded_shards.can_stream:
         return []
-    return in_parts([(i, max(of_ranks)) for i, of_ranks in enumerate(large_state_nbytes(oss))], PARTS)
+    return partition_states([(i, max(of_ranks)) for i, of_ranks in enumerate(large_state_nbytes(oss))], PARTS)
 
 
 def large_state_nbytes(oss: OSS) -> list[list[int]]:
@@ -216,4 +214,4 @@ def _state_nbytes_per_element(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
     given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
     clone = ClonedOptimizer(clone_optimizer(oss.inner, given))
     kinds = {(group, p.dtype) for group, p in zip(oss.layout.group_of, oss.layout.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in clone.entries(*kind).values() if dtype) for kind in kinds}
+    return {kind: sum(dtype.itemsize for dtype in clone.state_dtypes(*kind).values() if dtype) for kind in kinds}

@@ -19,7 +19,7 @@ from torch import Tensor
 from passes.shards import Bucket, Item, Piece, Sizes, loads_of, shards
 
 from ...errors import ShardError
-from ...optim.elementwise import EXACT
+from ...optim.elementwise import EXACT_DTYPES
 from ...tensors.layout import is_dense
 from .shard_views import BucketViews, in_order_of, is_placeholder, reshape_like
 
@@ -70,7 +70,7 @@ class ShardLayout:
 
     def _item(self, p: Tensor, kind: int, fused: bool) -> Item:
         whole = not self.splits or not is_dense(p) or p.is_complex()
-        quantum = 1 if p.dtype in EXACT and not fused else VECTOR
+        quantum = 1 if p.dtype in EXACT_DTYPES and not fused else VECTOR
         return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
     def _views(self, number: int, bucket: Bucket) -> BucketViews:

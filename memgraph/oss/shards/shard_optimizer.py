@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from ...optim.elementwise import is_elementwise, without_hooks
-from ...optim.optimizer_clone import clone_obstacle
+from ...optim.elementwise import is_elementwise, unhooked_step
+from ...optim.optimizer_clone import unclonable_reason
 from .layout import ShardLayout
 from .param_groups import Group, options, template
 
@@ -22,7 +22,7 @@ class ShardOptimizer:
         plain = template(kind, groups, kwargs)
         self.defaults = dict(plain.defaults)
         # A step that changes more than the states of its parameters has to run once for all of them.
-        self.splits = is_elementwise(plain) and not clone_obstacle(plain)
+        self.splits = is_elementwise(plain) and not unclonable_reason(plain)
         self.needs_closure = issubclass(kind, optim.LBFGS)
         self.optimizer: Any = None
 
@@ -60,6 +60,6 @@ class ShardOptimizer:
         """Step on these groups instead of the optimizer's own."""
         before, self.optimizer.param_groups = self.optimizer.param_groups, groups
         try:
-            without_hooks(type(self.optimizer))(self.optimizer, **kwargs)
+            unhooked_step(type(self.optimizer))(self.optimizer, **kwargs)
         finally:
             self.optimizer.param_groups = before

@@ -35,8 +35,7 @@ from memgraph.report.report import Report
 from memgraph.runtime.step import Step
 from memgraph.runtime.step_parts import StepParts
 from memgraph.storage.io_threads import STAGING
-from memgraph.storage.tier import Lease
-from memgraph.storage.tiers import open_tier
+from memgraph.storage.tiers import Lease, open_tier
 from passes import Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import CAST, STATE_OFFLOADED, Placement, schedule
@@ -242,7 +241,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         if adds:
             run(its, step, 1)
         assert step.parts.state_slots is not None
-        step.parts.state_slots.settled(its.tensors)
+        step.parts.state_slots.place(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None

@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.planning import replan
-from memgraph.planning.replan import replanned, reprice, with_measured_times
+from memgraph.planning.measured_prices import reprice, with_measured_times
+from memgraph.planning.replan import replanned
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
 from memgraph.profile.copy_overhead import CopyOverhead
@@ -27,7 +28,7 @@ from memgraph.profile.step_timer import Clock, StepTimes, WallTimes
 from memgraph.report.step_times import LENGTH
 from memgraph.runtime.step import Step
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import rates
+from memgraph.storage.async_copy import copy_rates
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.system import measurement_cache
 from memgraph.system.device import return_freed_memory
@@ -295,11 +296,11 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
 
 def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     lease = DiskTier([1 << 20] * 2, tmp_path).lease()
-    assert rates(lease.moved) == (0.0, 0.0)
+    assert copy_rates(lease.copies) == (0.0, 0.0)
     sent = torch.ones(1 << 20, dtype=torch.uint8)
     lease.offload(0, sent)
     lease.free(0)
-    out, back = rates(lease.moved)
+    out, back = copy_rates(lease.copies)
     assert out > 0
     assert back == 0.0
     lease.release()
@@ -335,7 +336,7 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
     lease, sent, plain = (
         DiskTier([1 << 20], tmp_path).lease(),
         torch.ones(1 << 20, dtype=torch.uint8),
-        io_threads.transfer,
+        io_threads.transfer_pages,
     )
     lease.offload(0, sent)
     lease.free(0)
@@ -344,13 +345,13 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
         time.sleep(0.1)
         plain(*args)
 
-    monkeypatch.setattr(io_threads, "transfer", slow)
+    monkeypatch.setattr(io_threads, "transfer_pages", slow)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    monkeypatch.setattr(io_threads, "transfer", plain)
+    monkeypatch.setattr(io_threads, "transfer_pages", plain)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    _, back = rates(lease.moved)
+    _, back = copy_rates(lease.copies)
     lease.release()
     assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 
