@@ -30,6 +30,7 @@ from benchmarks.records import write
 from benchmarks.state import Training, compiled, parameters
 from memgraph.storage import io_threads
 from passes import Forecast, Machine
+from passes.ir.ops import FREE, WAIT
 from passes.simulate.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
@@ -150,7 +151,7 @@ def queues(forecast: Forecast, machine: Machine) -> Alone:
             took["back"] += come / (machine.link.back or 1.0)
             took["out"] += go / (machine.link.out or 1.0)
             compute += op.us
-        elif op.fn not in ("memgraph.free.default", "memgraph.wait.default"):
+        elif op.fn not in (FREE, WAIT):
             compute += end - begin
     for copy in forecast.copies:
         took[copy.queue] += copy.end - copy.begin

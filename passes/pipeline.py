@@ -83,7 +83,7 @@ def make_plan(
             return found
         lowest = min(lowest, found, key=lambda choice: choice.forecast.peak)
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
-    more = "" if solver.there() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
+    more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
 
@@ -96,7 +96,7 @@ def _captured(trace: Trace, machine: Machine) -> PlanResult:
 
 def _search(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> PlanResult:
     """The fastest of the passes' plans with which the step fits; the one of the lowest peak, if none does."""
-    trace, best, home_us = best.captured.trace, replace(best, greedy=not solver.there()), 0.0
+    trace, best, home_us = best.captured.trace, replace(best, greedy=not solver.is_installed()), 0.0
     for find in passes:
         fits, late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits and (not best.plan or best.gap <= GOOD_GAP):

@@ -6,7 +6,7 @@ rows              availability: what an op reads is there
 memory_rows       the bytes at an op fit the budget
 transient_rows    bytes that a recomputation holds while it runs
 bandwidth_rows    the bytes that a link carries by an op
-residents, state_rows   parameters, gradients and states that may be offloaded
+state_vars, state_rows  parameters, gradients and states that may be offloaded
 occupancy         bytes that a point puts at every op
 relax             solve with lazy rows
 solver            HiGHS

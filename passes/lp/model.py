@@ -77,10 +77,10 @@ that any plan adds that recomputes in backward only, however often.
 from __future__ import annotations
 
 from .bandwidth_rows import LinkRows
-from .problem import LinearProgram
+from .problem import PlanProblem
 from .rows import MIB, TIE, add_availability_rows, add_tier_room_rows
 from .solver import INFINITY, LPSolver
-from .state_rows import StateRows, add_residency_rows, add_update_rows
+from .state_rows import StateColumns, add_offload_rows, add_update_rows
 
 # Ops.  In longer steps the rows of a position leave out what has run again by then, if at all.  The least objective is
 # no lower without them, and it saves up to two thirds of the time there.  Below it saves little, and the points of the
@@ -91,57 +91,66 @@ LONG = 5_500
 class PlanModel:
     """The columns of a program under a budget, and the rows that have been written so far."""
 
-    def __init__(self, program: LinearProgram, budget: int, until: float = INFINITY) -> None:
+    def __init__(self, program: PlanProblem, budget: int, until: float = INFINITY) -> None:
         machine = program.machine
-        self.program = program
+        self.problem = program
         self.budget = budget
-        self.linear = LPSolver(until)
-        self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
-        self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
-        self.away = {
-            i: self.linear.column(2 * machine.link.overhead_us(item.nbytes) + TIE * item.nbytes / MIB)
-            for i, item in enumerate(program.items)
-            if item.leaves
+        self.lp = LPSolver(until)
+        self.keep = [self.lp.add_column(least=float(self._stays(i))) for i in range(len(program.storages))]
+        self.recompute = [self.lp.add_column(maker.us, most=float(not maker.runs_once)) for maker in program.producers]
+        self.offload = {
+            i: self.lp.add_column(2 * machine.link.overhead_us(item.nbytes) + TIE * item.nbytes / MIB)
+            for i, item in enumerate(program.storages)
+            if item.can_offload
         }
-        self.cast = {
-            i: self.linear.column(
-                machine.cast.us(item.nbytes) + 2 * machine.link.overhead_us(item.wire) + TIE * item.wire / MIB
+        self.cast_offload = {
+            i: self.lp.add_column(
+                machine.cast.us(item.nbytes)
+                + 2 * machine.link.overhead_us(item.wire_nbytes)
+                + TIE * item.wire_nbytes / MIB
             )
-            for i, item in enumerate(program.items)
-            if item.wire
+            for i, item in enumerate(program.storages)
+            if item.wire_nbytes
         }
-        self.far = StateRows.of(self)
-        self.staged = self.linear.column() if self.away or self.far.lives else -1
-        self.links = LinkRows.of(self) if self.away or self.far.lives else None
+        self.state = StateColumns.of(self)
+        self.staging = self.lp.add_column() if self.offload or self.state.offload else -1
+        self.links = LinkRows.of(self) if self.offload or self.state.offload else None
         add_availability_rows(self)
         add_tier_room_rows(self)
-        add_residency_rows(self)
+        add_offload_rows(self)
         add_update_rows(self)
-        self.settled = program.settled if program.size > LONG else (program.size,) * len(program.makers)
-        self.written: set[int] = set()  # positions that have rows
-        self.anyhow: set[int] = set()  # backward positions that have rows of what no plan does without
+        self.last_reruns = program.last_reruns if program.size > LONG else (program.size,) * len(program.producers)
+        self.position_rows: set[int] = set()  # positions that have rows
+        self.any_plan_rows: set[int] = set()  # backward positions that have rows of what no plan does without
         self.follows: dict[int, tuple[str, int]] = {}  # see `memory`: what has run again, what is there
 
     @property
-    def whole(self) -> list[int]:
+    def integer_columns(self) -> list[int]:
         """The columns that a plan makes 0 or 1; the others follow."""
-        return [*self.kept, *self.away.values(), *self.cast.values(), *self.far.lives]
+        return [*self.keep, *self.offload.values(), *self.cast_offload.values(), *self.state.offload]
 
     def saved(self, item: int) -> dict[int, float]:
         """A_s as coefficients."""
-        return {self.kept[item]: 1.0, **dict.fromkeys(self.sent(item), 1.0)}
+        return {self.keep[item]: 1.0, **dict.fromkeys(self.copied_mib(item), 1.0)}
 
-    def sent(self, item: int) -> dict[int, float]:
+    def copied_mib(self, item: int) -> dict[int, float]:
         """L_s as coefficients, in MiB; none, if s may not leave."""
-        columns = (self.away, self.program.items[item].nbytes), (self.cast, self.program.items[item].wire)
+        columns = (
+            (self.offload, self.problem.storages[item].nbytes),
+            (self.cast_offload, self.problem.storages[item].wire_nbytes),
+        )
         return {column[item]: nbytes / MIB for column, nbytes in columns if item in column}
 
     @property
-    def tie(self) -> float:
+    def tie_us(self) -> float:
         """The most that ties add to the objective."""
-        moved = sum(self.program.items[i].nbytes for i in self.away) + sum(r.nbytes for r in self.program.residents)
+        moved = sum(self.problem.storages[i].nbytes for i in self.offload) + sum(r.nbytes for r in self.problem.states)
         return TIE * moved / MIB
 
     def _stays(self, i: int) -> bool:
-        item = self.program.items[i]
-        return self.program.makers[item.maker].once and not item.leaves and item.use < self.program.size
+        item = self.problem.storages[i]
+        return (
+            self.problem.producers[item.producer].runs_once
+            and not item.can_offload
+            and item.first_backward < self.problem.size
+        )

@@ -26,49 +26,49 @@ def round_to_integers(
     """The points with whole columns that are found with so much effort, the best first, and a bound below all of them.
     Columns that cost more than `threshold` microseconds to change stay as they are."""
     fixed = _fixed(model, relaxed, threshold)
-    return model.linear.solve_whole(model.whole, fixed, effort, known)
+    return model.lp.solve_integers(model.integer_columns, fixed, effort, known)
 
 
 def placements(model: PlanModel, solved: Solution) -> dict[str, Placement]:
     """What becomes of each storage at a point with whole columns."""
     found: dict[str, Placement] = {}
-    for i, item in enumerate(model.program.items):
-        if i in model.away and solved.values[model.away[i]] > HALF:
+    for i, item in enumerate(model.problem.storages):
+        if i in model.offload and solved.values[model.offload[i]] > HALF:
             found[item.storage] = Placement.OFFLOAD
-        elif i in model.cast and solved.values[model.cast[i]] > HALF:
+        elif i in model.cast_offload and solved.values[model.cast_offload[i]] > HALF:
             found[item.storage] = Placement.CAST_OFFLOAD
-        elif solved.values[model.kept[i]] > HALF or model.program.makers[item.maker].once:
+        elif solved.values[model.keep[i]] > HALF or model.problem.producers[item.producer].runs_once:
             found[item.storage] = Placement.KEEP
         else:
             found[item.storage] = Placement.RECOMPUTE
-    for h, resident in enumerate(model.program.residents):
-        if solved.values[model.far.lives[h]] > HALF:
-            found[resident.storage] = Placement.STREAM if _passes(model, solved, h) else Placement.OFFLOAD
+    for h, resident in enumerate(model.problem.states):
+        if solved.values[model.state.offload[h]] > HALF:
+            found[resident.storage] = Placement.STREAM if _is_streamed(model, solved, h) else Placement.OFFLOAD
     return found
 
 
 def lp_preferences(model: PlanModel, solved: Solution) -> list[tuple[str, Placement]]:
     """What a point would have become of each storage that may leave, as far as it would: the most bytes first."""
     found: list[tuple[float, str, Placement]] = []
-    for i in model.away:
-        item, columns = model.program.items[i], {Placement.KEEP: model.kept[i], Placement.OFFLOAD: model.away[i]}
-        if i in model.cast:
-            columns[Placement.CAST_OFFLOAD] = model.cast[i]
+    for i in model.offload:
+        item, columns = model.problem.storages[i], {Placement.KEEP: model.keep[i], Placement.OFFLOAD: model.offload[i]}
+        if i in model.cast_offload:
+            columns[Placement.CAST_OFFLOAD] = model.cast_offload[i]
         shares = {fate: solved.values[column] for fate, column in columns.items()}
         found += [(-share * item.nbytes, item.storage, fate) for fate, share in shares.items() if share > LEAST]
-    for lives, resident in zip(model.far.lives, model.program.residents, strict=True):
+    for lives, resident in zip(model.state.offload, model.problem.states, strict=True):
         shares = {Placement.KEEP: 1.0 - solved.values[lives], Placement.OFFLOAD: solved.values[lives]}
         found += [(-share * resident.nbytes, resident.storage, fate) for fate, share in shares.items() if share > LEAST]
     return [(storage, fate) for _, storage, fate in sorted(found, key=lambda each: (each[0], each[1]))]
 
 
-def _passes(model: PlanModel, solved: Solution, h: int) -> bool:
+def _is_streamed(model: PlanModel, solved: Solution, h: int) -> bool:
     """Whether a resident is to go between two visits between which it would stay if time were all."""
-    resident, begins = model.program.residents[h], model.program.gaps.begins
-    again = ((last, first) for (_, last), (first, _) in pairwise(resident.visits))
-    us = resident.nbytes / model.program.machine.link.back
+    resident, begins = model.problem.states[h], model.problem.gaps.begins
+    again = ((last, first) for (_, last), (first, _) in pairwise(resident.uses))
+    us = resident.nbytes / model.problem.machine.link.back
     return any(
-        begins[first] - begins[last] <= us and solved.values[model.far.stays[h, k]] < HALF
+        begins[first] - begins[last] <= us and solved.values[model.state.stay[h, k]] < HALF
         for k, (last, first) in enumerate(again, 1)
     )
 
@@ -76,9 +76,9 @@ def _passes(model: PlanModel, solved: Solution, h: int) -> bool:
 def _fixed(model: PlanModel, relaxed: Solution, threshold: float) -> dict[int, float]:
     """The columns, with their values, whose price says that they are right as they are."""
     fixed: dict[int, float] = {}
-    for column in (*model.whole, *model.again):
-        least, most = model.linear.bounds[column]
-        value, price = relaxed.values[column], relaxed.prices[column]
+    for column in (*model.integer_columns, *model.recompute):
+        least, most = model.lp.bounds[column]
+        value, price = relaxed.values[column], relaxed.reduced_costs[column]
         if least < most and price > threshold and value < least + EDGE:
             fixed[column] = least
         elif least < most and price < -threshold and value > most - EDGE:

@@ -18,28 +18,28 @@ TIE = 1e-4  # microseconds per MiB: of two plans that take the same time, the on
 
 def add_availability_rows(model: PlanModel) -> None:
     """Need, chain, one form and dominance of every item."""
-    row = model.linear.row
-    for i, item in enumerate(model.program.items):
-        saved, alone = model.saved(i), model.program.makers[item.maker].alone
-        there = {**saved, model.again[item.maker]: 1.0}
-        is_direct = item.use < model.program.size
+    row = model.lp.add_row
+    for i, item in enumerate(model.problem.storages):
+        saved, alone = model.saved(i), model.problem.producers[item.producer].makes_one
+        there = {**saved, model.recompute[item.producer]: 1.0}
+        is_direct = item.first_backward < model.problem.size
         if is_direct:
             row(1.0, 1.0 if alone else INFINITY, there)
         else:
-            row(0.0, INFINITY, {**{model.again[w]: 1.0 for w in item.readers}, **dict.fromkeys(saved, -1.0)})
+            row(0.0, INFINITY, {**{model.recompute[w]: 1.0 for w in item.readers}, **dict.fromkeys(saved, -1.0)})
         if not is_direct or not alone:
             row(-INFINITY, 1.0, there if alone else saved)
             for w in item.readers:
-                row(0.0, INFINITY, {**there, model.again[w]: -1.0})
-        if sent := model.sent(i):
-            row(0.0, INFINITY, {model.staged: 1.0, **dict.fromkeys(sent, -1.0)})
+                row(0.0, INFINITY, {**there, model.recompute[w]: -1.0})
+        if sent := model.copied_mib(i):
+            row(0.0, INFINITY, {model.staging: 1.0, **dict.fromkeys(sent, -1.0)})
 
 
 def add_tier_room_rows(model: PlanModel) -> None:
     """The far tier takes what goes away and what lives there."""
-    stored = {column: mib for i in model.away for column, mib in model.sent(i).items()}
-    homes = zip(model.far.lives, model.program.residents, strict=True)
+    stored = {column: mib for i in model.offload for column, mib in model.copied_mib(i).items()}
+    homes = zip(model.state.offload, model.problem.states, strict=True)
     stored |= {lives: resident.nbytes / MIB for lives, resident in homes}
-    capacity = model.program.machine.link.capacity / MIB
+    capacity = model.problem.machine.link.capacity / MIB
     if sum(stored.values()) > capacity:
-        model.linear.row(-INFINITY, capacity, stored)
+        model.lp.add_row(-INFINITY, capacity, stored)

@@ -48,7 +48,7 @@ class Solution:
     us: float
     bound_us: float
     values: Floats
-    prices: Floats
+    reduced_costs: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class SearchLimits:
     `grain`, or after about so much `work` and so many `nodes`."""
 
     target: float
-    enough: float
-    grain: float
+    enough_bound: float
+    abs_gap: float
     work: float
     nodes: int = 200
 
 
-def there() -> bool:
+def is_installed() -> bool:
     """Whether HiGHS is installed."""
     return highspy is not None
 
@@ -79,29 +79,29 @@ class LPSolver:
             self.highs.setOptionValue(option, value)
         self.bounds: list[tuple[float, float]] = []
         self.costs: list[float] = []
-        self.rows = 0
-        self.waiting: list[Row] = []
-        self.given = 0  # columns that HiGHS knows
-        self.ran_out = False  # whether what was solved last has ended for want of work
-        self.work = 0  # of searches: steps of the simplex method times rows, which are the same on every machine
-        self.relaxing = 0  # the same of what was solved as it is
+        self.row_count = 0
+        self.pending_rows: list[Row] = []
+        self.column_count = 0  # columns that HiGHS knows
+        self.out_of_work = False  # whether what was solved last has ended for want of work
+        self.search_work = 0  # of searches: steps of the simplex method times rows, which are the same on every machine
+        self.relax_work = 0  # the same of what was solved as it is
 
-    def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+    def add_column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
         self.bounds.append((least, most))
         self.costs.append(cost)
         return len(self.costs) - 1
 
-    def row(self, least: float, most: float, coefficients: dict[int, float]) -> int:
-        self.waiting.append((least, most, coefficients))
-        self.rows += 1
-        return self.rows - 1
+    def add_row(self, least: float, most: float, coefficients: dict[int, float]) -> int:
+        self.pending_rows.append((least, most, coefficients))
+        self.row_count += 1
+        return self.row_count - 1
 
     def rewrite(self, rows: list[Row]) -> None:
         """Put others in place of the rows that have not been handed over."""
-        self.rows += len(rows) - len(self.waiting)
-        self.waiting = rows
+        self.row_count += len(rows) - len(self.pending_rows)
+        self.pending_rows = rows
 
-    def bound_row(self, row: int, most: float) -> None:
+    def set_row_upper(self, row: int, most: float) -> None:
         """Give a row another upper end."""
         self._hand_over()
         self.highs.changeRowBounds(row, -INFINITY, most)
@@ -109,11 +109,11 @@ class LPSolver:
     def solve(self, work: float = INFINITY) -> Solution | None:
         """The least objective; None if there is no point, or no time, or if it takes more work than that."""
         self._hand_over()
-        self.highs.setOptionValue("simplex_iteration_limit", int(min(MOST_STEPS, work / max(1, self.rows))))
+        self.highs.setOptionValue("simplex_iteration_limit", int(min(MOST_STEPS, work / max(1, self.row_count))))
         self._run()
         self.highs.setOptionValue("simplex_iteration_limit", MOST_STEPS)
-        self.relaxing += max(0, self.highs.getInfo().simplex_iteration_count) * self.rows
-        self.ran_out = self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit
+        self.relax_work += max(0, self.highs.getInfo().simplex_iteration_count) * self.row_count
+        self.out_of_work = self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:
             self._run_as_written()
         if self.highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
@@ -122,7 +122,7 @@ class LPSolver:
         solution = self.highs.getSolution()
         return Solution(us, us, np.array(solution.col_value), np.array(solution.col_dual))
 
-    def solve_whole(
+    def solve_integers(
         self, whole: Iterable[int], fixed: dict[int, float], effort: SearchLimits, known: Solution | None = None
     ) -> tuple[list[Solution], float]:
         """The points found whose columns `whole` are integers, the best first, and a bound below all such points; the
@@ -134,14 +134,16 @@ class LPSolver:
         self._kind(columns, highspy.HighsVarType.kInteger)
         # With nothing fixed, these take as long as all the rest, for a point or a bound that is hardly better.
         thorough = dict.fromkeys(("mip_allow_restart", "mip_heuristic_run_root_reduced_cost"), bool(fixed))
-        limits = {"mip_max_nodes": effort.nodes, "mip_abs_gap": effort.grain, "objective_target": effort.target}
+        limits = {"mip_max_nodes": effort.nodes, "mip_abs_gap": effort.abs_gap, "objective_target": effort.target}
         for option, value in (limits | thorough).items():
             self.highs.setOptionValue(option, value)
         if known is not None:
             self.highs.setSolution(len(columns), columns, np.round(known.values[columns]))
-        self._run(steps=effort.work / self.rows, enough=effort.enough)
+        self._run(steps=effort.work / self.row_count, enough=effort.enough_bound)
         found = self.highs.getInfo()
-        self.work += (max(0, found.simplex_iteration_count) + len(self.costs) // COLUMNS_PER_STEP) * self.rows
+        self.search_work += (
+            max(0, found.simplex_iteration_count) + len(self.costs) // COLUMNS_PER_STEP
+        ) * self.row_count
         points = self._points(found.mip_dual_bound)
         status = self.highs.getModelStatus()
         self._kind(columns, highspy.HighsVarType.kContinuous)
@@ -174,7 +176,7 @@ class LPSolver:
         self.highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
         self.highs.run()
         self.highs.stopCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
-        self.ran_out = taken >= steps
+        self.out_of_work = taken >= steps
 
     def _run_as_written(self) -> None:
         """Solve without presolve: of what fits to the byte it may leave a point that HiGHS 1.15 can't call feasible."""
@@ -188,21 +190,21 @@ class LPSolver:
 
     def _hand_over(self) -> None:
         """Tell HiGHS what has been added since."""
-        if count := len(self.costs) - self.given:
-            ends = np.array(self.bounds[self.given :], dtype=np.float64)
+        if count := len(self.costs) - self.column_count:
+            ends = np.array(self.bounds[self.column_count :], dtype=np.float64)
             self.highs.addVars(count, ends[:, 0].copy(), ends[:, 1].copy())
-            columns = np.arange(self.given, len(self.costs), dtype=np.int32)
-            self.highs.changeColsCost(count, columns, np.array(self.costs[self.given :], dtype=np.float64))
-            self.given = len(self.costs)
-        if self.waiting:
+            columns = np.arange(self.column_count, len(self.costs), dtype=np.int32)
+            self.highs.changeColsCost(count, columns, np.array(self.costs[self.column_count :], dtype=np.float64))
+            self.column_count = len(self.costs)
+        if self.pending_rows:
             self._hand_over_rows()
 
     def _hand_over_rows(self) -> None:
-        least, most, coefficients = zip(*self.waiting, strict=True)
+        least, most, coefficients = zip(*self.pending_rows, strict=True)
         starts = np.cumsum([0, *map(len, coefficients)])[:-1].astype(np.int32)
         columns = np.fromiter((column for row in coefficients for column in row), dtype=np.int32)
         values = np.fromiter((value for row in coefficients for value in row.values()), dtype=np.float64)
         ends = np.array(least, dtype=np.float64), np.array(most, dtype=np.float64)
         status = self.highs.addRows(len(least), *ends, len(columns), starts, columns, values)
         assert status == highspy.HighsStatus.kOk, "HiGHS refuses rows"
-        self.waiting = []
+        self.pending_rows = []

@@ -23,142 +23,142 @@ Terms = dict[int, float]
 
 
 @dataclass(frozen=True)
-class StateRows:
+class StateColumns:
     """X of every resident; N of every rest between two visits; v, u and g of every update; H of every part of the
     states that the host may update, and T of what the links take for what belongs to it."""
 
-    lives: tuple[int, ...]
-    stays: dict[tuple[int, int], int]
-    windows: dict[int, int]
-    longer: dict[int, int]
-    hosted: dict[str, tuple[int, int]]  # by the states' value
-    ahead: dict[int, int]
+    offload: tuple[int, ...]
+    stay: dict[tuple[int, int], int]
+    windowed: dict[int, int]
+    extra_us: dict[int, int]
+    host_updates: dict[str, tuple[int, int]]  # by the states' value
+    staged: dict[int, int]
 
     @classmethod
-    def of(cls, model: PlanModel) -> StateRows:
+    def of(cls, model: PlanModel) -> StateColumns:
         """The columns."""
-        program, column = model.program, model.linear.column
-        tolls = [program.machine.link.overhead_us(resident.nbytes) for resident in program.residents]
+        program, column = model.problem, model.lp.add_column
+        tolls = [program.machine.link.overhead_us(resident.nbytes) for resident in program.states]
         lives = tuple(
-            column(toll * len(resident.visits) + TIE * resident.nbytes / MIB)
-            for toll, resident in zip(tolls, program.residents, strict=True)
+            column(toll * len(resident.uses) + TIE * resident.nbytes / MIB)
+            for toll, resident in zip(tolls, program.states, strict=True)
         )
         stays = {
-            (h, rest.visit): column(-tolls[h])
-            for h, resident in enumerate(program.residents)
-            for rest in resident.rests(program.size)
-            if rest.visit is not None
+            (h, rest.next_use): column(-tolls[h])
+            for h, resident in enumerate(program.states)
+            for rest in resident.gaps(program.size)
+            if rest.next_use is not None
         }
-        updates = program.updates if lives else ()
+        updates = program.update_positions if lives else ()
         longer = {position: column(1.0, most=INFINITY) for position in updates}
         windows = {position: column() for position in updates}
         ahead = {position: column() for position in updates} if program.machine.streaming.update_staging else {}
         return cls(lives, stays, windows, longer, _hosted(model) if lives else {}, ahead)
 
-    def there(self, model: PlanModel, position: int) -> Terms:
+    def device_mib(self, model: PlanModel, position: int) -> Terms:
         """Bytes in MiB beyond those of the captured step."""
         terms = Terms()
-        for h, resident in enumerate(model.program.residents):
-            for rest in resident.rests(model.program.size):
-                if rest.first <= position < rest.last and not resident.made:
-                    terms[self.lives[h]] = -resident.nbytes / MIB
-                    if rest.visit is not None:
-                        terms[self.stays[h, rest.visit]] = resident.nbytes / MIB
-        before = max((update for update in self.ahead if update < position), default=-1)
-        if before >= 0 and position not in self.windows:
-            terms[self.ahead[before]] = model.program.machine.streaming.update_staging / MIB
-        if position in self.windows:
-            workspace = model.program.gaps.trace.ops[position].workspace
-            terms[self.windows[position]] = (model.program.machine.streaming.window - workspace) / MIB
+        for h, resident in enumerate(model.problem.states):
+            for rest in resident.gaps(model.problem.size):
+                if rest.first <= position < rest.last and not resident.is_gradient:
+                    terms[self.offload[h]] = -resident.nbytes / MIB
+                    if rest.next_use is not None:
+                        terms[self.stay[h, rest.next_use]] = resident.nbytes / MIB
+        before = max((update for update in self.staged if update < position), default=-1)
+        if before >= 0 and position not in self.windowed:
+            terms[self.staged[before]] = model.problem.machine.streaming.update_staging / MIB
+        if position in self.windowed:
+            workspace = model.problem.gaps.trace.ops[position].workspace
+            terms[self.windowed[position]] = (model.problem.machine.streaming.window - workspace) / MIB
         return terms
 
-    def fetched(self, model: PlanModel, when: Callable[[int], bool]) -> Terms:
+    def reloaded_mib(self, model: PlanModel, when: Callable[[int], bool]) -> Terms:
         """What is fetched for visits whose first position satisfies `when`, in MiB."""
         terms = Terms()
-        for h, resident in enumerate(model.program.residents):
-            for k, (first, _) in enumerate(resident.visits if not resident.made else ()):
+        for h, resident in enumerate(model.problem.states):
+            for k, (first, _) in enumerate(resident.uses if not resident.is_gradient else ()):
                 if when(first):
-                    terms[self.lives[h]] = terms.get(self.lives[h], 0.0) + resident.nbytes / MIB
+                    terms[self.offload[h]] = terms.get(self.offload[h], 0.0) + resident.nbytes / MIB
                     if k:
-                        terms[self.stays[h, k]] = -resident.nbytes / MIB
+                        terms[self.stay[h, k]] = -resident.nbytes / MIB
         return terms
 
-    def busy(self, model: PlanModel) -> tuple[Terms, Terms]:
+    def compute_us(self, model: PlanModel) -> tuple[Terms, Terms]:
         """What compute has to do in forward and in backward that it has not if all is at home, in microseconds: copies
         take their toll, and updates in backward longer."""
-        early, late = Terms(), {u: 1.0 for position, u in self.longer.items() if position < model.program.end}
-        for h, resident in enumerate(model.program.residents):
-            toll = model.program.machine.link.overhead_us(resident.nbytes)
-            for k, (first, _) in enumerate(resident.visits):
-                phase = early if first < model.program.boundary else late
-                phase[self.lives[h]] = phase.get(self.lives[h], 0.0) + toll
+        early, late = Terms(), {u: 1.0 for position, u in self.extra_us.items() if position < model.problem.copies_end}
+        for h, resident in enumerate(model.problem.states):
+            toll = model.problem.machine.link.overhead_us(resident.nbytes)
+            for k, (first, _) in enumerate(resident.uses):
+                phase = early if first < model.problem.boundary else late
+                phase[self.offload[h]] = phase.get(self.offload[h], 0.0) + toll
                 if k:
-                    phase[self.stays[h, k]] = -toll
+                    phase[self.stay[h, k]] = -toll
         return early, late
 
-    def left(self, model: PlanModel, position: int) -> Terms:
+    def offloaded_mib(self, model: PlanModel, position: int) -> Terms:
         """The gradients that are done with before a position, in MiB."""
         return {
-            self.lives[h]: resident.nbytes / MIB
-            for h, resident in enumerate(model.program.residents)
-            if resident.made and resident.visits[-1][1] < position
+            self.offload[h]: resident.nbytes / MIB
+            for h, resident in enumerate(model.problem.states)
+            if resident.is_gradient and resident.uses[-1][1] < position
         }
 
-    def updated(self, model: PlanModel) -> Terms:
+    def update_us(self, model: PlanModel) -> Terms:
         """How long the links take for updates in backward, in microseconds."""
-        program, terms = model.program, Terms()
-        places = range(program.boundary, program.end)
-        inside = [program.gaps.trace.ops[position] for position in self.windows if position in places]
+        program, terms = model.problem, Terms()
+        places = range(program.boundary, program.copies_end)
+        inside = [program.gaps.trace.ops[position] for position in self.windowed if position in places]
         read = {value for op in inside for value in op.reads}
-        for lives, resident in zip(self.lives, program.residents, strict=True):
+        for lives, resident in zip(self.offload, program.states, strict=True):
             if resident.value in read:
                 terms[lives] = resident.update_us(program.machine)
         return terms
 
 
-def add_residency_rows(model: PlanModel) -> None:
+def add_offload_rows(model: PlanModel) -> None:
     """What is there between two visits lives far; copies take their staging."""
-    row, far = model.linear.row, model.far
-    for (h, _), stays in far.stays.items():
-        row(0.0, INFINITY, {far.lives[h]: 1.0, stays: -1.0})
-    for h, resident in enumerate(model.program.residents):
-        if resident.moves:
-            row(0.0, INFINITY, {model.staged: 1.0, far.lives[h]: -1.0})
+    row, far = model.lp.add_row, model.state
+    for (h, _), stays in far.stay.items():
+        row(0.0, INFINITY, {far.offload[h]: 1.0, stays: -1.0})
+    for h, resident in enumerate(model.problem.states):
+        if resident.is_copied:
+            row(0.0, INFINITY, {model.staging: 1.0, far.offload[h]: -1.0})
 
 
 def add_update_rows(model: PlanModel) -> None:
     """How much longer than its own time each update takes for what it fetches and sends, and whether in windows."""
-    program, row, far = model.program, model.linear.row, model.far
-    for position, window in far.windows.items():
+    program, row, far = model.problem, model.lp.add_row, model.state
+    for position, window in far.windowed.items():
         op, us = program.gaps.trace.ops[position], Terms()
         rest = 1.0 - staged_share(program.gaps.trace, op, program.machine)
-        for lives, resident in zip(far.lives, program.residents, strict=True):
+        for lives, resident in zip(far.offload, program.states, strict=True):
             if resident.value in op.reads:
                 us[lives] = -rest * resident.update_us(program.machine)
                 row(0.0, INFINITY, {window: 1.0, lives: -1.0})
         row(-INFINITY, 0.0, {window: 1.0, **dict.fromkeys(us, -1.0)})
         steps = _hosting(model, position, us)
-        row(-op.us, INFINITY, {far.longer[position]: 1.0, **us})
+        row(-op.us, INFINITY, {far.extra_us[position]: 1.0, **us})
         if steps:
-            row(-op.us, INFINITY, {far.longer[position]: 1.0, **steps})
-    for before, position in pairwise([-1, *far.ahead]):
-        row(0.0, INFINITY, {far.ahead[position]: 1.0, far.windows[position]: -1.0})
+            row(-op.us, INFINITY, {far.extra_us[position]: 1.0, **steps})
+    for before, position in pairwise([-1, *far.staged]):
+        row(0.0, INFINITY, {far.staged[position]: 1.0, far.windowed[position]: -1.0})
         if before >= 0:
-            row(0.0, INFINITY, {far.ahead[position]: 1.0, far.ahead[before]: -1.0})
+            row(0.0, INFINITY, {far.staged[position]: 1.0, far.staged[before]: -1.0})
 
 
 def _hosted(model: PlanModel) -> dict[str, tuple[int, int]]:
     """H, and T in microseconds, of each part of the states that may live far."""
-    program, column = model.program, model.linear.column
+    program, column = model.problem, model.lp.add_column
     if not program.machine.streaming.host_update_rate:
         return {}
-    values = {resident.value for resident in program.residents}
-    states = (part.states.name for position in program.updates for part in _parts(model, position))
+    values = {resident.value for resident in program.states}
+    states = (part.states.name for position in program.update_positions for part in _parts(model, position))
     return {value: (column(), column(most=INFINITY)) for value in states if value in values}
 
 
 def _parts(model: PlanModel, position: int) -> Iterator[StateGroup]:
-    trace = model.program.gaps.trace
+    trace = model.problem.gaps.trace
     return state_groups(trace, trace.ops[position])
 
 
@@ -168,12 +168,12 @@ def _hosting(model: PlanModel, position: int, us: Terms) -> Terms:
     Of what belongs to a part the links take T: at least that of what is far, less all of it if the host updates the
     part; and at least that of what is here, if it does.
     """
-    program, row, steps = model.program, model.linear.row, Terms()
-    lives = {resident.storage: x for x, resident in zip(model.far.lives, program.residents, strict=True)}
+    program, row, steps = model.problem, model.lp.add_row, Terms()
+    lives = {resident.storage: x for x, resident in zip(model.state.offload, program.states, strict=True)}
     for part in _parts(model, position):
-        if part.states.name not in model.far.hosted:
+        if part.states.name not in model.state.host_updates:
             continue
-        is_hosted, trips = model.far.hosted[part.states.name]
+        is_hosted, trips = model.state.host_updates[part.states.name]
         there, here = Terms(), {is_hosted: 0.0}
         for op in part.owned:
             here[is_hosted] -= host_us(op, program.machine)

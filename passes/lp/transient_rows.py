@@ -11,62 +11,64 @@ from __future__ import annotations
 from ..analysis.reuse_gaps import COPIES
 from ..simulate.forecast import Forecast
 from .model import PlanModel
-from .problem import LinearProgram
+from .problem import PlanProblem
 from .rows import MIB
 from .solver import INFINITY
 
 LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
 
 
-def add_event_rows(model: PlanModel, forecast: Forecast, index: int, position: int) -> int:
+def add_recompute_row(model: PlanModel, forecast: Forecast, index: int, position: int) -> int:
     """Write that what is there at op `index` of the simulated step, before `position` of the captured one, has to
     fit; the row."""
     gone = {op.reads[0] for op in forecast.trace.ops if op.fn in LEAVING}
     coefficients: dict[int, float] = {}
     held = 0
-    homes = {resident.storage: h for h, resident in enumerate(model.program.residents)}
-    makers = {f"{maker.value}__rng": o for o, maker in enumerate(model.program.makers)}
+    homes = {resident.storage: h for h, resident in enumerate(model.problem.states)}
+    makers = {f"{maker.value}__rng": o for o, maker in enumerate(model.problem.producers)}
     read = {held for value in forecast.trace.ops[index].reads for held in forecast.trace.op[value].holds}
     for life in forecast.live_at(index):
         made = forecast.trace.op[life.producer]
         if life.producer in makers:
             held += life.nbytes
-            coefficients[model.again[makers[life.producer]]] = life.nbytes / MIB
+            coefficients[model.recompute[makers[life.producer]]] = life.nbytes / MIB
         if life.storage in homes and life.storage not in read and life.first < index:
-            coefficients[model.far.lives[homes[life.storage]]] = -life.nbytes / MIB
-        i = model.program.place.get(model.program.gaps.origin(life, made))
+            coefficients[model.state.offload[homes[life.storage]]] = -life.nbytes / MIB
+        i = model.problem.storage_index.get(model.problem.gaps.origin(life, made))
         if i is None or not (made.recomputes or _waits(model, i, position)):
             continue
         held += life.nbytes
-        found = [model.kept[i], *([model.again[model.program.items[i].maker]] if made.recomputes else [])]
+        found = [model.keep[i], *([model.recompute[model.problem.storages[i].producer]] if made.recomputes else [])]
         if made.name in gone or made.fn in COPIES:
-            found += model.sent(i)
+            found += model.copied_mib(i)
         for column in found:
             coefficients[column] = coefficients.get(column, 0.0) + life.nbytes / MIB
     fixed = float(forecast.total[index]) - held
-    return model.linear.row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
+    return model.lp.add_row(-INFINITY, (model.budget - fixed) / MIB, coefficients)
 
 
-def is_reloaded(model: PlanModel) -> list[int]:
+def add_reload_rows(model: PlanModel) -> list[int]:
     """Write that a re-run that reads what lives far costs a fetch of it; the rows.  One between two visits serves all
     re-runs there, and no visit: so plans are that share it, and this is no part of a proof."""
-    program, rows, found = model.program, list[int](), dict[tuple[int, int], int]()
-    homes = {resident.storage: h for h, resident in enumerate(program.residents)}
-    for o, maker in enumerate(program.makers):
+    program, rows, found = model.problem, list[int](), dict[tuple[int, int], int]()
+    homes = {resident.storage: h for h, resident in enumerate(program.states)}
+    for o, maker in enumerate(program.producers):
         op = program.gaps.trace.op[maker.value]
         read = {held for value in op.reads for held in program.gaps.trace.op[value].holds}
         for h in sorted(homes[storage] for storage in read & homes.keys()):
-            resident = program.residents[h]
-            rest = sum(first <= program.wanted[1][o] for first, _ in resident.visits)
+            resident = program.states[h]
+            rest = sum(first <= program.wanted[1][o] for first, _ in resident.uses)
             if (h, rest) not in found:
-                found[h, rest] = model.linear.column(resident.nbytes / program.machine.link.back)
+                found[h, rest] = model.lp.add_column(resident.nbytes / program.machine.link.back)
             rows.append(
-                model.linear.row(-INFINITY, 1.0, {model.again[o]: 1.0, model.far.lives[h]: 1.0, found[h, rest]: -1.0})
+                model.lp.add_row(
+                    -INFINITY, 1.0, {model.recompute[o]: 1.0, model.state.offload[h]: 1.0, found[h, rest]: -1.0}
+                )
             )
     return rows
 
 
-def broken(program: LinearProgram, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
+def positions_over_budget(program: PlanProblem, forecast: Forecast, budget: int) -> list[tuple[int, int, int]]:
     """The positions of the captured trace at which, or just before which, the step is over the budget; its bytes
     there, and the index in the step as it runs."""
     places, worst = program.gaps.index, dict[int, tuple[int, int, int]]()
@@ -81,5 +83,5 @@ def broken(program: LinearProgram, forecast: Forecast, budget: int) -> list[tupl
 
 def _waits(model: PlanModel, i: int, position: int) -> bool:
     """Whether an item that is there is in its gap, so that it might as well not be there."""
-    item = model.program.items[i]
-    return item.left < position <= item.use
+    item = model.problem.storages[i]
+    return item.last_forward < position <= item.first_backward

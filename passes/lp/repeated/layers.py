@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Ints, LinearProgram
+from ..problem import Ints, PlanProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class EqualLayers:
         return maker + (layer - self.of(maker)) * self.period
 
 
-def find_equal_layers(program: LinearProgram, least: int) -> EqualLayers | None:
+def find_equal_layers(program: PlanProblem, least: int) -> EqualLayers | None:
     """The equal layers that hold the most makers, if there are at least so many."""
     kinds = _kinds(program)
     best: EqualLayers | None = None
@@ -48,17 +48,19 @@ def find_equal_layers(program: LinearProgram, least: int) -> EqualLayers | None:
     return best if best and _reads_one_back(program, best) else None
 
 
-def _kinds(program: LinearProgram) -> Ints:
+def _kinds(program: PlanProblem) -> Ints:
     """The same number for makers of which the same can be decided."""
     numbers: dict[object, int] = {}
-    return np.array([numbers.setdefault(_kind(program, o), len(numbers)) for o in range(len(program.makers))])
+    return np.array([numbers.setdefault(_kind(program, o), len(numbers)) for o in range(len(program.producers))])
 
 
-def _kind(program: LinearProgram, o: int) -> object:
-    maker = program.makers[o]
-    made = (program.items[i] for i in maker.items)
-    items = tuple((item.nbytes, item.use < program.size, tuple(w - o for w in item.readers)) for item in made)
-    return maker.us, maker.once, program.gaps.trace.op[maker.value].draws, items
+def _kind(program: PlanProblem, o: int) -> object:
+    maker = program.producers[o]
+    made = (program.storages[i] for i in maker.storages)
+    items = tuple(
+        (item.nbytes, item.first_backward < program.size, tuple(w - o for w in item.readers)) for item in made
+    )
+    return maker.us, maker.runs_once, program.gaps.trace.op[maker.value].draws, items
 
 
 def _longest(equal: Ints) -> tuple[int, int]:
@@ -70,14 +72,14 @@ def _longest(equal: Ints) -> tuple[int, int]:
     return int(ends[2 * best]), int(ends[2 * best + 1])
 
 
-def _reads_one_back(program: LinearProgram, found: EqualLayers) -> bool:
+def _reads_one_back(program: PlanProblem, found: EqualLayers) -> bool:
     """Whether layers read of each other only the one before them, and else only what backward reads as well."""
-    for item in program.items:
-        mine, read = found.of(item.maker), [found.of(w) for w in item.readers]
+    for item in program.storages:
+        mine, read = found.of(item.producer), [found.of(w) for w in item.readers]
         inside = [layer for layer in read if 0 <= layer < found.count]
         if 0 <= mine < found.count:
             if any(layer > mine + 1 for layer in inside) or (mine + 1 < found.count and len(inside) < len(read)):
                 return False
-        elif item.use == program.size and any(layer > 0 for layer in inside):
+        elif item.first_backward == program.size and any(layer > 0 for layer in inside):
             return False
     return True

@@ -16,18 +16,18 @@ from itertools import accumulate
 from ...ir.arrays import Floats
 from ...schedule.schedule import Placement, Placements
 from ...simulate.forecast import Forecast
-from ..problem import LinearProgram, ProducerOp, StorageVar
+from ..problem import PlanProblem, ProducerOp, StorageVar
 from .layers import EqualLayers
 
 NOWHERE = -1e18  # bytes at a position at which nothing is said
 
 
 @dataclass(frozen=True, eq=False)
-class FoldedProgram(LinearProgram):
+class FoldedProgram(PlanProblem):
     """The program of `full` in which the `layers` but the outer ones, `outer` at each end, are blocks of so many equal
     ones each; of a block the last layer is there."""
 
-    full: LinearProgram
+    full: PlanProblem
     layers: EqualLayers
     outer: int
     blocks: tuple[int, ...]
@@ -46,7 +46,7 @@ class FoldedProgram(LinearProgram):
     def chosen(self) -> tuple[int, ...]:
         """The makers of `full` that are there."""
         tied = range(self.outer, self.layers.count - self.outer)
-        makers = range(len(self.full.makers))
+        makers = range(len(self.full.producers))
         return tuple(o for o in makers if self.layers.of(o) not in tied or self.layers.of(o) in self.stands)
 
     @cached_property
@@ -56,7 +56,7 @@ class FoldedProgram(LinearProgram):
 
     def made(self, o: int) -> tuple[int, ...]:
         """The items of a maker of `full` that is there."""
-        return self.makers[self.index[o]].items
+        return self.producers[self.index[o]].storages
 
     @property
     def last(self) -> int:
@@ -69,30 +69,30 @@ class FoldedProgram(LinearProgram):
         return self.outer - 1, self.last + 1
 
     @cached_property
-    def makers(self) -> tuple[ProducerOp, ...]:
+    def producers(self) -> tuple[ProducerOp, ...]:
         found, count = [], 0
         for o in self.chosen:
-            maker = self.full.makers[o]
-            items = tuple(range(count, count + len(maker.items)))
+            maker = self.full.producers[o]
+            items = tuple(range(count, count + len(maker.storages)))
             count += len(items)
-            found.append(replace(maker, us=maker.us * self.stands_for(o), items=items))
+            found.append(replace(maker, us=maker.us * self.stands_for(o), storages=items))
         return tuple(found)
 
     @cached_property
-    def items(self) -> tuple[StorageVar, ...]:
+    def storages(self) -> tuple[StorageVar, ...]:
         found = []
         for k, o in enumerate(self.chosen):
-            for i in self.full.makers[o].items:
-                item, size = self.full.items[i], self.stands_for(o)
+            for i in self.full.producers[o].storages:
+                item, size = self.full.storages[i], self.stands_for(o)
                 readers = dict.fromkeys(self.index[self.standing(w)] for w in item.readers)
-                found.append(replace(item, nbytes=item.nbytes * size, maker=k, readers=tuple(readers)))
+                found.append(replace(item, nbytes=item.nbytes * size, producer=k, readers=tuple(readers)))
         return tuple(found)
 
     @cached_property
-    def draws(self) -> tuple[tuple[int, int, int], ...]:
+    def rng_draws(self) -> tuple[tuple[int, int, int], ...]:
         size = [self.stands_for(o) for o in self.chosen]
         ops, index = self.gaps.trace.op, self.gaps.index
-        drawn = ((k, ops[maker.value]) for k, maker in enumerate(self.makers) if not maker.once)
+        drawn = ((k, ops[maker.value]) for k, maker in enumerate(self.producers) if not maker.runs_once)
         return tuple((k, op.draws * size[k], index[op.name]) for k, op in drawn if op.draws)
 
     @cached_property
@@ -100,23 +100,23 @@ class FoldedProgram(LinearProgram):
         return self.full.captured
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def storage_index(self) -> dict[str, int]:
         """The index of the item that stands for each, by its storage."""
-        first = {o: maker.items[0] for o, maker in zip(self.chosen, self.makers, strict=True)}
+        first = {o: maker.storages[0] for o, maker in zip(self.chosen, self.producers, strict=True)}
         return {
-            self.full.items[i].storage: first[self.standing(o)] + j
-            for o, maker in enumerate(self.full.makers)
-            for j, i in enumerate(maker.items)
+            self.full.storages[i].storage: first[self.standing(o)] + j
+            for o, maker in enumerate(self.full.producers)
+            for j, i in enumerate(maker.storages)
         }
 
     @cached_property
-    def base(self) -> Floats:
+    def fixed(self) -> Floats:
         """That of `full`, where what stands for several layers says how they are."""
-        base = self.full.base.copy()
+        base = self.full.fixed.copy()
         for layers in self._silent:
-            items = [self.full.items[i] for layer in layers for i in self._items(layer)]
-            uses = [item.use for item in items if item.use < self.size]
-            base[min(item.left for item in items) + 1 : max(item.left for item in items) + 1] = NOWHERE
+            items = [self.full.storages[i] for layer in layers for i in self._items(layer)]
+            uses = [item.first_backward for item in items if item.first_backward < self.size]
+            base[min(item.last_forward for item in items) + 1 : max(item.last_forward for item in items) + 1] = NOWHERE
             base[min(uses, default=self.size) : max(uses, default=self.size)] = NOWHERE
         return base
 
@@ -131,16 +131,16 @@ class FoldedProgram(LinearProgram):
             yield from (range(last - size + 1, last + 1) for last, size in self.stands.items() if size > 1)
 
     def _items(self, layer: int) -> Iterator[int]:
-        return (i for o in self.layers.makers(layer) for i in self.full.makers[o].items)
+        return (i for o in self.layers.makers(layer) for i in self.full.producers[o].storages)
 
     @cached_property
     def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Any may run again anywhere in backward: what one layer wants early, others may want late."""
-        return (self.boundary,) * len(self.items), (self.boundary,) * len(self.makers)
+        return (self.boundary,) * len(self.storages), (self.boundary,) * len(self.producers)
 
     @cached_property
-    def settled(self) -> tuple[int, ...]:
-        return (self.size,) * len(self.makers)
+    def last_reruns(self) -> tuple[int, ...]:
+        return (self.size,) * len(self.producers)
 
     def stands_for(self, o: int) -> int:
         return self.stands.get(self.layers.of(o), 1)
@@ -151,4 +151,4 @@ class FoldedProgram(LinearProgram):
 
     def unfolded(self, fates: Placements) -> dict[str, Placement]:
         """What becomes of every storage of `full`, where those of `fates` stand for all."""
-        return {storage: fates[self.items[i].storage] for storage, i in self.place.items()}
+        return {storage: fates[self.storages[i].storage] for storage, i in self.storage_index.items()}

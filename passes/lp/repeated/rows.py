@@ -23,14 +23,14 @@ def sum_rows(model: PlanModel, program: FoldedProgram) -> None:
     places = _places(model, program)
     size, found = program.blocks[0], list[Row]()
     ends: dict[object, dict[int, Row]] = {}
-    for row in model.linear.waiting:
+    for row in model.lp.pending_rows:
         at = {places[column][0] for column in row[2] if column in places}
         if 0 in at and len(at) > 1:
             ends.setdefault(_kind(row, places, min(at)), {})[min(at)] = row
         else:
             found.append(row)
     found += (_summed(list(both.values()), places, size) for both in ends.values() if len(both) > 1)
-    model.linear.rewrite(found)
+    model.lp.rewrite(found)
 
 
 def _places(model: PlanModel, program: FoldedProgram) -> dict[int, Place]:
@@ -45,12 +45,12 @@ def _places(model: PlanModel, program: FoldedProgram) -> dict[int, Place]:
             at = -1 if layers.of(o) < stands else layers.of(o) - stands
             found.update((column, (at, ((o - layers.first) % layers.period, says))) for column, says in columns)
 
-    for k, made in enumerate(program.makers):
-        kept = ((model.kept[i], ("kept", j)) for j, i in enumerate(made.items))
-        put([(model.again[k], "again"), *kept], k)
+    for k, made in enumerate(program.producers):
+        kept = ((model.keep[i], ("kept", j)) for j, i in enumerate(made.storages))
+        put([(model.recompute[k], "again"), *kept], k)
     for column, (says, k) in model.follows.items():
-        maker = k if says == "again" else program.items[k].maker
-        which = 0 if says == "again" else program.makers[maker].items.index(k)
+        maker = k if says == "again" else program.storages[k].producer
+        which = 0 if says == "again" else program.producers[maker].storages.index(k)
         put([(column, (says, "by now", which))], maker)
     return found
 

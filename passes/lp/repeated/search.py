@@ -18,11 +18,11 @@ from ...simulate.plan_result import PlanResult
 from .. import memory_rows
 from ..model import LONG, PlanModel
 from ..occupancy import Occupancy
-from ..problem import LinearProgram
-from ..relax import converge, over
+from ..problem import PlanProblem
+from ..relax import converge, over_budget
 from ..rounding import placements
 from ..solver import INFINITY, SearchLimits, Solution
-from ..transient_rows import add_event_rows, broken
+from ..transient_rows import add_recompute_row, positions_over_budget
 from .layers import EqualLayers, find_equal_layers
 from .problem import FoldedProgram
 from .rows import sum_rows
@@ -48,7 +48,7 @@ class Least:
     any_us: float
 
 
-def solve_folded(program: LinearProgram, until: float = INFINITY) -> PlanResult | None:
+def solve_folded(program: PlanProblem, until: float = INFINITY) -> PlanResult | None:
     """A plan that fits, with what is proven; None, if there are no such layers, or if a search of all does better."""
     found = find_equal_layers(program, LEAST) if program.size > LONG and not program.machine.link.out else None
     least = lowest(program, found, until) if found else None
@@ -58,45 +58,47 @@ def solve_folded(program: LinearProgram, until: float = INFINITY) -> PlanResult 
     return PlanResult(state.plan, program.captured, state.forecast, least.solved.us, least.any_us)
 
 
-def lowest(program: LinearProgram, found: EqualLayers, until: float = INFINITY) -> Least | None:
+def lowest(program: PlanProblem, found: EqualLayers, until: float = INFINITY) -> Least | None:
     """The least point that any mean of a plan of the class has; None, if none is found."""
     one = FoldedProgram(program.gaps, program.machine, program, found, OUTER, (found.count - 2 * OUTER,))
-    if found.count <= 2 * OUTER or one.base[one.boundary - 1] < 0 or one.base[one.boundary] < 0:
+    if found.count <= 2 * OUTER or one.fixed[one.boundary - 1] < 0 or one.fixed[one.boundary] < 0:
         return None
     model = PlanModel(one, program.machine.budget, until)
     sum_rows(model, one)
     _write_sums(model, one.boundary - 1)
-    forward = converge(model, lambda model, point: [p for p in over(model, point) if p < one.boundary], _write_sums)
+    forward = converge(
+        model, lambda model, point: [p for p in over_budget(model, point) if p < one.boundary], _write_sums
+    )
     if forward is None:
         return None
     _write_sums(model, one.boundary)
-    solved = converge(model, over, _write_sums)
+    solved = converge(model, over_budget, _write_sums)
     return None if solved is None else Least(model, one, solved, max(0.0, forward.us))
 
 
 def _write_sums(model: PlanModel, position: int) -> None:
     """The rows of a position, summed over layers."""
-    assert isinstance(model.program, FoldedProgram)
-    if position not in model.written:
-        before = model.linear.waiting
-        model.linear.rewrite([])
+    assert isinstance(model.problem, FoldedProgram)
+    if position not in model.position_rows:
+        before = model.lp.pending_rows
+        model.lp.rewrite([])
         _write(model, position)
-        held = model.linear.waiting[-1]  # the row of bytes is the last
-        model.linear.rewrite(model.linear.waiting[:-1])
-        sum_rows(model, model.program)
-        model.linear.rewrite([*before, *model.linear.waiting, held])
+        held = model.lp.pending_rows[-1]  # the row of bytes is the last
+        model.lp.rewrite(model.lp.pending_rows[:-1])
+        sum_rows(model, model.problem)
+        model.lp.rewrite([*before, *model.lp.pending_rows, held])
 
 
 def _write(model: PlanModel, position: int) -> None:
     """The rows of a position as they are."""
-    if position not in model.written:
-        model.written.add(position)
-        (memory_rows.add_forward_rows if position < model.program.boundary else memory_rows.add_backward_rows)(
+    if position not in model.position_rows:
+        model.position_rows.add(position)
+        (memory_rows.add_forward_row if position < model.problem.boundary else memory_rows.add_backward_rows)(
             model, position
         )
 
 
-def _rounded(program: LinearProgram, least: Least, until: float) -> Candidate | None:
+def _rounded(program: PlanProblem, least: Least, until: float) -> Candidate | None:
     """A plan with whole columns that fits, and is near if all is as its point says; None, if none is found."""
     cuts = _cuts(least)
     count = least.program.layers.count - 2
@@ -105,7 +107,7 @@ def _rounded(program: LinearProgram, least: Least, until: float) -> Candidate | 
     many = FoldedProgram(program.gaps, program.machine, program, least.program.layers, 1, sizes)
     model = PlanModel(many, program.machine.budget, until)
     fixed = dict(_fixed(model, many, least, cuts))
-    for position in sorted(least.model.written):
+    for position in sorted(least.model.position_rows):
         _write(model, position)
     for _ in range(SIMULATED):
         point = _whole(model, least, fixed)
@@ -114,8 +116,8 @@ def _rounded(program: LinearProgram, least: Least, until: float) -> Candidate | 
         state = make_candidate(program.gaps, program.machine, many.unfolded(placements(model, point)))
         if state.peak <= program.machine.budget:
             return state
-        for position, _, index in broken(program, state.forecast, program.machine.budget):
-            add_event_rows(model, state.forecast, index, position)
+        for position, _, index in positions_over_budget(program, state.forecast, program.machine.budget):
+            add_recompute_row(model, state.forecast, index, position)
     return None
 
 
@@ -126,7 +128,7 @@ def _cuts(least: Least) -> dict[float, float]:
     0.37 of 92 keep one thing and 0.63 another.  Of the two, what has more bytes is kept by the last layers: backward
     begins there, and is at its fullest.
     """
-    one, values = least.program, least.solved.values[least.model.kept]
+    one, values = least.program, least.solved.values[least.model.keep]
     nbytes: dict[float, list[float]] = {}
     for o in one.layers.makers(one.last):
         for j, i in enumerate(one.made(o)):
@@ -134,8 +136,8 @@ def _cuts(least: Least) -> dict[float, float]:
             if 0.0 < share < 1.0:
                 beside = sum(float(values[one.made(one.layers.moved(o, layer))[j]]) for layer in one.beside)
                 much = nbytes.setdefault(share, [0.0, 0.0])
-                much[0] += one.items[i].nbytes
-                much[1] += one.items[i].nbytes * (share * one.blocks[0] + beside)
+                much[0] += one.storages[i].nbytes
+                much[1] += one.storages[i].nbytes * (share * one.blocks[0] + beside)
     return {
         share: min(one.layers.count - 3.0, max(0.0, one.layers.count - 2 - layers / much))
         for share, (much, layers) in nbytes.items()
@@ -153,26 +155,26 @@ def _fixed(
         layer = many.layers.of(o)
         in_block = layer in many.stands and layer not in free
         standing = one.layers.moved(o, one.last) if in_block else one.standing(o)
-        for i, j in zip(many.makers[k].items, one.made(standing), strict=True):
-            column = least.model.kept[j]
-            share, price = round(float(solved.values[column]), 6), float(solved.prices[column])
+        for i, j in zip(many.producers[k].storages, one.made(standing), strict=True):
+            column = least.model.keep[j]
+            share, price = round(float(solved.values[column]), 6), float(solved.reduced_costs[column])
             if in_block and 0.0 < share < 1.0:
                 cut = cuts[share] if share in cuts else cuts[round(1 - share, 6)]
-                yield model.kept[i], float((layer - 1 > cut) == (share in cuts))
+                yield model.keep[i], float((layer - 1 > cut) == (share in cuts))
             elif in_block or abs(price) / one.stands_for(standing) > MUCH * one.captured.us:
-                yield model.kept[i], share
+                yield model.keep[i], share
 
 
 def _whole(model: PlanModel, least: Least, fixed: dict[int, float]) -> Solution | None:
     """A point with whole columns that fits as far as rows say, and is near; None, if none is found."""
-    us = model.program.captured.us
+    us = model.problem.captured.us
     near = ENOUGH * (us + least.solved.us)
     effort = SearchLimits(least.solved.us + AIM * near, least.solved.us + near, GRAIN * us, WORK)
     for _ in range(ROUNDS):
-        points, _ = model.linear.solve_whole(model.whole, fixed, effort)
+        points, _ = model.lp.solve_integers(model.integer_columns, fixed, effort)
         if not points or points[0].us > least.solved.us + near:
             return None
-        new = over(model, Occupancy(model, points[0].values))
+        new = over_budget(model, Occupancy(model, points[0].values))
         if not new:
             return points[0]
         for position in new:

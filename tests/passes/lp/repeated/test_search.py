@@ -18,14 +18,14 @@ from tests.oracle.network import layers as network
 SMALL = 1e-6  # microseconds: what a solver's tolerance may add
 
 
-def numbers(trace: Trace, budget: int = 0) -> problem.LinearProgram:
-    return problem.LinearProgram(ReuseGaps(trace), Machine(budget))
+def numbers(trace: Trace, budget: int = 0) -> problem.PlanProblem:
+    return problem.PlanProblem(ReuseGaps(trace), Machine(budget))
 
 
-def between(trace: Trace, share: float) -> problem.LinearProgram:
+def between(trace: Trace, share: float) -> problem.PlanProblem:
     """With a budget between what no plan can lower and what is needed if nothing is done."""
     found = numbers(trace)
-    least, most = int(found.base.max()), found.captured.peak
+    least, most = int(found.fixed.max()), found.captured.peak
     return numbers(trace, least + int((most - least) * share))
 
 
@@ -34,7 +34,7 @@ def test_equal_layers_are_found_on_the_text() -> None:
     layer = layers.find_equal_layers(found, 4)
     assert layer is not None
     assert layer == EqualLayers(first=0, period=5, count=5)
-    assert [found.makers[o].value for o in layer.makers(1)] == ["n1", "a1", "b1", "c1", "x2"]
+    assert [found.producers[o].value for o in layer.makers(1)] == ["n1", "a1", "b1", "c1", "x2"]
 
 
 def test_a_layer_that_is_slower_is_not_equal() -> None:
@@ -122,7 +122,7 @@ def test_folded_plans_fit_and_are_near(share: float, monkeypatch: pytest.MonkeyP
     trace = network(40)
     step = between(trace, share)
     found = search.solve_folded(step)
-    assert found is not None and found.gap <= optimize.ENOUGH
+    assert found is not None and found.gap <= optimize.GAP
     assert predict(apply(trace, found.plan), step.machine).peak <= step.machine.budget
     assert found.plan == optimize.optimize(trace, step.machine).plan
 
@@ -133,9 +133,9 @@ def test_the_folded_program_has_the_optimum_of_the_full_one(share: float) -> Non
     found = layers.find_equal_layers(step, 16)
     least = search.lowest(step, found) if found else None
     full = relax.relax(model.PlanModel(step, step.machine.budget))
-    assert least is not None and full is not None and full.solved is not None
-    assert least.solved.us == pytest.approx(full.solved.us, abs=1e-5 * step.captured.us)
-    assert len(least.program.items) < len(step.items) / 5
+    assert least is not None and full is not None and full.solution is not None
+    assert least.solved.us == pytest.approx(full.solution.us, abs=1e-5 * step.captured.us)
+    assert len(least.program.storages) < len(step.storages) / 5
 
 
 def test_short_steps_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,17 +15,17 @@ from ..ir.machine import SMALLEST_STREAMED, Machine
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentGap:
+class StateGap:
     """Positions from `first` to before `last` that do without a resident; `visit` is the one at whose end it may be
     fetched again, if there was one before and there is one behind."""
 
     first: int
     last: int
-    visit: int | None = None
+    next_use: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class StateVar:
     """An input that may live far, or a gradient that may leave as soon as the step has made it.
 
     `visits` are the first and the last position of each stretch of ops that read it; a gradient is not fetched for any,
@@ -35,31 +35,31 @@ class Resident:
     storage: str
     value: str
     nbytes: int
-    visits: tuple[tuple[int, int], ...]
-    made: bool
-    written: bool
+    uses: tuple[tuple[int, int], ...]
+    is_gradient: bool
+    is_written: bool
 
     @property
-    def moves(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether copies outside of the update are made of it, if it lives far."""
-        return self.made or bool(self.visits)
+        return self.is_gradient or bool(self.uses)
 
-    def rests(self, size: int) -> Iterator[ResidentGap]:
+    def gaps(self, size: int) -> Iterator[StateGap]:
         """Where in a step of `size` ops it need not be there."""
         begin = 0
-        for k, (first, last) in enumerate(self.visits):
-            if begin < first and not self.made:
-                yield ResidentGap(begin, first, k if k else None)
+        for k, (first, last) in enumerate(self.uses):
+            if begin < first and not self.is_gradient:
+                yield StateGap(begin, first, k if k else None)
             begin = last + 1
         if begin < size:
-            yield ResidentGap(begin, size)
+            yield StateGap(begin, size)
 
     def update_us(self, machine: Machine) -> float:
         """How long the links take for it in an update that reads it."""
-        return self.nbytes / machine.link.back + (self.nbytes / machine.link.out if self.written else 0.0)
+        return self.nbytes / machine.link.back + (self.nbytes / machine.link.out if self.is_written else 0.0)
 
 
-def residents(gaps: ReuseGaps, machine: Machine) -> tuple[Resident, ...]:
+def find_state_vars(gaps: ReuseGaps, machine: Machine) -> tuple[StateVar, ...]:
     """What is large enough for a home in the far tier, if there can be any."""
     if not (machine.streaming.enabled and machine.link.works):
         return ()
@@ -70,7 +70,7 @@ def residents(gaps: ReuseGaps, machine: Machine) -> tuple[Resident, ...]:
         if nbytes >= SMALLEST_STREAMED and machine.streaming.can_offload(op.fn):
             made = not op.is_input
             visits = ((gaps.index[value], streamable.last_use[storage]),) if made else _visits(places.get(storage, []))
-            found.append(Resident(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
+            found.append(StateVar(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from passes import Machine, Trace
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import model, problem
-from passes.lp.relax import write
+from passes.lp.relax import write_rows
 from passes.search.optimize import optimize
 from tests.passes.search.test_optimize import SMALL, assert_no_keep_set_beats_the_bound, best_that_moves_once, between
 from tests.support.strategies import machines, traces
@@ -18,7 +18,7 @@ from tests.support.strategies import machines, traces
 @pytest.fixture(autouse=True)
 def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "LONG", 0)
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
 
 
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
@@ -46,8 +46,8 @@ def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) 
 def _least(trace: Trace, machine: Machine, long: int) -> float | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "LONG", long)
-        written = model.PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), machine.budget)
+        written = model.PlanModel(problem.PlanProblem(ReuseGaps(trace), machine), machine.budget)
         for position in range(len(trace.ops)):
-            write(written, position)
-        solved = written.linear.solve()
+            write_rows(written, position)
+        solved = written.lp.solve()
     return solved.us if solved else None
