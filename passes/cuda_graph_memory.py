@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .ir.liveness import RELEASED
+from .ir.ops import OFFLOAD, is_runtime, verb_of
 from .ir.trace import Op, Storage, Trace
 
 RECORDING = "kept_for_replays"
@@ -29,14 +30,14 @@ HOSTS = {  # what the host does in an op
 def explain_not_recordable(trace: Trace) -> str:
     """What of a planned step no replay does; empty if there is nothing."""
     for op in trace.ops:
-        verb = op.fn.split(".")[1] if op.fn.startswith("memgraph.") else ""
+        verb = verb_of(op.fn) if is_runtime(op.fn) else ""
         if verb in HOSTS:
             return HOSTS[verb]
         if op.fn == "gradient":
             return "it adds to gradients that are there"
         if op.offloaded:
             return "some of its state lives far"
-    if any(trace.op[value].fn == "memgraph.offload.default" for _, value in trace.outputs):
+    if any(trace.op[value].fn == OFFLOAD for _, value in trace.outputs):
         return "some of its state lives far"
     if sum(op.fn == "tangent" for op in trace.ops) > 1:
         return "gradients may come for some of its outputs and not for others"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .ir.machine import Machine
+from .ir.ops import SEGMENT, is_runtime
 from .ir.trace import Op, Storage, Trace
 from .simulate.forecast import predict
 
@@ -94,7 +95,7 @@ def spread_segment_times(trace: Trace, found: Iterable[Segment], prices: Mapping
 
 def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None:
     """What the ops of one segment have in common; None for an op that is in none."""
-    if op.is_input or op.phase == "update" or op.fn.startswith("memgraph."):
+    if op.is_input or op.phase == "update" or is_runtime(op.fn):
         return None
     if op.once or op.draws or not (is_view(op) or fusible(op)):
         return None
@@ -177,7 +178,7 @@ def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]
     made = tuple(Storage(f"{segment.name}.{i}", trace.nbytes[op.holds[0]]) for i, op in enumerate(ops))
     renamed |= {op.holds[0]: storage.name for op, storage in zip(ops, made, strict=True)}
     yield Op(
-        segment.name, "memgraph.segment", segment.reads, made, tuple(storage.name for storage in made), one.phase,
+        segment.name, SEGMENT, segment.reads, made, tuple(storage.name for storage in made), one.phase,
         price.us, price.workspace, microbatch=one.microbatch, slice=one.slice, type=", ".join(op.type for op in ops),
         where=one.where,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
+from passes.ir.ops import is_runtime, value_of, verb_of
 
 from .nodes import derived_nodes, tensors
 from .result_layout import REAL, rerun
@@ -46,7 +47,7 @@ class Rewriter:
         for op in applied.ops:
             if op.name in self.old or op.recomputes:
                 self.env[op.name] = self._compute(op)
-            elif op.fn.startswith("memgraph."):
+            elif is_runtime(op.fn):
                 self.env[op.name] = self._memory_op(op)
         output = self.new.output(tuple(self.env[value] for _, value in applied.outputs))
         output.meta = self.graph.output_node().meta | {"kinds": tuple(kind for kind, _ in applied.outputs)}
@@ -76,7 +77,7 @@ class Rewriter:
         return self._named(node, op)
 
     def _memory_op(self, op: Op) -> fx.Node:
-        verb = op.fn.split(".")[1]
+        verb = verb_of(op.fn)
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
         node.meta = {"phase": op.phase, "where": op.where}
@@ -87,7 +88,7 @@ class Rewriter:
     def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[Any, ...]:
         """The arguments of a memory op behind the values that it reads."""
         if verb == "rng_state":
-            return (tensors(self.old[op.name.removesuffix("__rng")])[0].device,)
+            return (tensors(self.old[value_of(op.name)])[0].device,)
         if verb == "swap_rng":
             return (reads[0].args[-1],)
         if verb in ("narrow", "widen"):

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from passes import Op, Storage, Trace
 from passes.ir.machine import CAST_WORKSPACE
+from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
 from .inductor import Segment
@@ -133,7 +134,7 @@ def _fn(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     if isinstance(node.target, Segment):
-        return "memgraph.segment"
+        return SEGMENT
     own = next((op for op in (accumulate, update) if node.target is op), None)
     return str(node.target) if own is None else f"memgraph.{own.__name__}"
 

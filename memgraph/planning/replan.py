@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from passes import BudgetError, Machine, Op, PlanResult, Trace, apply, predict
-from passes.simulate.forecast import OFFLOAD
+from passes.ir.ops import NARROW, OFFLOAD, RELOAD, WIDEN
 
 from ..profile.step_timer import StepTimes
 
 Search = Callable[[Trace, Machine], PlanResult]
 
 INTERRUPTED = 5.0  # times the median: new pages take an op of much memory up to that
-STARTS = (OFFLOAD, "memgraph.reload.default")  # ops that begin a copy, and wait for none
+STARTS = (OFFLOAD, RELOAD)  # ops that begin a copy, and wait for none
 WORTH = 0.02  # of the step's time: what a new plan has to save
 
 
@@ -45,7 +45,7 @@ def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) 
     ran = choice.forecast.trace
     link, cast = machine.link, machine.cast
     out, back = (found or known for found, known in zip(times.rates, (link.out, link.back), strict=True))
-    narrow, widen = _cast_rate(ran, times, "narrow") or cast.out, _cast_rate(ran, times, "widen") or cast.back
+    narrow, widen = _cast_rate(ran, times, NARROW) or cast.out, _cast_rate(ran, times, WIDEN) or cast.back
     # Its ops took what they did beside the copies.
     link = replace(link, out=out, back=back, us_per_byte=0.0)
     machine = replace(machine, link=link, cast=replace(cast, out=narrow, back=widen))
@@ -76,10 +76,10 @@ def _slower(trace: Trace, load: float) -> Trace:
     return replace(trace, ops=tuple(ops))
 
 
-def _cast_rate(ran: Trace, times: StepTimes, verb: str) -> float:
+def _cast_rate(ran: Trace, times: StepTimes, fn: str) -> float:
     """Bytes per microsecond of the casts of one direction, by what they are before and after both; 0.0 without any."""
-    casts = [op for op in ran.ops if op.fn == f"memgraph.{verb}.default" and op.name in times.ops]
-    wide = sum(ran.nbytes[(op.holds if verb == "widen" else ran.op[op.reads[0]].holds)[0]] for op in casts)
+    casts = [op for op in ran.ops if op.fn == fn and op.name in times.ops]
+    wide = sum(ran.nbytes[(op.holds if fn == WIDEN else ran.op[op.reads[0]].holds)[0]] for op in casts)
     us = sum(times.ops[op.name] for op in casts)
     return wide / us if us else 0.0
 

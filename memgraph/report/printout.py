@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
-from passes.ir.ops import sent_nbytes
+from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 
 from .step_times import LENGTH, is_off
@@ -111,7 +111,7 @@ def _exchanged(report: Report) -> list[str]:
         return []
     us = sum(copy.end - copy.begin for copy in net)
     hidden = us * (1 - min(report.machine.network.interference, 1.0)) - sum(
-        _spent(report.forecast, "reduced", "gathered").values()
+        _spent(report.forecast, REDUCED, GATHERED).values()
     )
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
@@ -123,7 +123,7 @@ def _compiled(report: Report) -> list[str]:
     """What Inductor has compiled of the step, beside the plan as it was made."""
     if report.lowered is None:
         return []
-    count = sum(op.fn == "memgraph.segment" for op in report.lowered.trace.ops)
+    count = sum(op.fn == SEGMENT for op in report.lowered.trace.ops)
     failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
     if not count:
         return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
@@ -191,7 +191,7 @@ def _decided(report: Report) -> RenderableType:
 
 
 def _rows(report: Report) -> Iterator[Row]:
-    stalls, casts = _spent(report.forecast, "free", "wait"), _spent(report.forecast, "narrow", "widen")
+    stalls, casts = _spent(report.forecast, FREE, WAIT), _spent(report.forecast, NARROW, WIDEN)
     for decision in report.plan:
         op = report.choice.captured.trace.op[decision.value]
         if isinstance(decision, Offload):
@@ -260,13 +260,11 @@ def _peak(forecast: Forecast) -> Table:
     return lines
 
 
-def _spent(forecast: Forecast, *verbs: str) -> Counter[str]:
+def _spent(forecast: Forecast, *fns: str) -> Counter[str]:
     """How long compute is with such ops for the trip of each value, in microseconds."""
     ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
-    fns = {f"memgraph.{verb}.default" for verb in verbs}
     spent: Counter[str] = Counter()
     for i, op in enumerate(ops):
         if op.fn in fns:
-            value = re.sub(r"__(free|wire|back_\d+|wide_\d+)$", "", op.name)
-            spent[value] += begins[i + 1] - begins[i]  # type: ignore[assignment]
+            spent[value_of(op.name)] += begins[i + 1] - begins[i]  # type: ignore[assignment]
     return spent

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from passes import Plan
 from passes.concurrent_forwards import pending_gradient_nbytes
+from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.captured import Captured, Output
@@ -150,7 +151,7 @@ class Step:
     def adds_itself(self) -> bool:
         """Whether backward adds to gradients, unless other flights are open, and is planned to."""
         trace = self.report.forecast.trace
-        return self.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
+        return self.roles.adds and any(op.fn == ACCUMULATE for op in trace.ops)
 
     def accompany(self, flight: StepRun, tensors: Sequence[Tensor]) -> None:
         """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients

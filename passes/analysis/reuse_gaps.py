@@ -15,11 +15,12 @@ from functools import cached_property
 
 from ..ir.liveness import Lifetime, last_reads
 from ..ir.machine import cast_type
+from ..ir.ops import NARROW, RELOAD, WIDEN, value_of
 from ..ir.trace import Op, Trace, type_nbytes
 from .streamable import StreamableStates
 
 # The ops that make a copy of what is sent away, and what stands behind its name in theirs.
-COPIES = {"memgraph.narrow.default": "__wire", "memgraph.reload.default": "__in_", "memgraph.widen.default": "__wide_"}
+COPIES = (NARROW, RELOAD, WIDEN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class ReuseGaps:
         if made.recomputes:
             return made.recomputes + life.storage.removeprefix(made.name)
         if made.fn in COPIES:
-            value = made.name.rpartition(COPIES[made.fn])[0]
+            value = value_of(made.name)
             return self.streamable.views[value] if value in self.streamable.views else self.holds[value][0]
         return life.storage
 

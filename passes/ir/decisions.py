@@ -42,6 +42,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+from . import ops
 from .machine import CAST_WORKSPACE, cast_type
 from .trace import Op, Storage, Trace, type_nbytes
 
@@ -225,49 +226,50 @@ class _Writer:
                 self.before.setdefault(decision.use, []).append((self._wait, value))
 
     def _note_state(self, op: Op, phase: str) -> None:
-        self._runtime(f"{op.name}__rng", "rng_state", (), phase, op.draws, type=f"u8[{op.draws}]")
+        self._runtime(ops.rng_name(op.name), ops.RNG_STATE, (), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _recompute(self, op: Op, phase: str) -> None:
         self.copies[op.name] = number = self.copies.get(op.name, 0) + 1
-        name = f"{op.name}__{number}"
+        name = ops.recompute_name(op.name, number)
+        swap, swap_back = ops.swap_names(name)
         if op.draws:
-            self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws, type=f"u8[{op.draws}]")
+            self._runtime(swap, ops.SWAP_RNG, (ops.rng_name(op.name),), phase, op.draws, type=f"u8[{op.draws}]")
         makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
         own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
         reads, holds = self._read(op)
         holds = tuple([own.get(held, held) for held in holds])
         self.newer[op.name] = self._add(op.rewritten(name, reads, makes, holds, phase, op.name))
         if op.draws:
-            self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
+            self._runtime(swap_back, ops.SWAP_RNG, (swap,), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _offload(self, op: Op, phase: str) -> None:
         sent, type = self._newest(op.name).name, op.type
         if wire := self.wires.get(op.name):
-            reads, sent, type = (sent,), f"{op.name}__wire", wire
+            reads, sent, type = (sent,), ops.narrow_name(op.name), wire
             nbytes = type_nbytes(wire)
-            self._runtime(sent, "narrow", reads, phase, nbytes, type=wire, where=op.where, workspace=CAST_WORKSPACE)
+            self._runtime(sent, ops.NARROW, reads, phase, nbytes, type=wire, where=op.where, workspace=CAST_WORKSPACE)
         empty = type.partition("[")[0] + "[0]"
-        self.far[op.name] = self._runtime(f"{op.name}__out", "offload", (sent,), phase, 0, type=empty)
+        self.far[op.name] = self._runtime(ops.offload_name(op.name), ops.OFFLOAD, (sent,), phase, 0, type=empty)
 
     def _free(self, op: Op, phase: str) -> None:
-        sent = f"{op.name}__wire" if op.name in self.wires else self._newest(op.name).name
-        self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", sent), phase)
+        sent = ops.narrow_name(op.name) if op.name in self.wires else self._newest(op.name).name
+        self._runtime(ops.free_name(op.name), ops.FREE, (ops.offload_name(op.name), sent), phase)
 
     def _reload(self, op: Op, phase: str) -> None:
         self.trips[op.name] = number = self.trips.get(op.name, 0) + 1
         wire = self.wires.get(op.name)
         nbytes, type = (type_nbytes(wire), wire) if wire else (self.trace.nbytes[op.holds[0]], op.type)
-        reads = (op.name if op.name in self.streamed else f"{op.name}__out",)
-        self._runtime(f"{op.name}__in_{number}", "reload", reads, phase, nbytes, type=type, where=op.where)
+        reads = (op.name if op.name in self.streamed else ops.offload_name(op.name),)
+        self._runtime(ops.reload_name(op.name, number), ops.RELOAD, reads, phase, nbytes, type=type, where=op.where)
 
     def _wait(self, op: Op, phase: str) -> None:
         number = self.trips[op.name]
-        holds = (f"{op.name}__in_{number}",)
-        back, type = f"{op.name}__back_{number}", self.wires.get(op.name, op.type)
-        self.newer[op.name] = self._runtime(back, "wait", holds, phase, holds=holds, type=type, where=op.where)
+        holds = (ops.reload_name(op.name, number),)
+        back, type = ops.wait_name(op.name, number), self.wires.get(op.name, op.type)
+        self.newer[op.name] = self._runtime(back, ops.WAIT, holds, phase, holds=holds, type=type, where=op.where)
         if op.name in self.wires:
-            wide, nbytes = f"{op.name}__wide_{number}", self.trace.nbytes[op.holds[0]]
-            self.newer[op.name] = self._runtime(wide, "widen", (back,), phase, nbytes, type=op.type, where=op.where)
+            wide, nbytes = ops.widen_name(op.name, number), self.trace.nbytes[op.holds[0]]
+            self.newer[op.name] = self._runtime(wide, ops.WIDEN, (back,), phase, nbytes, type=op.type, where=op.where)
 
     def _runtime(
         self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
@@ -275,7 +277,6 @@ class _Writer:
     ) -> Op:  # fmt: skip
         makes = () if nbytes is None else (Storage(name, nbytes),)
         holds = holds or tuple(storage.name for storage in makes)
-        fn = f"memgraph.{fn}.default"
         return self._add(Op(name, fn, reads, makes, holds, phase, workspace=workspace, type=type, where=where))
 
     def _add(self, op: Op) -> Op:

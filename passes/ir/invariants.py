@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from .ops import GATHER, GATHER_ROOM, GATHERED, REDUCE_SCATTER, REDUCED, gathered_by
+from .ops import FREE, GATHER, GATHER_ROOM, GATHERED, NARROW, REDUCE_SCATTER, REDUCED, RELOAD, SWAP_RNG, gathered_by
 from .trace import INPUTS, Op, Trace
 
 
@@ -41,9 +41,9 @@ def check(trace: Trace) -> None:
         _names(op, holds, made)
         if gone and (left := gone.intersection(held for read in op.reads for held in holds[read])):
             raise BrokenTrace(f"{op.name} reads {left.pop()}, whose bytes have left the device")
-        if op.fn == "memgraph.free.default":
+        if op.fn == FREE:
             sent = trace.op[op.reads[1]]
-            gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == "memgraph.narrow.default"))))
+            gone.update(*(holds[name] for name in (sent.name, *sent.reads * (sent.fn == NARROW))))
         _exchanged(op, holds, under_way)
         _gathered(op, holds, gathers)
         if op.phase == "update":
@@ -102,7 +102,7 @@ def _gathered(op: Op, holds: dict[str, tuple[str, ...]], gathers: dict[str, set[
 
 def _far(op: Op, trace: Trace) -> None:
     for read in op.reads:
-        if trace.op[read].offloaded and op.fn != "memgraph.reload.default" and op.phase != "update":
+        if trace.op[read].offloaded and op.fn != RELOAD and op.phase != "update":
             raise BrokenTrace(f"{op.name} reads {read}, which is far: it has to be reloaded before")
     if op.offloaded and (op.nbytes or not op.is_input):
         raise BrokenTrace(f"{op.name} is far, and no input or of {op.nbytes} bytes here")
@@ -118,5 +118,5 @@ def _again(trace: Trace, index: int) -> None:
     if first.once:
         raise BrokenTrace(f"{op.name} runs {first.name} again, which may run once")
     around = [trace.ops[i].fn for i in (index - 1, index + 1) if 0 <= i < len(trace.ops)]
-    if first.draws and around != ["memgraph.swap_rng.default"] * 2:
+    if first.draws and around != [SWAP_RNG] * 2:
         raise BrokenTrace(f"{op.name} draws random numbers again without the state with which they were first drawn")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .ops import RELOAD, WIDEN
 from .trace import OTHER_FORWARDS, Op, Storage, Trace
 
 # The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
@@ -98,8 +99,8 @@ def last_reads(ops: Sequence[Op]) -> dict[str, int]:
 def _kind(trace: Trace, op: Op, crosses: bool) -> str:
     if op.is_input:
         return op.fn
-    if op.fn == "memgraph.reload.default":
+    if op.fn == RELOAD:
         home = trace.op[op.reads[0]]
         return home.fn if home.is_input else "activation"
-    crosses_or_comes = (op.phase == "forward" and crosses) or op.fn == "memgraph.widen.default"
+    crosses_or_comes = (op.phase == "forward" and crosses) or op.fn == WIDEN
     return "activation" if crosses_or_comes else "temporary"

@@ -9,13 +9,14 @@ finding a plan that fits, and no part of any proof.
 from __future__ import annotations
 
 from ..analysis.reuse_gaps import COPIES
+from ..ir.ops import NARROW, OFFLOAD, rng_name
 from ..simulate.forecast import Forecast
 from .model import PlanModel
 from .problem import PlanProblem
 from .rows import MIB
 from .solver import INFINITY
 
-LEAVING = ("memgraph.narrow.default", "memgraph.offload.default")
+LEAVING = (NARROW, OFFLOAD)
 
 
 def add_recompute_row(model: PlanModel, forecast: Forecast, index: int, position: int) -> int:
@@ -25,7 +26,7 @@ def add_recompute_row(model: PlanModel, forecast: Forecast, index: int, position
     coefficients: dict[int, float] = {}
     held = 0
     homes = {resident.storage: h for h, resident in enumerate(model.problem.states)}
-    makers = {f"{maker.value}__rng": o for o, maker in enumerate(model.problem.producers)}
+    makers = {rng_name(maker.value): o for o, maker in enumerate(model.problem.producers)}
     read = {held for value in forecast.trace.ops[index].reads for held in forecast.trace.op[value].holds}
     for life in forecast.live_at(index):
         made = forecast.trace.op[life.producer]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..ir.decisions import Plan, Reload, Stream
+from ..ir.ops import reload_name
 from ..simulate.forecast import Forecast
 
 
@@ -46,7 +47,7 @@ def _rests(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
         if isinstance(said, Reload) and said.value in far:
             number = count[said.value] = count.get(said.value, 0) + 1
             if number > 1:
-                first, name = gone[f"{said.value}__in_{number - 1}"] + 1, f"{said.value}__in_{number}"
+                first, name = gone[reload_name(said.value, number - 1)] + 1, reload_name(said.value, number)
                 last, nbytes = index[name], forecast.trace.op[name].nbytes
                 yield IdleInterval(
                     forecast.begins[last] - forecast.begins[min(first, last)], first, last, nbytes, place

@@ -22,9 +22,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ..ir import ops
 from ..ir.liveness import Lifetime, Span, lifetimes, spans
 from ..ir.machine import Machine
-from ..ir.ops import GATHER, GATHERED, REDUCE_SCATTER, REDUCED, sent_nbytes
+from ..ir.ops import FREE, GATHER, GATHERED, OFFLOAD, REDUCE_SCATTER, REDUCED, WAIT, is_runtime, sent_nbytes
 from ..ir.trace import Op, Trace, type_nbytes
 
 KINDS = (
@@ -41,8 +42,6 @@ KINDS = (
     "staging",
 )
 Bytes = npt.NDArray[np.int64]
-OWN = "memgraph."  # with which the names of ops that are memgraph's own begin
-OFFLOAD = "memgraph.offload.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def _clock(trace: Trace, machine: Machine) -> tuple[tuple[float, ...], float, tu
     begins: list[float] = []
     for op in trace.ops:
         begins.append(now)
-        if op.phase != "update" and not op.fn.startswith(OWN):
+        if op.phase != "update" and not is_runtime(op.fn):
             now += op.us  # nearly all are of these
             continue
         now = queues.run(now, op)
@@ -213,17 +212,17 @@ class Queues:
         """Run an op; when compute goes on."""
         machine, trace = self.machine, self.trace
         match op.fn:
-            case "memgraph.offload.default":
+            case ops.OFFLOAD:
                 return self.send(now, op.name, "out", trace.nbytes[trace.op[op.reads[0]].holds[0]])
-            case "memgraph.reload.default":
+            case ops.RELOAD:
                 return self.send(now, op.name, "back", op.nbytes)
-            case "memgraph.narrow.default":
+            case ops.NARROW:
                 return now + trace.nbytes[trace.op[op.reads[0]].holds[0]] / (machine.cast.out or 1.0)
-            case "memgraph.widen.default":
+            case ops.WIDEN:
                 return now + op.nbytes / (machine.cast.back or 1.0)
             case _ if op.fn in (REDUCE_SCATTER, GATHER):
                 return self.send(now, op.name, "net", sent_nbytes(trace, op))
-            case _ if op.fn in ("memgraph.free.default", "memgraph.wait.default", REDUCED, GATHERED):
+            case _ if op.fn in (FREE, WAIT, REDUCED, GATHERED):
                 return max(now, self.ends[op.reads[0]])
             case _:
                 return self.update(now, op) if op.phase == "update" else now + op.us
