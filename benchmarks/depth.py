@@ -36,7 +36,7 @@ SHARES = (0.6, 0.4, 0.3)
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "check": ((pipeline, "check"),),
     "simulate": ((pipeline, "predict"), *((candidate, name) for name in ("schedule", "apply", "predict"))),
-    "rows": ((optimize, "PlanModel"), (memory_rows, "add_forward_row"), (memory_rows, "add_backward_rows")),
+    "rows": ((optimize, "PlanModel"), (memory_rows.MemoryRows, "add"), (memory_rows.MemoryRows, "add_any_plan")),
     "linear": ((solver.LPSolver, "solve"),),
     "whole": ((solver.LPSolver, "solve_integers"),),
     "mend": ((optimize, "greedy_from"), (optimize, "retime_copies")),

@@ -38,8 +38,8 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.arrays import Floats
+from ..lp.columns import MIB
 from ..lp.problem import Ints, PlanProblem
-from ..lp.rows import MIB
 from ..lp.solver import INFINITY, LPSolver, SearchLimits, Solution
 
 CRUMBS = 0.001  # of the budget

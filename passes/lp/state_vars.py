@@ -1,8 +1,8 @@
-"""What of the state may live far, as numbers: where in the step it has to be there, and what the update takes for it.
+"""Parameters, gradients and optimizer states as numbers: where a step uses them, and where they may be offloaded.
 
-w, 2 MB, read by ops 5, 6 and 90, and by the update   ->   visits (5, 6), (90, 90); rests 0-5, 7-90, 91-
-dw, 2 MB, made by op 91, added to by 93               ->   it rests from 94 on, once it has left
-s, 4 MB of states                                     ->   it rests throughout
+w, 2 MB, read by ops 5, 6 and 90, and by the update   ->   uses (5, 6), (90, 90); gaps 0-5, 7-90, 91-
+dw, 2 MB, made by op 91, added to by 93               ->   a gap from 94 on
+s, 4 MB of optimizer states                           ->   a gap throughout
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..ir.machine import SMALLEST_STREAMED, Machine
 
 @dataclass(frozen=True, slots=True)
 class StateGap:
-    """Positions from `first` to before `last` that do without a resident; `visit` is the one at whose end it may be
-    fetched again, if there was one before and there is one behind."""
+    """Positions from `first` to before `last` that do not use a state; `next_use` is None before the first use and
+    behind the last."""
 
     first: int
     last: int
@@ -26,10 +26,11 @@ class StateGap:
 
 @dataclass(frozen=True, slots=True)
 class StateVar:
-    """An input that may live far, or a gradient that may leave as soon as the step has made it.
+    """An input that may be offloaded throughout, or a gradient that may be offloaded once it is complete.
 
-    `visits` are the first and the last position of each stretch of ops that read it; a gradient is not fetched for any,
-    and rests behind its last.  `written`: the update sends it back.
+    Attributes:
+        uses: the first and the last position of each stretch of ops that read it; of a gradient, that make it.
+        is_written: True if the update writes it back.
     """
 
     storage: str
@@ -41,55 +42,58 @@ class StateVar:
 
     @property
     def is_copied(self) -> bool:
-        """Whether copies outside of the update are made of it, if it lives far."""
+        """Return True if it is copied outside of the update once it is offloaded."""
         return self.is_gradient or bool(self.uses)
 
     def gaps(self, size: int) -> Iterator[StateGap]:
-        """Where in a step of `size` ops it need not be there."""
-        begin = 0
+        """Yield where a step of `size` ops does not use it."""
+        start = 0
         for k, (first, last) in enumerate(self.uses):
-            if begin < first and not self.is_gradient:
-                yield StateGap(begin, first, k if k else None)
-            begin = last + 1
-        if begin < size:
-            yield StateGap(begin, size)
+            if start < first and not self.is_gradient:
+                yield StateGap(start, first, k if k else None)
+            start = last + 1
+        if start < size:
+            yield StateGap(start, size)
 
     def update_us(self, machine: Machine) -> float:
-        """How long the links take for it in an update that reads it."""
+        """Return the microseconds that the links take for it in an update that reads it."""
         return self.nbytes / machine.link.back + (self.nbytes / machine.link.out if self.is_written else 0.0)
 
 
 def find_state_vars(gaps: ReuseGaps, machine: Machine) -> tuple[StateVar, ...]:
-    """What is large enough for a home in the far tier, if there can be any."""
+    """Return the parameters, gradients and states that may be offloaded; none if the machine can't."""
     if not (machine.streaming.enabled and machine.link.works):
         return ()
-    places, streamable = _places(gaps), gaps.streamable
-    found = []
+    reads, streamable = _reads(gaps), gaps.streamable
+    states = []
     for storage, value in streamable.values.items():
         op, nbytes = gaps.trace.op[value], gaps.trace.nbytes[storage]
         if nbytes >= SMALLEST_STREAMED and machine.streaming.can_offload(op.fn):
-            made = not op.is_input
-            visits = ((gaps.index[value], streamable.last_use[storage]),) if made else _visits(places.get(storage, []))
-            found.append(StateVar(storage, value, nbytes, visits, made, op.fn in ("parameter", "state")))
-    return tuple(found)
+            if op.is_input:
+                uses = _stretches(reads.get(storage, []))
+            else:
+                uses = ((gaps.index[value], streamable.last_use[storage]),)
+            is_written = op.fn in ("parameter", "state")
+            states.append(StateVar(storage, value, nbytes, uses, not op.is_input, is_written))
+    return tuple(states)
 
 
-def _places(gaps: ReuseGaps) -> dict[str, list[int]]:
-    """Before the update, the ops (by index) that read a value that holds each storage."""
-    found: dict[str, list[int]] = {}
-    for i, op in enumerate(gaps.trace.ops):
+def _reads(gaps: ReuseGaps) -> dict[str, list[int]]:
+    """Return the positions, updates left out, that read each storage."""
+    reads: dict[str, list[int]] = {}
+    for position, op in enumerate(gaps.trace.ops):
         if op.phase != "update":
-            for storage in {held for read in op.reads for held in gaps.trace.op[read].holds}:
-                found.setdefault(storage, []).append(i)
-    return found
+            for storage in {storage for value in op.reads for storage in gaps.trace.op[value].holds}:
+                reads.setdefault(storage, []).append(position)
+    return reads
 
 
-def _visits(places: list[int]) -> tuple[tuple[int, int], ...]:
-    """Neighbouring positions put together."""
-    found: list[tuple[int, int]] = []
-    for place in places:
-        if found and found[-1][1] + 1 == place:
-            found[-1] = found[-1][0], place
+def _stretches(positions: list[int]) -> tuple[tuple[int, int], ...]:
+    """Join neighbouring positions."""
+    stretches: list[tuple[int, int]] = []
+    for position in positions:
+        if stretches and stretches[-1][1] + 1 == position:
+            stretches[-1] = stretches[-1][0], position
         else:
-            found.append((place, place))
-    return tuple(found)
+            stretches.append((position, position))
+    return tuple(stretches)

@@ -18,8 +18,7 @@ from ..ir.trace import Trace
 from ..lp import solver
 from ..lp.model import PlanModel
 from ..lp.problem import PlanProblem
-from ..lp.relax import Relaxed, relax, spread_out, write_rows
-from ..lp.repeated.search import solve_folded
+from ..lp.relax import Relaxed, relax, spread_out
 from ..lp.rounding import lp_preferences, placements, round_to_integers
 from ..lp.solver import INFINITY, SearchLimits, Solution
 from ..lp.transient_rows import add_recompute_row, add_reload_rows, positions_over_budget
@@ -59,9 +58,6 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
     if not solver.is_installed():
         return Proposal(())
     program = PlanProblem(ReuseGaps(trace), machine)
-    found = solve_folded(program, until)
-    if found and found.gap <= GAP:
-        return Proposal(found.plan, found.bound_us, found.any_us)
     return _Search(program, machine, until).run()
 
 
@@ -137,7 +133,7 @@ class _Search:
         if relaxed.solution is None:
             return False
         self.relaxed, self.rows = relaxed.solution, self.model.lp.row_count
-        self.bound_us = max(0.0, relaxed.solution.us - self.model.tie_us)
+        self.bound_us = max(0.0, relaxed.solution.us - self.model.columns.tie_us)
         return True
 
     @cached_property
@@ -183,7 +179,7 @@ class _Search:
 
     def _prove(self, us: float) -> None:
         if not self.events:
-            self.bound_us = max(self.bound_us, us - self.model.tie_us)
+            self.bound_us = max(self.bound_us, us - self.model.columns.tie_us)
 
     def _is_near(self) -> bool:
         if self._found is None:
@@ -221,7 +217,7 @@ class _Search:
         if self._found is None:
             return INFINITY
         us = self._found.forecast.us
-        return min(us / (1 + GAP), us - NEGLIGIBLE_US) - self.step_us + self.model.tie_us
+        return min(us / (1 + GAP), us - NEGLIGIBLE_US) - self.step_us + self.model.columns.tie_us
 
     def _effort(self, threshold: float, last: bool) -> SearchLimits | None:
         """How hard to search: with columns fixed, only as long as a plan may be near, if a wider search follows."""
@@ -341,9 +337,9 @@ class _Search:
         # Other times for its copies may do, and cost too much.
         worst = (timed if timed.peak > self.machine.budget else states[0]).forecast
         over = sorted(positions_over_budget(self.program, worst, self.machine.budget), key=lambda found: -found[1])
-        new = [position for position, _, _ in over if position not in self.model.position_rows]
+        new = [position for position, _, _ in over if position not in self.model.memory.positions]
         for position in spread_out(new, POSITIONS):
-            write_rows(self.model, position)
+            self.model.memory.add(position)
         if not new:
             self.events += [add_recompute_row(self.model, worst, index, position) for position, _, index in over]
         return self._is_near()

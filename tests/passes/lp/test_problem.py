@@ -28,7 +28,7 @@ def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> Non
     """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
-    items, makers = program.wanted
+    items, makers = program.first_needs, program.first_reruns
     names = [item.storage for item in program.storages]
     assert names == ["a", "b", "c", "e", "n", "m"]
     first = dict(zip(names, items, strict=True))

@@ -182,7 +182,7 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
     assert relaxed.any_us <= forecast.us - captured.us + SMALL
     if choice.is_single:
         assert relaxed.solution is not None
-        assert relaxed.solution.us - model.tie_us <= forecast.us - captured.us + SMALL
+        assert relaxed.solution.us - model.columns.tie_us <= forecast.us - captured.us + SMALL
 
 
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))

@@ -299,11 +299,10 @@ def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine
 
 PLAN_EACH = """
 import sys
-from passes import Machine, parse
-from passes.search.greedy import greedy_plan, greedy_plan_no_offload
-from passes.pipeline import Pass
+from passes import Link, Machine, parse
+from passes.search.greedy import greedy_plan
 for text in sys.stdin.read().split("=====\\n"):
-    print(*greedy_plan(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")
+    print(*greedy_plan(parse(text), Machine(0, link=Link(50.0, 50.0))), sep="\\n", end="\\n\\n")
 """
 
 
