@@ -371,7 +371,10 @@ class OSS(optim.Optimizer):
         offloaded = self.offloaded_shards
         with self.watchdog.leaving_on_error():
             groups, incomplete = self._state_dict({}), self.sharded_step.is_incomplete
-            return {**groups, "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete)}
+            return {
+                **groups,
+                "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete),
+            }
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what torch.distributed.checkpoint has read into a sharded state dict; every rank has to call it.

@@ -246,7 +246,7 @@ def _refused(rank: int) -> None:
         scaler.step(optimizer)
     ours = memgraph.GradScaler("cpu")
     ours.scale(torch.ones(()))
-    with pytest.raises(ShardError, match="which a GradScaler .*: train without one"):
+    with pytest.raises(ShardError, match=r"which a GradScaler .*: train without one"):
         ours.step(optimizer)
     optimizer.zero_grad()
     net.first.weight.sum().backward()
