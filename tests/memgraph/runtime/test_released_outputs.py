@@ -173,7 +173,9 @@ def test_outputs_that_are_held_are_refused_before_backward_takes_memory() -> Non
     plain = make()
     model = memgraph.compile(copy.deepcopy(plain), budget)
     result = model(x)
-    with pytest.raises(memgraph.BudgetError, match=r"only if the model's outputs are freed .*\(del outputs\)") as raised:
+    with pytest.raises(
+        memgraph.BudgetError, match=r"only if the model's outputs are freed .*\(del outputs\)"
+    ) as raised:
         result[0].backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert raised.value.smallest > budget
