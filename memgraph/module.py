@@ -193,7 +193,7 @@ class CompiledModule(Shared):
             notice(warning)
         guard, adds, wanted = key
         step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
-        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
 

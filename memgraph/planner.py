@@ -248,7 +248,7 @@ class Planner:
         except RecordingError:
             return step
         new.replan, new.recent = step.replan, Recent(step.recent.looks, step.recent.steps)
-        new.adding, new.warned, new.report = step.adding, step.warned, replace(new.report, adding=step.report.adding)
+        new.adding, new.warned, new.report = step.adding, step.warned, new.report.after(step.report)
         if step.home_slots is not None:
             step.home_slots.replaced(new.home_slots)
         return new

@@ -9,6 +9,7 @@ kind  at the peak   kind  bytes  what  type  where           what  op  where  by
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .report import Report
 
 TOP = 10  # rows of what lies there at the peak
+HUGE = "THP_MEM_ALLOC_ENABLE"  # a variable of torch's, read when it allocates for the first time
+NOTABLE = 0.05  # of a step: what new pages take of it if a word is said about them
 NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
@@ -48,8 +51,8 @@ def _verdict(report: Report) -> str:
         *_held(report),
         *_several(report),
         *_adding(report),
-        f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
-        f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+        f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
+        f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
         *_compiled(report),
         *([report.recorded] if report.recorded else []),
@@ -132,7 +135,10 @@ def _taken(report: Report) -> list[str]:
     """What the step took, beside what was foretold, before and with what its own ops took."""
     lines = []
     if report.pages_us:
-        lines.append(f"predicted {ms(report.predicted_us)}, with {ms(report.pages_us)} for new pages")
+        without = f"without them it is {ms(report.forecast.us)}, {report.overhead:+.1%}"
+        lines.append(f"of that {ms(report.pages_us)} are for new pages; {without}")
+        if report.pages_us > NOTABLE * report.as_it_is_us and HUGE not in os.environ:
+            lines.append(f"{HUGE}=1 in the environment has torch ask for huge pages, of which it needs fewer")
     if report.measured_us is not None:
         again = report.repriced_us
         own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"

@@ -34,6 +34,8 @@ class Report:
         flight_us: what those were foretold to take, in microseconds; known with `recent_us`.
         pages_us: what the forecast leaves out: how much longer the step takes because its values lie in pages that the
             system has yet to give, in microseconds.
+        plain_us: what the step takes as it is, by the prices that ops had before any step had run, in microseconds: so
+            new pages, which only a plan brings, are not in it; 0 where the choice has those prices itself.
         planned_us: what capture, pricing and planning took, in microseconds.
         counted: whether an optimizer was given, so that its states are in the forecast.
         beyond: why the step that was measured takes more than its forecast, if it does: what its caller did that no
@@ -58,6 +60,7 @@ class Report:
     recent_us: float | None = None
     flight_us: float = 0.0
     pages_us: float = 0.0
+    plain_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
     beyond: str = ""
@@ -76,6 +79,16 @@ class Report:
     def predicted_us(self) -> float:
         """Microseconds that a step of this plan was foretold to take, before any had run."""
         return self.forecast.us + self.pages_us
+
+    @property
+    def as_it_is_us(self) -> float:
+        """Microseconds of the step without a plan, in a process whose freed memory stays: of eager's step."""
+        return self.plain_us or self.choice.captured.us
+
+    @property
+    def longer(self) -> float:
+        """By how much a step was foretold to be longer than eager's, new pages included: 0.1 is 10 %."""
+        return self.predicted_us / self.as_it_is_us - 1 if self.as_it_is_us else 0.0
 
     @property
     def plan(self) -> Plan:
@@ -111,6 +124,10 @@ class Report:
         return replace(
             self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
         )
+
+    def after(self, first: Report) -> Report:
+        """The report of a plan that takes the place of another, with what stays true of the step."""
+        return replace(self, adding=first.adding, plain_us=first.as_it_is_us)
 
     def with_update(self, nbytes: int) -> Report:
         """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""
