@@ -138,7 +138,7 @@ def _taken(report: Report) -> list[str]:
         without = f"without them it is {ms(report.forecast.us)}, {report.overhead:+.1%}"
         lines.append(f"of that {ms(report.pages_us)} are for new pages; {without}")
         if report.pages_us > NOTABLE * report.as_it_is_us and HUGE not in os.environ:
-            lines.append(f"{HUGE}=1 in the environment has torch ask for huge pages, of which it needs fewer")
+            lines.append(f"{HUGE}=1 in the environment has torch ask for huge pages, where the system has them")
     if report.measured_us is not None:
         again = report.repriced_us
         own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"
