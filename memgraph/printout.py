@@ -9,7 +9,6 @@ kind  at the peak   kind  bytes  what  type  where           what  op  where  by
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from .report import Report
 
 TOP = 10  # rows of what lies there at the peak
-HUGE = "THP_MEM_ALLOC_ENABLE"  # a variable of torch's, read when it allocates for the first time
-NOTABLE = 0.05  # of a step: what new pages take of it if a word is said about them
 NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
@@ -137,8 +134,6 @@ def _taken(report: Report) -> list[str]:
     if report.pages_us:
         without = f"without them it is {ms(report.forecast.us)}, {report.overhead:+.1%}"
         lines.append(f"of that {ms(report.pages_us)} are for new pages; {without}")
-        if report.pages_us > NOTABLE * report.as_it_is_us and HUGE not in os.environ:
-            lines.append(f"{HUGE}=1 in the environment has torch ask for huge pages, where the system has them")
     if report.measured_us is not None:
         again = report.repriced_us
         own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"
