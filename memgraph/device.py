@@ -147,6 +147,14 @@ def keeping_freed_memory() -> Iterator[None]:
         yield
     finally:
         _return_from(RETURNED)
+        trim_freed_memory()  # what was kept lies below blocks that stay, perhaps
+
+
+def trim_freed_memory() -> None:
+    """Give all pages of freed memory back to the system, those in gaps as well."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _return_from(nbytes: int) -> bool:
