@@ -19,7 +19,7 @@ from pathlib import Path
 from passes import BudgetError, Forecast, Link, Machine, PlanResult, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 
 
@@ -90,10 +90,10 @@ def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> F
 
 def _proven(trace: Trace, machine: Machine) -> str:
     """What the linear program says of a budget for which there was no plan; the planner's error does not say it."""
-    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget))
+    relaxed = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), machine.budget))
     if relaxed is None:
         return "proven"
-    return "single" if relaxed.solved is None else "none"
+    return "single" if relaxed.solution is None else "none"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .analysis.reuse_gaps import ReuseGaps
 from .ir.liveness import Lifetime
 from .ir.machine import Machine
 from .ir.trace import Op, Trace
-from .lp.problem import LinearProgram
+from .lp.problem import PlanProblem
 from .simulate.forecast import Forecast
 
 TOP = 8  # tensors that are listed
@@ -54,16 +54,16 @@ def explain_infeasible(forecast: Forecast, machine: Machine, captured: Trace) ->
     program, at = floor
     is_peak = captured.ops[at].name == op.name
     live, nbytes = _in_use(program, at), int(program.floor[at])
-    op = replace(captured.ops[at], workspace=program.workspace(at))
+    op = replace(captured.ops[at], workspace=program.least_workspace(at))
     where = f"{op.name} at the same time." if is_peak else f"{_named(op)} at the same time:"
     lines.append(f"No plan can use less than {nbytes} bytes: that many are in use at {where}")
     lines += [] if is_peak else _listed(captured, op, live, nbytes)
     return "\n".join([*lines, f"{least}, or {' or '.join(_advice(captured, op, live, machine))}."])
 
 
-def _floor(captured: Trace, machine: Machine) -> tuple[LinearProgram, int] | None:
+def _floor(captured: Trace, machine: Machine) -> tuple[PlanProblem, int] | None:
     """Return the op at which every plan needs more than the budget, if there is one."""
-    program = LinearProgram(ReuseGaps(captured), machine)
+    program = PlanProblem(ReuseGaps(captured), machine)
     if int(program.floor.max(initial=0.0)) <= machine.budget:
         return None
     return program, int(np.argmax(program.floor))
@@ -89,19 +89,23 @@ def _listed(trace: Trace, op: Op, live: tuple[Lifetime, ...], nbytes: int) -> li
     return lines
 
 
-def _in_use(program: LinearProgram, at: int) -> tuple[Lifetime, ...]:
-    """Return what is live at a position whatever is decided: see `LinearProgram.floor`."""
+def _in_use(program: PlanProblem, at: int) -> tuple[Lifetime, ...]:
+    """Return what is live at a position whatever is decided: see `PlanProblem.floor`."""
     ops = program.gaps.trace.ops
     offloadable = {
-        each.storage for each in program.residents for rest in each.rests(program.size) if rest.first <= at < rest.last
+        each.storage for each in program.states for rest in each.gaps(program.size) if rest.first <= at < rest.last
     }
     read = {held for value in ops[at].reads for held in program.gaps.trace.op[value].holds}
 
     def stays(life: Lifetime) -> bool:
-        if life.storage not in program.place:
+        if life.storage not in program.storage_index:
             return life.storage not in offloadable
-        item = program.items[program.place[life.storage]]
-        return life.storage in read if at >= program.boundary else not (item.left < at < item.use < program.size)
+        item = program.storages[program.storage_index[life.storage]]
+        return (
+            life.storage in read
+            if at >= program.boundary
+            else not (item.last_forward < at < item.first_backward < program.size)
+        )
 
     return tuple(life for life in program.captured.live_at(at) if stays(life))
 

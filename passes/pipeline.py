@@ -123,7 +123,7 @@ def make_plan(
             return result
         lowest = min(lowest, result, key=lambda result: result.forecast.peak)
     text = explain_infeasible(lowest.forecast, machine, lowest.captured.trace)
-    more = "" if solver.there() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
+    more = "" if solver.is_installed() else f"\n{solver.MISSING}: with it a smaller budget may do; {solver.INSTALL}"
     raise BudgetError(text + more, machine.budget, lowest.forecast.peak)
 
 
@@ -136,7 +136,7 @@ def _unplanned(trace: Trace, machine: Machine) -> PlanResult:
 
 def _run(best: PlanResult, machine: Machine, passes: tuple[Pass, ...], log: Log, until: float) -> PlanResult:
     """Return the fastest of the passes' plans that fits, or the one of the lowest peak, if none does."""
-    trace, best, no_offload_us = best.captured.trace, replace(best, greedy=not solver.there()), 0.0
+    trace, best, no_offload_us = best.captured.trace, replace(best, greedy=not solver.is_installed()), 0.0
     for each in passes:
         fits, is_late = best.forecast.peak <= machine.budget, time.monotonic() >= until
         if fits:

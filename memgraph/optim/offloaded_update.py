@@ -75,7 +75,7 @@ class OffloadedUpdate:
 
     @property
     def can_stream(self) -> bool:
-        """Whether any of the state may be offloaded."""
+        """True if any of the state may be offloaded."""
         return self.unsupported_reason is None
 
     @property
@@ -148,7 +148,7 @@ class OffloadedUpdate:
         return is_offloaded and self.planned_window == window
 
     def deactivate(self, owners: Collection[Owner], host_owners: Collection[Owner]) -> None:
-        """Create the states of `owners` on the device from now on, and let the host update none of `host_owners`."""
+        """Create the states of `owners` on the device from now on, and update `host_owners` there."""
         self.offloaded_owners.difference_update(owners)
         self.host_owners.difference_update(host_owners)  # a plan that replaces this one adds its own
 

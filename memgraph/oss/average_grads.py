@@ -39,6 +39,18 @@ class GradAverager:
         self.shared_memory: SharedMemoryComm | None = None
         self.flat_grads: dict[int, Tensor] = {}  # while they are averaged
 
+    def check_grads(self) -> None:
+        """Forget averages of gradients that have been replaced."""
+        pairs = [(i, p, p.grad) for i, p in enumerate(self.layout.parameters) if p.grad is not None]
+        for i, p, grad in pairs:
+            if grad.dtype != p.dtype or grad.device != p.device:
+                kind = f"{grad.dtype} on {grad.device}"
+                raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {kind}; make them the same")
+        if not self.replicated and not self.comm.fits_wire(grad for _, _, grad in pairs if not grad.is_sparse):
+            raise ShardError(f"gradients leave the range of {self.comm.wire}; use wire_dtype=torch.bfloat16")
+        if self.clipped is not None and not self.clipped.is_current(self.layout.parameters):
+            self.clipped = None
+
     def begin(self) -> None:
         """Flatten gradients that other ranks read, and exchange their addresses."""
         self.shared_memory = self.comm.shared_memory if self.layout.is_dense_on_cpu else None
@@ -102,11 +114,7 @@ class GradAverager:
         return list(of_item.values())
 
     def buckets_with_grads(self, kinds: Sequence[int]) -> list[BucketViews]:
-        """Return the buckets in which any rank has a gradient.
-
-        Raises:
-            ShardError: a gradient is sparse, and the plain optimizer refuses those.
-        """
+        """Return the buckets in which any rank has a gradient."""
         if self.optimizer.splits and SPARSE in kinds and self.optimizer.kind not in DENSIFIED:
             name = self.optimizer.name
             raise ShardError(f"{name} does not support sparse gradients, please consider SparseAdam instead")

@@ -57,11 +57,7 @@ class AveragedGrads:
             grad.mul_(factor.to(grad.device))
 
     def is_current(self, parameters: Sequence[Tensor]) -> bool:
-        """Return True if these are the averages of the parameters' gradients.
-
-        Raises:
-            ShardError: a gradient has been changed in place since.
-        """
+        """Return True if these are the averages of the parameters' gradients."""
         grads = [parameter.grad for parameter in parameters]
         if len(grads) != len(self.seen):
             return False
@@ -97,11 +93,6 @@ class NormLimit:
 
     @classmethod
     def of(cls, max_norm: object, norm_type: object, error_if_nonfinite: object) -> NormLimit:
-        """
-        Raises:
-            TypeError: one of them is no number.
-            ValueError: `max_norm` is negative or NaN, or `norm_type` is NaN.
-        """
         given = {"max_norm": max_norm, "norm_type": norm_type}
         numbers = {name: _number(name, value) for name, value in given.items()}
         if not numbers["max_norm"] >= 0:
@@ -130,9 +121,6 @@ def clip_grad_norm(
 
     Args:
         parallel: the ranks that have the other parts of the same parameters.
-
-    Raises:
-        RuntimeError: the norm is not finite, and the limit makes that an error. Nothing is scaled.
     """
     total = _total_norm(layout, ranks, grads, limit.norm_type, parallel)
     if limit.error_if_nonfinite and not bool(total.isfinite()):

@@ -39,9 +39,6 @@ def exchange_presence(
     Args:
         error: why this rank can't step.
         call: what has to be equal on all ranks, besides options and which parameters are frozen.
-
-    Raises:
-        ShardError: another rank can't step, or ranks disagree on a flag or an option; no gradient has been sent.
     """
     parameters = layout.parameters
     own = [error is not None, *flags.values(), *(not flag for flag in flags.values()), *map(_kind, parameters)]

@@ -44,11 +44,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def unscale(layout: ShardLayout, ranks: RankGroup, clipped: AveragedGrads | None, scale: Tensor) -> None:
-    """Divide gradients by the scale as `GradScaler.unscale_` does; the averaged ones if they were clipped.
-
-    Raises:
-        ShardError: gradients of different scales were averaged.
-    """
+    """Divide gradients by the scale as `GradScaler.unscale_` does; the averaged ones if they were clipped."""
     inverse = scale.double().reciprocal().float()
     if clipped is not None:
         number = float(scale)

@@ -52,11 +52,7 @@ class OffloadedShards(OffloadedUpdate):
         return [state[view] for shards in own for _, view in shards if is_large(view) and view in state]
 
     def update(self, number: int, group: Group) -> None:
-        """Update the shards of a bucket in windows, from the window that a disk error has interrupted.
-
-        Raises:
-            SpillError: the disk failed. The next call for this bucket resumes.
-        """
+        """Update the shards of a bucket in windows, from the window that a disk error has interrupted."""
         with torch.inference_mode(False), torch.no_grad():
             if self.interrupted is None or self.interrupted[0] != number:
                 clone = clone_optimizer(self.shard_optimizer.optimizer, [group])

@@ -13,38 +13,41 @@ any other gets whole parameters.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from ..errors import ShardError, StateError
+from ..errors import ShardError
 from .average_grads import GradAverager
-from .checkpoint.full_state import cut_state
-from .checkpoint.own_state import Entries, Key, OwnState
-from .checkpoint.sharded_state import DiskBuffers, from_dtensors, to_dtensors
-from .checkpoint.state_dict import ADVICE as LOAD_ADVICE
-from .checkpoint.state_dict import consolidate, install, refuse_mismatch, refuse_sharded_mismatch
-from .checkpoint.validate_state import SUBJECT, by_index, find_mismatch
+from .checkpoint.own_state import Entries
+from .checkpoint.state_dict import StateDicts
 from .clip_norm import NormLimit, clip_grad_norm
-from .closure_optimizers import AllRanksFailed, step_with_closure
+from .closure_optimizers import step_with_closure
 from .comm.agreement import OPTIMIZER, check_agreement, parameter_lines, report_errors
 from .comm.exchange import BucketComm
 from .comm.model_parallel import ModelParallel, replicated_tensors
 from .comm.shared_memory import shared_memory_comm
-from .comm.watchdog import CollectiveWatchdog
+from .comm.watchdog import CollectiveWatchdog, optimizer_watchdogs
 from .grad_presence import ANY_INFINITE, exchange_presence
 from .grad_scaler import unscale
 from .offloaded_states import OffloadedShards
 from .pending_gathers import PendingGathers
 from .sharded_grads import ShardedGradients
 from .shards.layout import ShardLayout
-from .shards.param_groups import Group, check_group, check_oss_arguments, copy_group, copy_groups, template
+from .shards.param_groups import (
+    Group,
+    check_group,
+    check_oss_arguments,
+    check_parameters,
+    copy_group,
+    copy_groups,
+    template,
+)
 from .shards.shard_optimizer import ShardOptimizer
 from .step import RELOAD, ShardedStep
 
@@ -53,7 +56,6 @@ ADVICE = (
     "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
     "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
 )
-_instances: weakref.WeakSet[OSS] = weakref.WeakSet()
 
 
 class OSS(optim.Optimizer):
@@ -110,13 +112,12 @@ class OSS(optim.Optimizer):
         self.shard_optimizer.create(self.layout, self.param_groups)
         if wire_dtype is None and not self.shard_optimizer.needs_closure:
             self.comm.shared_memory = shared_memory_comm(self.comm)
-        _instances.add(self)
+        optimizer_watchdogs.add(self.watchdog)
 
     def _add_parts(self) -> None:
         layout, comm, inner = self.layout, self.comm, self.shard_optimizer
         replicated = self.gradients == "same" or comm.is_alone
-        self.gathered: dict[int, Entries] | None = None  # a copy of the whole state, until it changes
-        self.own_state = OwnState(layout, inner, self.watchdog)
+        self.states = StateDicts(layout, inner, self.watchdog)
         self.sharded_grads = ShardedGradients(layout, comm, replicated, self.refresh_views)
         self.pending_gathers = PendingGathers(layout, comm, self.refresh_views)
         self.offloaded_shards = OffloadedShards(self, layout, inner)
@@ -144,7 +145,7 @@ class OSS(optim.Optimizer):
         except ShardError:
             self.param_groups[:] = before
             raise
-        self.gathered = None
+        self.states.consolidated = None
         if is_complete:
             self.shard_optimizer.add_group(self.layout, len(before), self.param_groups[-1])
 
@@ -157,12 +158,7 @@ class OSS(optim.Optimizer):
         if self.inner is not None:  # refuse what the class refuses
             template(self.optimizer_class, [*self.param_groups, added], self.shard_optimizer.kwargs)
         super().add_param_group(added)
-        parameters = self.param_groups[-1]["params"]
-        if len(set(parameters)) != len(parameters):
-            raise ShardError("a parameter is twice in one group; give each parameter once")
-        if empty := [i for i, parameter in enumerate(parameters) if parameter.is_meta]:
-            message = f"parameter {empty[0]} of the group is on the meta device, where it has no values"
-            raise ShardError(f"{message}; give the module a device (to_empty) and values, then make the optimizer")
+        check_parameters(self.param_groups[-1]["params"])
 
     def _compare(self, groups: Sequence[Group]) -> None:
         """Check that all ranks were given the same."""
@@ -184,12 +180,12 @@ class OSS(optim.Optimizer):
             CollectiveError: a rank is gone or late.
         """
         self._refuse_half_updated()
-        self.gathered = None
+        self.states.consolidated = None
         with torch.no_grad():
             if self.sharded_step.is_resumable():
                 loss = self.sharded_step.resume()
             elif self.shard_optimizer.needs_closure:
-                return self._step_with_closure(closure, kwargs)
+                return step_with_closure(self.averager, self._prepare, closure, self.param_groups, kwargs)
             else:
                 loss, error = self._prepare(closure)
                 kinds, infinite = self._agree(error)
@@ -271,10 +267,7 @@ class OSS(optim.Optimizer):
                     loss = closure()
             self.refresh_views()
             self.sharded_grads.drop_cleared()
-            self._check_grads()
-            clipped = self.averager.clipped
-            if clipped is not None and not clipped.is_current(self.layout.parameters):
-                self.averager.clipped = None
+            self.averager.check_grads()
         except Exception as error:
             return loss, error
         return loss, None
@@ -296,43 +289,10 @@ class OSS(optim.Optimizer):
             unscale(self.layout, self.comm, self.averager.clipped, scale)
         return kinds, on_any[ANY_INFINITE]
 
-    def _step_with_closure(self, closure: Callable[[], Any] | None, kwargs: Group) -> Any:
-        def loss() -> Any:
-            if closure is None:
-                message = "evaluates its closure several times; call step(closure)"
-                raise TypeError(f"{self.shard_optimizer.name} {message}")
-            value = closure()
-            float(value.detach() if isinstance(value, Tensor) else value)  # LBFGS needs a number: fail on all ranks
-            return value
-
-        def evaluate() -> tuple[Any, Tensor]:
-            value, error = self._prepare(loss)
-            try:
-                kinds, _ = exchange_presence(self.comm, self.layout, self.param_groups, error, {})
-            except BaseException as failure:
-                raise AllRanksFailed(failure) from failure
-            self.sharded_grads.kinds = kinds
-            self.averager.assign_all(kinds)
-            self.averager.clipped = None
-            return value, self.comm.mean(torch.as_tensor(value))
-
-        (group,) = self.param_groups
-        return step_with_closure(self.comm, self.layout, self.shard_optimizer, group, evaluate, kwargs)
-
     def _refuse_half_updated(self) -> None:
         if self.sharded_step.is_half_updated:
             message = "a step failed when some parameters were updated, and ranks may differ"
             raise ShardError(f"{message}; {RELOAD}, or start again from it if a collective has failed")
-
-    def _check_grads(self) -> None:
-        pairs = [(i, p, p.grad) for i, p in enumerate(self.layout.parameters) if p.grad is not None]
-        for i, p, grad in pairs:
-            if grad.dtype != p.dtype or grad.device != p.device:
-                kind = f"{grad.dtype} on {grad.device}"
-                raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {kind}; make them the same")
-        dense = (grad for _, _, grad in pairs if not grad.is_sparse)
-        if not self.averager.replicated and not self.comm.fits_wire(dense):
-            raise ShardError(f"gradients leave the range of {self.comm.wire}; use wire_dtype=torch.bfloat16")
 
     def refresh_views(self) -> None:
         """Renew the shards of parameters that were assigned other memory, and move their states.
@@ -372,7 +332,7 @@ class OSS(optim.Optimizer):
             StateError: something in the state can't be sent, or there is no such rank.
             CollectiveError: a rank did not come.
         """
-        self.gathered = consolidate(self.own_state, to, self.sharded_step.is_incomplete)
+        self.states.consolidate(to, self.sharded_step.is_incomplete)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return the plain optimizer's state dict: a copy as old as the last step, with the options of now.
@@ -383,16 +343,9 @@ class OSS(optim.Optimizer):
         Raises:
             StateError: it was not consolidated on this rank since the last step.
         """
-        if all_ranks or len(self.watchdog.members) == 1:
+        if all_ranks or self.comm.is_alone:
             self.consolidate_state_dict(None)
-        if self.gathered is None:
-            rank = self.watchdog.group.rank()
-            message = (
-                f"rank {rank} of the group has its own part of the state, and no consolidated one since it changed"
-            )
-            advice = f"call optimizer.consolidate_state_dict(to={rank}) on all ranks, or state_dict(all_ranks=True)"
-            raise StateError(f"{message}; {advice}")
-        return self._state_dict(self.gathered)
+        return self._state_dict(self.states.of_this_rank())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a plain optimizer's state dict; every rank has to call it, with the same.
@@ -402,24 +355,26 @@ class OSS(optim.Optimizer):
             AgreementError: the ranks were given different ones. Nothing was changed.
         """
         given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        with report_errors(self.watchdog, SUBJECT, LOAD_ADVICE):
+        with self.states.reporting_errors():
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = hook(self, given)
                 given = given if changed is None else changed
             mismatch = self._find_mismatch(given)
-        refuse_mismatch(self.own_state, given, mismatch)
-        self._install(given["param_groups"], lambda: cut_state(self.own_state, by_index(given)))
+        self.states.refuse_mismatch(given, mismatch)
+        self._install(given)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a state dict that torch.distributed.checkpoint saves: each rank has rows of each tensor, as a DTensor.
 
-        Every rank has to call it. It is a copy.
+        Every rank has to call it. It is a copy, on disk where states are offloaded.
         """
         offloaded = self.offloaded_shards
         with self.watchdog.leaving_on_error():
-            groups = self._state_dict({})
-            buffers = DiskBuffers(offloaded.location) if offloaded.offloaded_owners else None
-            return {**groups, "state": to_dtensors(self.own_state, buffers, self.sharded_step.is_incomplete)}
+            groups, incomplete = self._state_dict({}), self.sharded_step.is_incomplete
+            return {
+                **groups,
+                "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete),
+            }
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what torch.distributed.checkpoint has read into a sharded state dict; every rank has to call it.
@@ -428,9 +383,7 @@ class OSS(optim.Optimizer):
             StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
         """
         self.refuse_sharded(state_dict)
-        with self.watchdog.leaving_on_error():
-            entries = from_dtensors(self.own_state, by_index(state_dict))
-        self._install(state_dict["param_groups"], lambda: entries)
+        self._install(state_dict, sharded=True)
 
     def refuse_sharded(self, state_dict: Mapping[str, Any]) -> None:
         """Check a sharded state dict on all ranks, each its own part.
@@ -438,14 +391,14 @@ class OSS(optim.Optimizer):
         Raises:
             StateError: on all ranks, if one can't load it.
         """
-        refuse_sharded_mismatch(self.own_state, state_dict, self._find_mismatch(state_dict, sharded=True))
+        self.states.refuse_sharded_mismatch(state_dict, self._find_mismatch(state_dict, sharded=True))
 
     def _find_mismatch(self, given: object, sharded: bool = False) -> str | None:
         try:
             self.refresh_views()
         except ShardError as error:
             return str(error)
-        return find_mismatch(self.own_state, self.param_groups, given, sharded)
+        return self.states.find_mismatch(self.param_groups, given, sharded)
 
     def _state_dict(self, state: Mapping[int, Entries]) -> dict[str, Any]:
         """Let torch build the state dict, with its hooks."""
@@ -456,20 +409,8 @@ class OSS(optim.Optimizer):
         finally:
             self.state = before
 
-    def _install(self, groups: list[Group], entries: Callable[[], Mapping[Key, Entries]]) -> None:
-        self.param_groups = install(self.own_state, groups, self.param_groups, entries)
-        self.gathered = None
+    def _install(self, state_dict: Mapping[str, Any], sharded: bool = False) -> None:
+        self.param_groups = self.states.install(state_dict, self.param_groups, sharded)
         self.sharded_step.note_loaded()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-
-def shared_watchdog() -> CollectiveWatchdog | None:
-    """Return the watchdog of the group that all sharded optimizers of this process use; None if they use several."""
-    watchdogs: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
-    for optimizer in list(_instances):
-        group = optimizer.watchdog.group
-        with suppress(KeyError, ValueError, RuntimeError):  # the group was destroyed
-            if dist.is_initialized() and dist.get_rank(group) >= 0:
-                watchdogs[group] = optimizer.watchdog
-    return next(iter(watchdogs.values())) if len(watchdogs) == 1 else None

@@ -71,22 +71,14 @@ class PendingGathers:
                 gather.all()
 
     def gather_for_capture(self, parameters: Iterable[Tensor]) -> None:
-        """Gather before a call that reads these is planned, as planning may run it with their values.
-
-        Raises:
-            ShardError: buckets are pending, and the call has no backward, so that this rank plans it alone.
-        """
+        """Gather before a call that reads these is planned, as planning may run it with their values."""
         read = list(parameters)
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in read):
             self.gather()
         self.refuse_reads(read, "this call")
 
     def begin_forward(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
-        """Return the gathers of a forward of these tensors; None if no bucket is pending.
-
-        Raises:
-            ShardError: it reads a pending bucket that it does not gather.
-        """
+        """Return the gathers of a forward of these tensors; None if no bucket is pending."""
         self.by_forward |= captured.gathers
         if not self.buckets:
             return None
@@ -108,10 +100,6 @@ class PendingGathers:
         return any(has_storage(other) and other.untyped_storage()._cdata in storages for other in others)
 
     def refuse_reads(self, tensors: Iterable[Tensor], call: str, buckets: Iterable[int] | None = None) -> None:
-        """
-        Raises:
-            ShardError: some of these tensors are parameters of pending buckets (of `buckets`, if given).
-        """
         ids = set(map(id, tensors)) if self.buckets else set()
         pending = [self.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets)]
         if items := [i for bucket in pending for i in bucket.params if id(self.layout.parameters[i]) in ids]:
@@ -121,11 +109,7 @@ class PendingGathers:
             )
 
     def reset(self) -> None:
-        """Forget all buckets before the layout changes.
-
-        Raises:
-            ShardError: some are pending.
-        """
+        """Forget all buckets before the layout changes."""
         if self.buckets:
             raise ShardError(f"parameters were replaced while ranges of them were on other ranks: {ADVICE}")
         self.ever, self.by_forward = set(), set()

@@ -34,7 +34,8 @@ from .checkpoint.room import allocate_state, read_metadata, refuse_other_model
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .comm.agreement import check_agreement, report_errors
 from .comm.rank_group import all_failures
-from .optimizer import OSS, shared_watchdog
+from .comm.watchdog import shared_watchdog
+from .optimizer import OSS
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     _on_all_ranks(optimizer, name, optimizer.refresh_views)
     model_state = _on_all_ranks(optimizer, name, model.state_dict)
     _on_all_ranks(optimizer, name, lambda: refuse_other_model(metadata, model_state))
-    allocated = _on_all_ranks(optimizer, name, lambda: allocate_state(optimizer.own_state, metadata))
+    allocated = _on_all_ranks(optimizer, name, lambda: allocate_state(optimizer.states.own, metadata))
     state: dict[str, Any] = {"optimizer": allocated}
     if CLASS in metadata.state_dict_metadata:
         state[CLASS] = ""
@@ -117,12 +118,7 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
 
 def _check_arguments(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
-    """Return the folder, which has to be the same on all ranks.
-
-    Raises:
-        TypeError, ValueError, ShardError: an argument of this rank is wrong.
-        AgreementError: an argument of another rank is wrong, or its folder is another.
-    """
+    """Return the folder, which has to be the same on all ranks."""
     watchdog = optimizer.watchdog if isinstance(optimizer, OSS) else shared_watchdog()
     with nullcontext() if watchdog is None else report_errors(watchdog, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):

@@ -82,12 +82,7 @@ class ShardedGradients:
         return grad_buckets
 
     def begin_backward(self, parameters: Mapping[str, Tensor | None]) -> GradReduction:
-        """Return what reduces the gradients of these parameters in a backward that begins.
-
-        Raises:
-            ShardError: a gradient is wanted elsewhere, or has to be added to one that is not averaged. Nothing has
-                changed.
-        """
+        """Return what reduces the gradients of these parameters in a backward that begins."""
         self.refresh()
         self.drop_cleared()
         for name, parameter in parameters.items():
@@ -131,11 +126,7 @@ class ShardedGradients:
         return lambda: bucket.shard_grads([dense.add(part) for dense, part in zip(wait(), own, strict=True)])
 
     def drop_cleared(self) -> None:
-        """Drop the shards of gradients that the caller has set to None, and zero those set to zero.
-
-        Raises:
-            ShardError: a placeholder was written to otherwise.
-        """
+        """Drop the shards of gradients that the caller has set to None, and zero those set to zero."""
         gone = {parameter for parameter, grad in self.placeholders.items() if parameter.grad is not grad}
         written = {p for p, placeholder in self.placeholders.items() if p not in gone and is_written(placeholder)}
         for parameter in written:
@@ -151,10 +142,6 @@ class ShardedGradients:
             self._zero(gone | written)
 
     def refuse_if_any(self) -> None:
-        """
-        Raises:
-            ShardError: there are shards, and the layout is about to change.
-        """
         self.drop_cleared()
         if self.shards:
             raise ShardError("parameters were replaced, and the old ones have gradients: call zero_grad() before")

@@ -97,11 +97,7 @@ class ShardedStep:
             self.interrupted.is_loaded = True
 
     def is_resumable(self) -> bool:
-        """Return True if an interrupted step is to be resumed; a collective if there is one.
-
-        Raises:
-            SpillError: something has changed, on this rank or another.
-        """
+        """Return True if an interrupted step is to be resumed; a collective if there is one."""
         if self.interrupted is None:
             return False
         outlook = self._outlook()
@@ -131,11 +127,7 @@ class ShardedStep:
         return run.loss
 
     def run(self, groups: list[Group], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        """Update all parameters with a gradient on any rank.
-
-        Raises:
-            SpillError: the disk of some rank failed; on all ranks.
-        """
+        """Update all parameters with a gradient on any rank."""
         self.with_state.update(i for i, kind in enumerate(kinds) if kind)
         self._run(StepRun(groups, list(kinds), kwargs, loss))
 

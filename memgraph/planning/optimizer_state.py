@@ -1,4 +1,4 @@
-"""What an optimizer changes about a planned step; this is the part of a module without one.
+"""The changes that an optimizer makes to a planned step; here for a module without one.
 
 a captured step   ->   what it trains, the ops that are inserted, the states that its trace counts
 """

@@ -1,4 +1,4 @@
-"""The kinds of optimizers, and what each changes about a planned step; chosen once per module.
+"""The kinds of optimizers, and the changes that each makes to a planned step; chosen once per module.
 
 optimizer=AdamW(...)     ->   CountedOptimizer    its states are inputs of the step, its update is the last op
 fuse_update=True         ->   FusedOptimizer      each parameter is updated in backward

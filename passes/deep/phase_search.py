@@ -20,7 +20,7 @@ from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.problem import LinearProgram
+from ..lp.problem import PlanProblem
 from ..lp.solver import INFINITY, SearchLimits, Solution
 from ..schedule.recompute_order import RecomputeOrder
 from ..simulate.forecast import Forecast, predict
@@ -39,9 +39,9 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     """The quickest plan found that fits and recomputes only, and what is proven of all that do; no decisions, if none
     fits.  At `until`, as `time.monotonic` has it, it ends with what was found.
     """
-    if not solver.there():
+    if not solver.is_installed():
         return Proposal(())
-    program = LinearProgram(ReuseGaps(trace), machine.without_tier)
+    program = PlanProblem(ReuseGaps(trace), machine.without_tier)
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
@@ -51,7 +51,7 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
 class _Search:
     """The cuts so far, the best plan, and what is proven."""
 
-    def __init__(self, program: LinearProgram, until: float) -> None:
+    def __init__(self, program: PlanProblem, until: float) -> None:
         self.program = program
         self.budget = program.machine.budget
         self.room = self.budget  # what the rows leave; if less, nothing is proven
@@ -93,7 +93,7 @@ class _Search:
             return []
         effort = SearchLimits(-INFINITY, INFINITY, self.grain * self.program.captured.us, self.work, NODES)
         points, bound_us = phases.whole(effort)
-        self.work -= phases.linear.work
+        self.work -= phases.linear.search_work
         if self.room == self.budget:
             self.any_us = max(self.any_us, relaxed.us, bound_us if points else 0.0)
         return points

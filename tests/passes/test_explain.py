@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from passes import BudgetError, Link, Machine, Streaming, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import STREAM, TIER, _in_use, explain_infeasible
-from passes.lp import residents
-from passes.lp.problem import LinearProgram
+from passes.lp import state_vars
+from passes.lp.problem import PlanProblem
 from tests.support.strategies import traces
 
 LOSS = parse("""
@@ -108,7 +108,7 @@ Give budget=3208, or a smaller batch (the same batch in several parts, whose gra
 
 
 def test_above_the_floor_a_far_tier_may_help() -> None:
-    floor = int(LinearProgram(ReuseGaps(ONCE), Machine(0)).floor.max())
+    floor = int(PlanProblem(ReuseGaps(ONCE), Machine(0)).floor.max())
     said = message(ONCE, Machine(floor))
     assert "No plan can do" not in said and TIER in said
     assert TIER not in message(ONCE, Machine(floor, link=Link(out=1.0, back=1.0, staging=5000)))
@@ -125,18 +125,18 @@ def test_where_state_lies_it_may_live_on_disk() -> None:
 @given(traces(), st.booleans())
 def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residents, "SMALLEST_STREAMED", 1)  # so that what these traces have may live far
-        program = LinearProgram(
+        patch.setattr(state_vars, "SMALLEST_STREAMED", 1)  # so that what these traces have may live far
+        program = PlanProblem(
             ReuseGaps(trace), Machine(0, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=homes))
         )
         for at in range(len(trace.ops)):
-            assert sum(life.nbytes for life in _in_use(program, at)) + program.workspace(at) == program.floor[at]
+            assert sum(life.nbytes for life in _in_use(program, at)) + program.least_workspace(at) == program.floor[at]
 
 
 @settings(max_examples=20)
 @given(traces(max_forward=10))
 def test_the_floor_is_said_whenever_it_is_in_the_way(trace: Trace) -> None:
-    floor = int(LinearProgram(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
+    floor = int(PlanProblem(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
     if floor:
         assert f"No plan can use less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
 

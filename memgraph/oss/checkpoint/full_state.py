@@ -27,14 +27,7 @@ from .state_outline import Kind, Outline, fill_outline, kinds, tensors
 
 
 def gather_state(own: OwnState, to: int | None, incomplete: bool) -> dict[int, Entries] | None:
-    """Gather the state of each parameter that has one, by its index; a collective.
-
-    Returns:
-        copies, on the rank `to`, or on all if that is None; None on the others
-
-    Raises:
-        StateError: the state of some rank is `incomplete`, or can't be sent.
-    """
+    """Gather the state of each parameter that has one, by its index; a collective."""
     entries = own.entries()
     outlines, sender = own.outlines(entries, incomplete), TensorSender(own.watchdog, to)
     state: dict[int, Entries] = {}

@@ -48,11 +48,7 @@ class OwnState:
         return {key(shard): state[view] for shard, view in self.layout.own_shards() if view in state}
 
     def outlines(self, entries: Mapping[Key, Entries], incomplete: bool) -> dict[Key, Outline]:
-        """Return the outlines of the states of all ranks' shards; a collective.
-
-        Raises:
-            StateError: on all ranks, if the state of one is `incomplete` or can't be sent.
-        """
+        """Return the outlines of the states of all ranks' shards; a collective."""
         error, own = INCOMPLETE if incomplete else "", []
         if not incomplete:
             try:

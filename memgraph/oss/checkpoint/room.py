@@ -21,10 +21,6 @@ ELSEWHERE = object()  # an entry that only other ranks read
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """
-    Raises:
-        StateError: the folder is no checkpoint of a model and its optimizer.
-    """
     try:
         metadata = Reader(folder).read_metadata()
     except NotADirectoryError as error:
@@ -40,10 +36,6 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def refuse_other_model(metadata: Metadata, model: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        StateError: the checkpoint has other tensors than the model's state dict.
-    """
     entries = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith("model.")}
     saved = {name[6:]: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
     wanted = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}

@@ -51,11 +51,6 @@ class Reader(FileSystemReader):
     """Torch's reader, which allows only the classes of a checkpoint's metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
-        Raises:
-            FileNotFoundError: there is no metadata.
-            pickle.UnpicklingError: it has something in it that does not belong there.
-        """
         metadata = _Unpickler(io.BytesIO(Path(self._get_metadata_path(kwargs.get("rank"))).read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
@@ -100,11 +95,7 @@ def note_checksums(folder: Path, rank: int) -> None:
 
 
 def refuse_damaged(folder: Path, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the folder with its checksums; older folders have none.
-
-    Raises:
-        StateError: something was damaged since it was written; names it.
-    """
+    """Compare this rank's share of the folder with its checksums; older folders have none."""
     for path, (offset, nbytes, crc, name) in list(_entries(folder))[rank::ranks]:
         if _checksum(path, offset, nbytes) != crc:
             raise StateError(f"{name!r} was damaged since it was written, in {path}; go on from an earlier one")

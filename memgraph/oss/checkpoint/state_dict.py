@@ -9,82 +9,95 @@ optimizer.load_state_dict(torch.load(path))  # on all ranks, of any number: each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
 from ...errors import StateError
-from ..comm.agreement import check_agreement
+from ...storage.mapped_storage import BufferLocation
+from ..comm.agreement import check_agreement, report_errors
 from ..comm.rank_group import all_failures, format_failures
-from .full_state import gather_state
+from ..comm.watchdog import CollectiveWatchdog
+from ..shards.layout import ShardLayout
+from ..shards.shard_optimizer import ShardOptimizer
+from . import validate_state
+from .full_state import cut_state, gather_state
 from .own_state import Entries, Key, OwnState
-from .validate_state import state_lines
+from .sharded_state import DiskBuffers, from_dtensors, to_dtensors
 
 ADVICE = "Load the same state dict on all ranks; nothing was changed."
 APART = ("params", "param_names")
 Groups = list[dict[str, Any]]
 
 
-def consolidate(own: OwnState, to: int | None, incomplete: bool) -> dict[int, Entries] | None:
-    """Gather the whole state on the rank `to`, on all ranks for None or -1; a collective.
+class StateDicts:
+    """State dicts of one sharded optimizer. `consolidated` is a copy of the whole state, until the state changes."""
 
-    Raises:
-        AgreementError: `to` differs between ranks.
-        StateError: there is no such rank, or the state can't be sent.
-    """
-    count = len(own.watchdog.members)
-    check_agreement(own.watchdog, [f"where the state goes: to={to}"], "Give the same on all ranks")
-    if to is not None and not -1 <= to < count:
-        raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
-    with own.watchdog.leaving_on_error():
-        return gather_state(own, None if to == -1 else to, incomplete)
+    def __init__(self, layout: ShardLayout, optimizer: ShardOptimizer, watchdog: CollectiveWatchdog) -> None:
+        self.own, self.watchdog = OwnState(layout, optimizer, watchdog), watchdog
+        self.consolidated: dict[int, Entries] | None = None
 
+    def consolidate(self, to: int | None, incomplete: bool) -> None:
+        """Gather the whole state on the rank `to`, on all ranks for None or -1; a collective."""
+        count = len(self.watchdog.members)
+        check_agreement(self.watchdog, [f"where the state goes: to={to}"], "Give the same on all ranks")
+        if to is not None and not -1 <= to < count:
+            raise StateError(f"to={to}, and the group has {count} ranks; give one of them, or None for all")
+        with self.watchdog.leaving_on_error():
+            self.consolidated = gather_state(self.own, None if to == -1 else to, incomplete)
 
-def refuse_mismatch(own: OwnState, given: object, mismatch: str | None) -> None:
-    """
-    Raises:
-        StateError: the state dict, equal on all ranks, does not fit.
-        AgreementError: ranks have different state dicts.
-    """
-    check_agreement(own.watchdog, list(state_lines(given, mismatch)), ADVICE)
-    if mismatch is not None:
-        raise StateError(f"the state dict is not this optimizer's: {mismatch}; nothing was changed")
+    def of_this_rank(self) -> dict[int, Entries]:
+        if self.consolidated is None:
+            rank = self.own.rank
+            message = "of the group has its own part of the state, and no consolidated one since it changed"
+            advice = f"call optimizer.consolidate_state_dict(to={rank}) on all ranks, or state_dict(all_ranks=True)"
+            raise StateError(f"rank {rank} {message}; {advice}")
+        return self.consolidated
 
+    def sharded(self, on_disk: bool, where: BufferLocation, incomplete: bool) -> dict[int, dict[str, Any]]:
+        return to_dtensors(self.own, DiskBuffers(where) if on_disk else None, incomplete)
 
-def refuse_sharded_mismatch(own: OwnState, given: Mapping[str, Any], mismatch: str | None) -> None:
-    """
-    Raises:
-        StateError: on all ranks, if the part of one does not fit.
-        AgreementError: ranks have parts of different state dicts.
-    """
-    failures = all_failures(own.watchdog, mismatch, "comparison of the parts of a state")
-    for rank, failure in failures.items():
-        raise StateError(f"the state dict on rank {rank} is not this optimizer's: {failure}; nothing was changed")
-    check_agreement(own.watchdog, list(state_lines(given, None, sharded=True)), ADVICE)
+    def reporting_errors(self) -> AbstractContextManager[None]:
+        """Report an error of this rank to the others, which wait in `refuse_mismatch`."""
+        return report_errors(self.watchdog, validate_state.SUBJECT, ADVICE)
 
+    def find_mismatch(self, groups: Groups, given: object, sharded: bool) -> str | None:
+        return validate_state.find_mismatch(self.own, groups, given, sharded)
 
-def install(own: OwnState, groups: Groups, current: Groups, entries: Callable[[], Mapping[Key, Entries]]) -> Groups:
-    """Replace states and options, on all ranks or on none; return the new groups of the sharded optimizer.
+    def refuse_mismatch(self, given: object, mismatch: str | None) -> None:
+        check_agreement(self.watchdog, list(validate_state.state_lines(given, mismatch)), ADVICE)
+        if mismatch is not None:
+            raise StateError(f"the state dict is not this optimizer's: {mismatch}; nothing was changed")
 
-    Args:
-        groups: of the state dict.
-        current: of the sharded optimizer.
-        entries: returns the states of this rank's shards.
-    """
-    inner = own.optimizer.optimizer
-    before, error = (inner.state, inner.param_groups), None
-    try:
-        inner.load_state_dict(_inner_state_dict(own, groups, entries()))
-    except Exception as caught:  # out of memory, or refused by the class itself
-        error = caught
-    if failures := all_failures(own.watchdog, error, "loading of a state"):
-        inner.state, inner.param_groups = before
-        text = format_failures(failures)
-        raise StateError(f"the state could not be loaded: {text}; the optimizer is as it was") from error
-    return [
-        {**_options(given), **{name: now[name] for name in APART if name in now}, **_options(loaded)}
-        for given, loaded, now in zip(groups, inner.param_groups, current, strict=True)
-    ]
+    def refuse_sharded_mismatch(self, given: Mapping[str, Any], mismatch: str | None) -> None:
+        for rank, failure in all_failures(self.watchdog, mismatch, "comparison of the parts of a state").items():
+            raise StateError(f"the state dict on rank {rank} is not this optimizer's: {failure}; nothing was changed")
+        check_agreement(self.watchdog, list(validate_state.state_lines(given, None, sharded=True)), ADVICE)
+
+    def install(self, given: Mapping[str, Any], current: Groups, sharded: bool) -> Groups:
+        """Replace states and options, on all ranks or on none; return the new groups of the sharded optimizer."""
+        state, groups = validate_state.by_index(given), given["param_groups"]
+        inner, error = self.own.optimizer.optimizer, None
+        before = inner.state, inner.param_groups
+        if sharded:
+            with self.watchdog.leaving_on_error():
+                entries = from_dtensors(self.own, state)
+        try:
+            inner.load_state_dict(
+                _inner_state_dict(self.own, groups, entries if sharded else cut_state(self.own, state))
+            )
+        except Exception as caught:  # out of memory, or refused by the class itself
+            error = caught
+        if failures := all_failures(self.watchdog, error, "loading of a state"):
+            inner.state, inner.param_groups = before
+            text = format_failures(failures)
+            raise StateError(f"the state could not be loaded: {text}; the optimizer is as it was") from error
+        self.consolidated = None
+        return [
+            {**_options(loading), **{name: now[name] for name in APART if name in now}, **_options(loaded)}
+            for loading, loaded, now in zip(groups, inner.param_groups, current, strict=True)
+        ]
 
 
 def _inner_state_dict(own: OwnState, groups: Groups, entries: Mapping[Key, Entries]) -> dict[str, Any]:

@@ -33,10 +33,6 @@ class Kind:
 
 
 def outline(value: object, where: str) -> Outline:
-    """
-    Raises:
-        StateError: the value has something else in it than tensors, numbers, texts, None and containers of them.
-    """
     if isinstance(value, Tensor):
         strides = torch.empty_like(value, device="meta").stride()  # those of a copy, if it has gaps
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), list(strides)]}

@@ -28,12 +28,7 @@ OPTIMIZER = "the optimizer"  # subject of the first of `parameter_lines`
 
 
 def check_agreement(watchdog: CollectiveWatchdog, lines: Sequence[str], advice: str) -> None:
-    """Compare these lines on all ranks; a collective.
-
-    Raises:
-        AgreementError: they differ; names the first difference, its ranks, and what to do.
-        CollectiveError: a rank did not come.
-    """
+    """Compare these lines on all ranks; a collective."""
     if len(watchdog.members) == 1:
         return
     text = "\n".join(line.replace("\n", " ") for line in lines).encode()

@@ -25,11 +25,7 @@ ADVICE = "All ranks have to make the same calls, with inputs of the same shapes.
 
 
 def check_same_step(ranks: RankGroup, device: torch.device, step: int) -> Callable[[], None]:
-    """Start to compare what the ranks are about to run: the `digest` of a step, NEW, GATHER, or UNABLE.
-
-    Returns:
-        a function that waits, and raises an AgreementError if another rank runs something else
-    """
+    """Start to compare what the ranks are about to run: the `digest` of a step, NEW, GATHER, or UNABLE."""
     watchdog, name = ranks.watchdog, "comparison of steps"
     own = ranks.tensor([step], torch.int64, device)
     rows = [torch.empty_like(own) for _ in watchdog.members]

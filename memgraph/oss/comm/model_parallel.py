@@ -30,10 +30,6 @@ class ModelParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, replicated: Sequence[Tensor], parameters: Sequence[Tensor]) -> ModelParallel:
-        """
-        Raises:
-            ValueError: this rank is not in the group, or one of `replicated` is none of the parameters.
-        """
         ids = frozenset(map(id, replicated))
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ValueError("group= is no process group that this rank is in; give that of its tensor parallelism")
@@ -47,11 +43,7 @@ class ModelParallel:
         return id(parameter) in self.replicated
 
     def all_norms(self, norms: Sequence[Tensor]) -> Tensor:
-        """Return the norms of each rank's parts, one row for each rank; a collective.
-
-        Raises:
-            AgreementError: ranks have different numbers of parameters with gradients.
-        """
+        """Return the norms of each rank's parts, one row for each rank; a collective."""
         name = "exchange of the norms of parts of parameters"
         counts = self._all_gather(torch.tensor([len(norms)]), name).flatten().tolist()
         if len(set(counts)) > 1:
@@ -72,11 +64,7 @@ class ModelParallel:
 
 
 def replicated_tensors(replicated: object) -> list[Tensor]:
-    """Return the argument `replicated` as a list.
-
-    Raises:
-        TypeError: it is no iterable of tensors.
-    """
+    """Return the argument `replicated` as a list."""
     is_list = isinstance(replicated, Iterable) and not isinstance(replicated, Tensor)
     tensors: list[Any] = [*replicated] if is_list else [replicated]  # type: ignore[misc]
     if not is_list or not all(isinstance(each, Tensor) for each in tensors):

@@ -102,11 +102,7 @@ class SharedMemoryComm:
         return wait
 
     def gather(self, buckets: Sequence[BucketViews], failed: bool) -> bool:
-        """Read other ranks' elements when all have updated theirs, and wait until all have read.
-
-        Returns:
-            True if the update has failed on any rank; then nothing is read
-        """
+        """Read other ranks' elements when all have updated theirs, and wait until all have read."""
         name = f"gathering of {_items(buckets)}"
         if self.meet(name, failed):
             return True
@@ -171,11 +167,7 @@ def shared_memory_comm(ranks: RankGroup) -> SharedMemoryComm | None:
 
 
 def read(process: int, wanted: Iterable[tuple[Tensor, int]]) -> None:
-    """Fill contiguous tensors with the bytes at these addresses of a process.
-
-    Raises:
-        ReadError: the process is gone, or the address is invalid.
-    """
+    """Fill contiguous tensors with the bytes at these addresses of a process."""
     for batch in _batches(wanted):
         local = (Range * len(batch))(*[Range(tensor.data_ptr(), tensor.nbytes) for tensor, _ in batch])
         remote = (Range * len(batch))(*[Range(address, tensor.nbytes) for tensor, address in batch])

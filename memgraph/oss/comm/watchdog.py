@@ -115,6 +115,19 @@ class CollectiveWatchdog:
         return Verdict((0,), "rank 0 is gone or stopped, and with it the store that it keeps")
 
 
+optimizer_watchdogs: weakref.WeakSet[CollectiveWatchdog] = weakref.WeakSet()
+
+
+def shared_watchdog() -> CollectiveWatchdog | None:
+    """Return the watchdog of the group that all sharded optimizers of this process use; None if they use several."""
+    watchdogs: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
+    for watchdog in list(optimizer_watchdogs):
+        with suppress(KeyError, ValueError, RuntimeError):  # the group was destroyed
+            if dist.is_initialized() and dist.get_rank(watchdog.group) >= 0:
+                watchdogs[watchdog.group] = watchdog
+    return next(iter(watchdogs.values())) if len(watchdogs) == 1 else None
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Return the device that small tensors are sent from: the CPU, if the backend can."""
     kinds = {device.type for device in group._device_types}

@@ -51,11 +51,7 @@ class JointPlanner:
         return len(set(all_texts(self.comm.watchdog, text.encode(), "count of hosts")))
 
     def share_trace(self, trace: Trace) -> Trace:
-        """Return the trace with the same prices on all ranks.
-
-        Raises:
-            AgreementError: a rank has another step, or has failed.
-        """
+        """Return the trace with the same prices on all ranks."""
         lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
         check_agreement(self.comm.watchdog, lines, ADVICE)
         numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
@@ -67,11 +63,7 @@ class JointPlanner:
         return replace(trace, ops=tuple(ops))
 
     def share_machine(self, machine: Machine) -> Machine:
-        """Return the machine with rank 0's links, and each rank's share of the tier on its host.
-
-        Raises:
-            AgreementError: a rank has failed to measure its links.
-        """
+        """Return the machine with rank 0's links, and each rank's share of the tier on its host."""
         check_agreement(self.comm.watchdog, [FINE], ADVICE)
         machine = with_rates(machine, self.of_first_rank(rates(machine)))
         hosts = all_texts(self.comm.watchdog, platform.node().encode(), "count of hosts")
@@ -81,11 +73,7 @@ class JointPlanner:
         return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
 
     def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
-        """Return the plan that rank 0 finds.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
+        """Return the plan that rank 0 finds."""
         if self.comm.rank == 0:
             try:
                 result = search(trace, machine)

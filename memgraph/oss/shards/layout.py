@@ -48,11 +48,7 @@ class ShardLayout:
         self._marks: list[Mark] = []
 
     def add_group(self, index: int, group: Mapping[str, Any]) -> None:
-        """Lay out the parameters of one more group.
-
-        Raises:
-            ShardError: two parameters share memory.
-        """
+        """Lay out the parameters of one more group."""
         parameters, fused = list(group["params"]), bool(group.get("fused"))
         _refuse_overlap([*self.parameters, *parameters])
         kinds: dict[object, int] = {}
@@ -112,11 +108,7 @@ class ShardLayout:
         return [_mark(p)[1:] for p in self.parameters] != [mark[1:] for mark in self._marks]
 
     def refresh(self) -> list[tuple[Tensor, Tensor]]:
-        """Renew the views if the memory of a parameter has changed; return pairs of old and new views of own shards.
-
-        Raises:
-            ShardError: a parameter has another shape, dtype, strides or device. Nothing has changed.
-        """
+        """Renew the views if the memory of a parameter has changed; return pairs of old and new views of own shards."""
         marks = list(map(_mark, self.parameters))
         if marks == self._marks:
             return []

@@ -21,11 +21,7 @@ Group = dict[str, Any]
 
 
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, the default one for None.
-
-    Raises:
-        ShardError: there is no process group, or this rank is not in it.
-    """
+    """Return the process group, the default one for None."""
     if not dist.is_available() or not dist.is_initialized():
         call = 'torch.distributed.init_process_group("gloo"), or "nccl" with GPUs'
         raise ShardError(f"there is no process group to shard over: start with torchrun, and first call {call}")
@@ -42,11 +38,7 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_oss_arguments(**given: Any) -> dict[str, Any]:
-    """Return the arguments in their canonical form.
-
-    Raises:
-        ShardError: an argument is wrong, or two of them exclude each other.
-    """
+    """Return the arguments in their canonical form."""
     try:
         checked = {name: check_argument(name, value, SHARDED_RULES) for name, value in given.items()}
     except (TypeError, ValueError) as error:
@@ -71,6 +63,14 @@ def copy_group(group: Group) -> Group:
     if isinstance(params, set):  # torch refuses sets, and says why
         return dict(group)
     return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def check_parameters(parameters: Sequence[Tensor]) -> None:
+    if len(set(parameters)) != len(parameters):
+        raise ShardError("a parameter is twice in one group; give each parameter once")
+    if empty := [i for i, parameter in enumerate(parameters) if parameter.is_meta]:
+        message = f"parameter {empty[0]} of the group is on the meta device, where it has no values"
+        raise ShardError(f"{message}; give the module a device (to_empty) and values, then make the optimizer")
 
 
 def options(group: Group) -> Group:

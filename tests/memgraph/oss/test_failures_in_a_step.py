@@ -164,7 +164,7 @@ def _no_direction(*_: object) -> None:
 
 def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
     leads, follows = on_ranks(2, _searched)
-    wants = "LBFGS evaluates the loss again and again; call step(closure)"
+    wants = "LBFGS evaluates its closure several times; call step(closure)"
     assert follows[0] == wants and leads[0] == f"another rank can't step, so none does: TypeError: {wants} on rank 1"
     assert follows[1] == f"another rank can't step, so none does: TypeError: {leads[1]} on rank 0"
     assert leads[2] == f"another rank can't step, so none does: ValueError: {follows[2]} on rank 1"

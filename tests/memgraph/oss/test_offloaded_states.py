@@ -263,7 +263,7 @@ def _interrupted(rank: int, last: int, messages: bool) -> list[str]:
             ours.step()
         with failing(name, code, rank == last), pytest.raises(SpillError, match=r"call step\(\) again on all ranks"):
             ours.step()
-        with pytest.raises(ShardError, match="can go on"):
+        with pytest.raises(ShardError, match="can be resumed"):
             ours.clip_grad_norm_(1.0)
         with pytest.raises(memgraph.StateError, match="when some parameters were updated"):
             ours.consolidate_state_dict()
@@ -291,7 +291,7 @@ def _given_up(rank: int) -> bool:
         ours.step()
     if rank == 0:
         ours.zero_grad()
-    with pytest.raises(SpillError, match="are others now"):
+    with pytest.raises(SpillError, match="have changed"):
         ours.step()
     ours.zero_grad()
     ours.load_state_dict(before[1])

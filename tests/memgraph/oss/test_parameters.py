@@ -167,7 +167,7 @@ def _refused(rank: int) -> None:
     for wrong, words in (
         (lambda: memgraph.OSS([w, w]), "twice"),
         (lambda: memgraph.OSS([w, nn.Parameter(w.detach()[1:])]), "share memory"),
-        (lambda: memgraph.OSS([nn.Parameter(torch.zeros(1).expand(3))]), "over itself"),
+        (lambda: memgraph.OSS([nn.Parameter(torch.zeros(1).expand(3))]), "overlap"),
         (lambda: memgraph.OSS([w], gradients="sum"), "'average', 'same'"),
         (lambda: memgraph.OSS([w], wire_dtype=torch.int8), "bfloat16"),
     ):

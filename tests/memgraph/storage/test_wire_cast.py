@@ -20,7 +20,7 @@ from memgraph.storage.wire_cast import LARGEST, narrow, widen
 from passes import Machine, Offload, PlanResult, Trace, apply, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.machine import CAST_WORKSPACE
-from passes.lp.problem import SMALLEST_TRIP
+from passes.lp.problem import SMALLEST_OFFLOAD
 from passes.schedule.schedule import Placement, schedule
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def cast_all(trace: Trace, machine: Machine, **_: Any) -> PlanResult:
     """In the place of the search: all that may be cast is."""
     gaps = ReuseGaps(trace)
     may = {s for s in gaps.uses if s in gaps.whole_value and gaps.wire_nbytes(s, machine.cast.dtype)}
-    fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_TRIP}
+    fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_OFFLOAD}
     plan = schedule(gaps, fates, machine)
     return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
 

@@ -27,7 +27,7 @@ from passes import (
 )
 from passes.analysis.host_update import host_updated_states
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp import residents
+from passes.lp import state_vars
 from passes.schedule.schedule import Placement, schedule
 from passes.search import greedy
 from passes.simulate.forecast import update_nbytes
@@ -67,7 +67,7 @@ STATES = tuple(f"s{i}" for i in range(3))
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
-    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
 
 
 def plan_of(far: set[str], machine: Machine = MACHINE) -> Plan:

@@ -36,7 +36,7 @@ STEP = parse("""
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
     monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 

@@ -10,7 +10,7 @@ from passes import Link, Machine, Reload, Stream, Streaming, Trace, apply, parse
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.analysis.streamable import StreamableStates
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 from passes.schedule.schedule import Placement, schedule
 from passes.schedule.streamed_values import updates_of
@@ -167,6 +167,6 @@ return output o"""
         MACHINE, streaming=replace(MACHINE.streaming, window=0), link=replace(MACHINE.link, out=10_000.0, back=10_000.0)
     )
     captured, far = predict(trace, machine), predict(apply(trace, (Stream("s"),)), machine)
-    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), far.peak))
+    relaxed = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), far.peak))
     assert relaxed is not None and far.us - captured.us == 55.0
     assert relaxed.any_us <= 55.0 + 1e-6

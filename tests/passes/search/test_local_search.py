@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from passes import Link, Machine, apply, check, parse
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 from passes.lp.rounding import lp_preferences
 from passes.schedule.candidate import make_candidate
@@ -39,15 +39,15 @@ GAPS = ReuseGaps(CHAIN)
 LINKED = Machine(4 * MIB - MIB // 2, link=Link(out=1e4, back=1e4))
 
 
-def program(machine: Machine) -> LinearProgram:
-    return LinearProgram(GAPS, machine)
+def program(machine: Machine) -> PlanProblem:
+    return PlanProblem(GAPS, machine)
 
 
 def test_a_point_leans_to_what_it_has_most_bytes_of() -> None:
     model = PlanModel(program(LINKED), LINKED.budget)
     relaxed = relax(model)
-    assert relaxed is not None and relaxed.solved is not None
-    said = "\n".join(f"{storage} {fate.value}" for storage, fate in lp_preferences(model, relaxed.solved))
+    assert relaxed is not None and relaxed.solution is not None
+    said = "\n".join(f"{storage} {fate.value}" for storage, fate in lp_preferences(model, relaxed.solution))
     assert_expected_inline(
         said,
         """\

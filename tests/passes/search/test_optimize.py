@@ -49,14 +49,14 @@ SINGLE = (
 
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
     monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 
 def between(trace: Trace, machine: Machine, share: float) -> Machine:
     """The machine with a budget between what no plan can lower and what is needed if nothing is done."""
-    found = problem.LinearProgram(ReuseGaps(trace), machine)
-    least, most = int(found.base.max()), found.captured.peak
+    found = problem.PlanProblem(ReuseGaps(trace), machine)
+    least, most = int(found.fixed.max()), found.captured.peak
     return replace(machine, budget=least + int((most - least) * share))
 
 
@@ -120,7 +120,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     choices = all_fates(gaps, Machine(0))
     fates = {storage: data.draw(st.sampled_from(list(choices[storage]))) for storage in choices}
     forecast = predict(apply(trace, schedule(gaps, fates, Machine(0))), Machine(0))
-    floor = problem.LinearProgram(gaps, Machine(0)).floor
+    floor = problem.PlanProblem(gaps, Machine(0)).floor
     assert forecast.peak >= floor.max(initial=0.0)
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
@@ -272,8 +272,8 @@ def test_a_network_is_planned_as_checkmate_plans_it(count: int, share: float) ->
 
 def test_the_budget_may_be_what_no_plan_can_lower() -> None:
     trace = layers(4)
-    found = problem.LinearProgram(ReuseGaps(trace), Machine(0))
-    least = int(found.base.max())
+    found = problem.PlanProblem(ReuseGaps(trace), Machine(0))
+    least = int(found.fixed.max())
     assert optimize(trace, Machine(least - 1)).plan == ()
     for budget in (least, least + 1):
         proposal = optimize(trace, Machine(budget))

@@ -14,7 +14,7 @@ import pytest
 from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.pipeline import PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
@@ -82,7 +82,7 @@ def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[...,
 def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
     slow = Machine(0, link=Link(out=1.0, back=1.0))
     first = make_candidate(ReuseGaps(MOVED), slow, dict.fromkeys("abc", Placement.OFFLOAD))
-    program = LinearProgram(ReuseGaps(MOVED), replace(slow, budget=first.peak))
+    program = PlanProblem(ReuseGaps(MOVED), replace(slow, budget=first.peak))
     times = [local_search(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]
     assert times == sorted(times, reverse=True)
     assert times[0] == first.forecast.us > times[-1]

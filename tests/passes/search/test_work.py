@@ -9,9 +9,9 @@ import pytest
 
 from passes import Link, Machine, Plan, Proposal, Streaming, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp import residents
+from passes.lp import state_vars
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.solver import INFINITY, SearchLimits, Solution
 from passes.pipeline import Pass
 from passes.search import optimize
@@ -19,7 +19,7 @@ from passes.search.greedy import greedy_plan_no_offload
 from passes.search.optimize import SEARCHES, optimize_no_offload
 from passes.search.work import FEW, NARROW, WORK_PER_OP
 from tests.oracle.network import layers
-from tests.passes.lp.test_residents import CHAIN
+from tests.passes.lp.test_state_vars import CHAIN
 from tests.passes.search.test_optimize import between
 from tests.passes.test_pipeline import FLOOR, STEP
 
@@ -30,13 +30,13 @@ def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
     """Those of the searches of a pass in which no search finds anything, as shares of the step."""
     trace, found = layers(4), list[float]()
     machine = between(trace, Machine(0), 0.3)
-    step_us = LinearProgram(ReuseGaps(trace), machine).captured.us
+    step_us = PlanProblem(ReuseGaps(trace), machine).captured.us
 
     def whole(
         model: PlanModel, relaxed: Solution, threshold: float, effort: SearchLimits, known: Solution | None = None
     ) -> tuple[list[Solution], float]:
         found.append(threshold / step_us)
-        model.linear.ran_out = ran_out
+        model.lp.out_of_work = ran_out
         return [], -INFINITY
 
     monkeypatch.setattr(optimize, "round_to_integers", whole)
@@ -50,7 +50,7 @@ def test_a_search_that_ran_out_of_its_work_is_followed_by_the_last(monkeypatch: 
 
 
 def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
-    search = optimize._Search(LinearProgram(ReuseGaps(STEP), LINKED), LINKED, INFINITY)
+    search = optimize._Search(PlanProblem(ReuseGaps(STEP), LINKED), LINKED, INFINITY)
     assert search.work < WORK_PER_OP * FEW
     assert search.narrow == pytest.approx(NARROW * WORK_PER_OP * FEW)
 
@@ -82,11 +82,11 @@ def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> 
 
 
 def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
     machine = Machine(
         4000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
     )
-    search = optimize._Search(LinearProgram(ReuseGaps(CHAIN), machine), machine, INFINITY)
+    search = optimize._Search(PlanProblem(ReuseGaps(CHAIN), machine), machine, INFINITY)
     monkeypatch.setattr(optimize._Search, "run", lambda search: pytest.fail("searched again"))
     search._again()
-    assert search.program.residents and not search._charge() and not search.events and search.charged
+    assert search.program.states and not search._charge() and not search.events and search.charged

@@ -28,7 +28,7 @@ from passes import (
 )
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
-from passes.lp import problem, residents
+from passes.lp import problem, state_vars
 from passes.lp.model import PlanModel
 from passes.lp.relax import relax
 from passes.order.early_updates import update_early
@@ -46,10 +46,10 @@ SINGLE = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD, Placement.OFFL
 
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
     monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
     monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
-    monkeypatch.setattr(residents, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
 
 
 @st.composite
@@ -176,13 +176,13 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
     assume(plan)
     captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
     note("\n".join(map(str, plan)))
-    model = PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), forecast.peak)
+    model = PlanModel(problem.PlanProblem(ReuseGaps(trace), machine), forecast.peak)
     relaxed, choice = relax(model), PlanResult(plan, captured, forecast)
     assert relaxed is not None
     assert relaxed.any_us <= forecast.us - captured.us + SMALL
     if choice.is_single:
-        assert relaxed.solved is not None
-        assert relaxed.solved.us - model.tie <= forecast.us - captured.us + SMALL
+        assert relaxed.solution is not None
+        assert relaxed.solution.us - model.columns.tie_us <= forecast.us - captured.us + SMALL
 
 
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))
@@ -204,7 +204,7 @@ def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     for may in choices.values():
         many *= len(may)
     assume(many < 5000)
-    found = problem.LinearProgram(gaps, machine)
+    found = problem.PlanProblem(gaps, machine)
     least, most = int(found.floor.max()), found.captured.peak
     machine = replace(machine, budget=least + int((most - least) * share))
     best = best_of(gaps, choices, machine)
@@ -282,7 +282,7 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
     machine = Machine(1000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500))
-    floor = int(problem.LinearProgram(ReuseGaps(CHAIN), machine).floor.max())
+    floor = int(problem.PlanProblem(ReuseGaps(CHAIN), machine).floor.max())
     with pytest.raises(BudgetError, match=f"No plan can use less than {floor} bytes"):
         make_plan(CHAIN, machine)
 
