@@ -157,20 +157,20 @@ def _segment(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[st
 
 def _with_sources(run: list[Op], views: list[Op], outputs: set[str]) -> tuple[str, ...]:
     """Return the views, with the views of the run that they are made of."""
-    wanted = {op.name for op in views}
+    needed = {op.name for op in views}
     for op in reversed(run):
-        if op.name in wanted:
-            wanted |= {read for read in op.reads if read not in outputs}
-    return tuple(op.name for op in run if op.name in wanted)
+        if op.name in needed:
+            needed |= {read for read in op.reads if read not in outputs}
+    return tuple(op.name for op in run if op.name in needed)
 
 
 def _needed(run: list[Op], outputs: Iterable[str]) -> set[str]:
     """Return the ops that have to run for the outputs."""
-    wanted = set(outputs)
+    needed = set(outputs)
     for op in reversed(run):
-        if op.name in wanted:
-            wanted |= set(op.reads)
-    return wanted
+        if op.name in needed:
+            needed |= set(op.reads)
+    return needed
 
 
 def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]) -> Iterator[Op]:

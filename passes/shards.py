@@ -171,12 +171,12 @@ def _filled(ranges: Iterable[Range], items: Sequence[ParamSpec], nbytes: int) ->
     filled: list[Range] = []
     room = nbytes
     for item, begin, end in ranges:
-        wanted = (end - begin) * items[item].itemsize
-        if filled and wanted > room:
+        range_nbytes = (end - begin) * items[item].itemsize
+        if filled and range_nbytes > room:
             yield filled
             filled, room = [], nbytes
         filled.append((item, begin, end))
-        room -= wanted
+        room -= range_nbytes
     if filled:
         yield filled
 

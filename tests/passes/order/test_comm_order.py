@@ -164,5 +164,5 @@ def test_nobody_reads_what_is_under_way() -> None:
 def test_a_machine_with_a_network_says_so() -> None:
     assert (
         str(Machine(8, network=Network(rate=1000.0, latency_us=20.0)))
-        == "cpu 8 bytes, no far tier, net 1000 MB/s after 20 us"
+        == "cpu 8 bytes, no tier, net 1000 MB/s after 20 us"
     )
