@@ -23,13 +23,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from ..ir.arrays import Floats, Ints
 from ..ir.liveness import lifetimes
 from .reuse_gaps import ReuseGaps
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
