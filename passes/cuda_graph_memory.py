@@ -13,26 +13,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .ir.liveness import RELEASED
-from .ir.ops import OFFLOAD, is_runtime, verb_of
+from .ir.ops import GATHER, NARROW, OFFLOAD, REDUCE_SCATTER, RNG_STATE, SWAP_RNG
 from .ir.trace import Op, Storage, Trace
 
 RECORDING = "kept_for_replays"
 LIBRARIES = "libraries"  # the memory that libraries keep on the device, for each of two threads
 ON_HOST = {  # what the host does in an op
-    "rng_state": "the host sets the generator to draw random numbers a second time",
-    "swap_rng": "the host sets the generator to draw random numbers a second time",
-    "narrow": "the host may check the range of a value that is cast",
-    "reduce_scatter": "ranks exchange gradients in it",
-    "gather": "ranks exchange parameters in it",
+    RNG_STATE: "the host sets the generator to draw random numbers a second time",
+    SWAP_RNG: "the host sets the generator to draw random numbers a second time",
+    NARROW: "the host may check the range of a value that is cast",
+    REDUCE_SCATTER: "ranks exchange gradients in it",
+    GATHER: "ranks exchange parameters in it",
 }
 
 
 def explain_not_recordable(trace: Trace) -> str:
     """Return what a replay of a planned step could not do; empty if there is nothing."""
     for op in trace.ops:
-        verb = verb_of(op.fn) if is_runtime(op.fn) else ""
-        if verb in ON_HOST:
-            return ON_HOST[verb]
+        if op.fn in ON_HOST:
+            return ON_HOST[op.fn]
         if op.fn == "gradient":
             return "it adds to existing gradients"
         if op.offloaded:
