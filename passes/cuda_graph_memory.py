@@ -33,7 +33,7 @@ def explain_not_recordable(trace: Trace) -> str:
         if op.fn in ON_HOST:
             return ON_HOST[op.fn]
         if op.fn == "gradient":
-            return "it adds to existing gradients"
+            return "it adds to gradients that exist already"
         if op.offloaded:
             return "some of its state is offloaded"
     if any(trace.op[value].fn == OFFLOAD for _, value in trace.outputs):

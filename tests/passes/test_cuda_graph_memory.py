@@ -29,7 +29,7 @@ def test_nothing_is_in_the_way_of_a_plain_step() -> None:
 @pytest.mark.parametrize(
     ("line", "instead", "why"),
     [
-        ("x = input()", "x = gradient()", "it adds to existing gradients"),
+        ("x = input()", "x = gradient()", "it adds to gradients that exist already"),
         ("makes w:40", "makes w:0 | offloaded", "state is offloaded"),
         ("a = relu(x)", "a = memgraph.narrow.default(x)", "the host may check the range"),
         ("a = relu(x)", "a = memgraph.swap_rng.default(x)", "draw random numbers a second time"),
