@@ -20,7 +20,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..analysis.chain_slices import Ints, Slices
+from ..analysis.chain_slices import Slices
+from ..ir.arrays import Ints
 
 Table = npt.NDArray[np.float32]
 HeldValues = tuple[tuple[str, int], ...]

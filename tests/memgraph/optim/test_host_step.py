@@ -227,7 +227,7 @@ def test_the_report_says_what_is_updated_there(rate: Callable[[float], None]) ->
     report = planned(host_update=True)
     (line,) = (line for line in str(report).splitlines() if line.startswith("update there"))
     assert line.split()[2] == "state" and line.endswith("offloaded to host, and is updated there")
-    assert str(report.machine).endswith("steps states at 1000000 MB/s")
+    assert str(report.machine).endswith("updates states at 1000000 MB/s")
 
 
 # --- how fast the host is
