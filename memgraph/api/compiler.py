@@ -65,7 +65,7 @@ def compile(
             the device has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
         plan: a saved plan, its JSON text, the path of a file with it, or a list of them, one for each kind of call.
-            No plan is searched for then, and a call that none of them fits is refused.  A step that fits without a
+            No plan is searched for then, and a call that fits no given plan is refused.  A step that fits without a
             plan runs without one.
         time_limit: seconds after capture after which planning takes the best plan so far; 0 runs the quick, greedy
             pass only.  If the limit is reached, the plan depends on the speed of the machine.

@@ -69,7 +69,7 @@ def test_the_tensor_is_named(tmp_path: Path, name: str) -> None:
     save_state(path, model, optimizer)
     at = path.read_bytes().index(torch.full((8,), 1.2345).numpy().tobytes())
     flip(path, at + 70)
-    said = r"is damaged: '(model\.)?2\.weight' was damaged since it was written; go on from an earlier one"
+    said = r"is damaged: '(model\.)?2\.weight' was damaged since it was written; continue from an earlier one"
     with pytest.raises(StateError, match=said):
         load_state(path, model, optimizer)
 
