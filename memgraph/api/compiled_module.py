@@ -147,7 +147,7 @@ class CompiledModule(ModuleProxy):
             FusedError: a backward that updates failed half way, and no earlier state was loaded since.
         """
         if self._planner.state.fused_update is not None:
-            self._planner.state.fused_update.torn.check()
+            self._planner.state.fused_update.guard.check()
 
     def _refuse_incomplete_parameters(self, what: str) -> None:
         """
@@ -155,7 +155,7 @@ class CompiledModule(ModuleProxy):
             ShardError: parameters that other ranks have updated were not gathered yet.
         """
         if self._planner.state.sharded is not None:
-            self._planner.state.sharded.awaited.refuse(self._module.parameters(), what)
+            self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
         """Return all tensors that a call reads, and the key of its step."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..oss import OSS
 from ..profile.memory_meter import resident_bytes
-from ..storage.transfer import begin_reload
+from ..storage.transfer import offload_tensors
 from ..tensors.layout import is_dense
 from .compiled_module import CompiledModule
 
@@ -75,7 +75,7 @@ def _offloaded(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, 
     needed = owned_nbytes + sum(tensor.nbytes for tensor in tensors.values())
     if target.tier != "disk" or target.device.type != "cpu" or needed <= target.budget:
         return state
-    moved = dict(zip(tensors, begin_reload(list(tensors.values()), target.location), strict=True))
+    moved = dict(zip(tensors, offload_tensors(list(tensors.values()), target.location), strict=True))
     states = {
         number: {name: moved.get((number, name), value) for name, value in entries.items()}
         for number, entries in state["state"].items()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..optim.validate_state import class_name, refuse_other_optimizers
+from ..optim.validate_state import check_state_dict, class_name
 from ..options.argument_rules import SAVE_RULES, check_argument
 from ..oss import OSS
 from ..storage.spill_file import SpillError, advice_for
@@ -59,7 +59,7 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     if isinstance(model, CompiledModule):
         model.refuse_partial_update()
     if isinstance(optimizer, OSS):
-        optimizer.awaited.refuse(model.parameters(), "save_state")
+        optimizer.pending_gathers.refuse_reads(model.parameters(), "save_state")
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
@@ -93,7 +93,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     _check_types(path, model, optimizer)
     if isinstance(optimizer, OSS):
-        optimizer.awaited.gather()  # also after a step that failed half way
+        optimizer.pending_gathers.gather()  # also after a step that failed half way
     _refuse_unreadable(path)
     state = _read(path)
     _refuse_other_formats(path, state)
@@ -110,7 +110,7 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Return the class of an optimizer, or of the one that it wraps."""
     if isinstance(optimizer, OSS):
-        return optimizer.optim
+        return optimizer.optimizer_class
     inner = getattr(optimizer, "optimizer", None)
     return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
@@ -292,7 +292,7 @@ def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimi
     if optimizer is None or isinstance(optimizer, OSS) or getattr(optimizer, HOOKS, None):
         return
     try:
-        refuse_other_optimizers(optimizer, state)
+        check_state_dict(optimizer, state)
     except StateError as error:
         raise StateError(f"{path} is of another optimizer: {error}; make the same optimizer") from error
 

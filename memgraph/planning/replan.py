@@ -54,7 +54,7 @@ class Replanner:
         began = time.perf_counter()
         choice, machine = step.report.choice, step.report.machine
         times = self.lowering.split_times(times)
-        trace, measured = with_measured_times(choice, machine, times.beside(self.update.moved))
+        trace, measured = with_measured_times(choice, machine, times.beside(self.update.copies))
         step.note_repriced(predict(apply(trace, choice.plan), measured).us)
         key = self.plain, machine, self.options.search_key
         is_kept = step.history.is_untouched and is_final(*key)

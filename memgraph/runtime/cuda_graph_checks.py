@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes import Forecast, Trace
-from passes.cuda_graph_memory import kept_nbytes, replay_obstacle
+from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
@@ -55,7 +55,7 @@ def check_recording(
     Raises:
         RecordingError: a required recording is impossible.
     """
-    reason, kept = _reason_against(captured, graph, forecast.trace), kept_nbytes(forecast.trace)
+    reason, kept = _reason_against(captured, graph, forecast.trace), recording_nbytes(forecast.trace)
     if not reason and not is_required and forecast.peak + kept > budget:
         reason = f"it would keep {kept} bytes more than the plan leaves of the budget"
     if reason and is_required:
@@ -75,7 +75,7 @@ def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "a hook or a process group sees a gradient, or one is lazily conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
-    return _shared_memory(captured, graph) or replay_obstacle(trace)
+    return _shared_memory(captured, graph) or explain_not_recordable(trace)
 
 
 def _shared_memory(captured: Captured, graph: fx.Graph) -> str:

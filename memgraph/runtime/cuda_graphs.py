@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import RecordingError
 from ..graph.partition import Partition
 from ..storage.pinned_tier import PinnedLease
-from ..storage.tier import Tier
+from ..storage.tiers import Tier
 from ..tensors.layout import is_dense
 from .step_run import StepRun
 
