@@ -173,7 +173,7 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
         return
     owned = set(model.parameters())
     if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
+        raise ValueError("the optimizer has no parameter of the model; make it of model.parameters()")
     if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
         raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
     if isinstance(optimizer, OSS) and options.forwards > 1:
