@@ -16,24 +16,24 @@ from tests.support.faults import batch, fresh, living, open_files, step
 
 
 def test_what_is_saved_for_backward_dies_with_backward(fate: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    flights: list[StepRun] = []
+    runs: list[StepRun] = []
     real = StepRun.forward
 
     def watched(self: StepRun, *args: Any) -> Any:
-        flights.append(self)
+        runs.append(self)
         return real(self, *args)
 
     monkeypatch.setattr(StepRun, "forward", watched)
     _, compiled = fresh()
     step(compiled)
-    assert [flight.saved for flight in flights] == [None]
-    assert flights[0].lease is None
+    assert [run.saved for run in runs] == [None]
+    assert runs[0].lease is None
     compiled.zero_grad()
     before = living()
     for _ in range(3):
         F.mse_loss(compiled(batch()), batch()).backward()
         compiled.zero_grad()
-    flights.clear()
+    runs.clear()
     assert living() <= before
 
 
@@ -47,7 +47,7 @@ def test_a_compiled_module_that_is_dropped_gives_back_its_files(fate: Placement)
     assert open_files() <= before
 
 
-def test_a_flight_that_gets_no_room_goes_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_room_in_the_tier_is_closed_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         staging = 0
 

@@ -62,7 +62,7 @@ def pickled(path: Path) -> None:
     "make, words",
     [
         (empty, "it is empty; give"),
-        (text, "it is none of torch.save's archives; give"),
+        (text, "it is no archive of torch.save; give"),
         (pickled, "it has a pickled torch.nn.modules.linear.Linear in it, and only tensors"),
     ],
 )

@@ -22,11 +22,11 @@ def test_all_that_compile_takes_is_taken() -> None:
 
 def test_updates_in_backward() -> None:
     model = net()
-    wishes: dict[str, Any] = {"optimizer": torch.optim.Adam(model.parameters()), "loss": nn.functional.mse_loss}
-    wishes |= {"target": batch(), "time_limit": 0}
-    inside = memgraph.sweep(model, batch(), budgets=["1GB", 1], fuse_update=True, **wishes)
-    assert inside.needs == memgraph.plan(model, batch(), budget="1GB", fuse_update=True, **wishes).peak
-    found = memgraph.plan(model, batch(), budget=inside.smallest, fuse_update=True, **wishes)
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam(model.parameters()), "loss": nn.functional.mse_loss}
+    options |= {"target": batch(), "time_limit": 0}
+    inside = memgraph.sweep(model, batch(), budgets=["1GB", 1], fuse_update=True, **options)
+    assert inside.needs == memgraph.plan(model, batch(), budget="1GB", fuse_update=True, **options).peak
+    found = memgraph.plan(model, batch(), budget=inside.smallest, fuse_update=True, **options)
     assert found.peak <= inside.smallest
 
 

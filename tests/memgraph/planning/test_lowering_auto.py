@@ -1,4 +1,4 @@
-"""What Inductor can't compile is left out where nobody insists, said once, and priced as it runs."""
+"""What Inductor can't compile is left out where no one insists, said once, and priced as it runs."""
 
 from __future__ import annotations
 
@@ -141,6 +141,6 @@ def test_what_tuning_takes_is_none_of_a_segments_workspace_and_no_step_tunes(mon
     node.meta["val"] = (torch.empty(1000),)
     cost = OpProfiler(1 << 30)(node)
     assert cost.workspace == 0 and len(runs) > 2
-    monkeypatch.setattr(op_profiler, "_known", {})  # as in a process that begins anew
+    monkeypatch.setattr(op_profiler, "_known", {})  # as in a process that begins again
     runs.clear()
     assert OpProfiler(1 << 30)(node).workspace == 0 and len(runs) > 2

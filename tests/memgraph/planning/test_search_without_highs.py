@@ -56,7 +56,7 @@ def test_so_does_a_budget_that_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("planned", [lambda: report(0.9), sweep])
-def test_with_it_nobody_speaks_of_it(planned: Callable[[], object]) -> None:
+def test_with_it_no_message_mentions_it(planned: Callable[[], object]) -> None:
     assert SAID not in str(planned())
     with pytest.raises(memgraph.BudgetError) as caught:
         report(0.01)

@@ -45,12 +45,12 @@ def apart(model: Any, given: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("loop", [summed, apart])
 def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, count: int) -> None:
     given = batches(count)
-    wishes: dict[str, Any] = {"forwards": count, "offload": None, "time_limit": 0}
-    full = memgraph.plan(net(), given[0], budget=ROOM, **wishes).peak
+    options: dict[str, Any] = {"forwards": count, "offload": None, "time_limit": 0}
+    full = memgraph.plan(net(), given[0], budget=ROOM, **options).peak
     ours, theirs = net(), net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = memgraph.compile(ours, int(share * full), accumulate=False, **wishes)
+        model = memgraph.compile(ours, int(share * full), accumulate=False, **options)
         for _ in range(4):  # the third may have another plan
             for one in (model, theirs):
                 one.zero_grad()
@@ -67,9 +67,9 @@ def test_all_open_forwards_together_keep_the_budget(loop: Any, share: float, cou
 
 def test_accumulation_over_several_open_forwards_keeps_the_budget() -> None:
     given, ours, theirs = batches(2), net(), net()
-    wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
-    budget = int(0.7 * memgraph.plan(net(), given[0], budget=ROOM, **wishes).peak)
-    model = memgraph.compile(ours, budget, **wishes)
+    options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": True}
+    budget = int(0.7 * memgraph.plan(net(), given[0], budget=ROOM, **options).peak)
+    model = memgraph.compile(ours, budget, **options)
     for _ in range(4):
         summed(model, given)
         summed(theirs, given)
@@ -91,9 +91,9 @@ def test_the_update_is_not_beside_open_forwards() -> None:
 
 def test_the_smallest_budget_that_the_error_names_is_one() -> None:
     given = batches(2)
-    wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": False}
-    smallest = smallest_of(lambda: memgraph.plan(net(), given[0], budget=1, **wishes))
-    assert memgraph.plan(net(), given[0], budget=smallest, **wishes).peak <= smallest
+    options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0, "accumulate": False}
+    smallest = smallest_of(lambda: memgraph.plan(net(), given[0], budget=1, **options))
+    assert memgraph.plan(net(), given[0], budget=smallest, **options).peak <= smallest
 
 
 class Scored(nn.Module):
@@ -115,9 +115,9 @@ def of_both_outputs(model: Any, given: Sequence[Tensor]) -> None:
 
 def test_a_loss_of_all_that_several_forwards_return_runs_with_the_smallest_budget_that_the_error_names() -> None:
     given, ours, theirs = batches(2), Scored(), Scored()
-    wishes: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0}
-    smallest = smallest_of(lambda: memgraph.compile(Scored(), 1, **wishes)(given[0]))
-    model = memgraph.compile(ours, smallest, **wishes)
+    options: dict[str, Any] = {"forwards": 2, "offload": None, "time_limit": 0}
+    smallest = smallest_of(lambda: memgraph.compile(Scored(), 1, **options)(given[0]))
+    model = memgraph.compile(ours, smallest, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

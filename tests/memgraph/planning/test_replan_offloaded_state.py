@@ -63,7 +63,7 @@ def test_while_nothing_moves_nothing_is_looked_for(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("move", [bind_anew, load_states, clear_states])
-def test_what_has_moved_is_brought_to_its_home(move: Callable[[Twins], None]) -> None:
+def test_state_that_has_moved_is_offloaded_to_its_slot(move: Callable[[Twins], None]) -> None:
     twins = trained()
     move(twins)
     assert far(twins.module, twins.ours) < {"parameter", "gradient", "state"}
@@ -97,7 +97,7 @@ def test_new_states_are_made_where_the_next_plan_has_them() -> None:
     twins.assert_same()
 
 
-def test_what_the_next_plan_has_far_stays_there() -> None:
+def test_state_that_the_next_plan_offloads_too_stays_offloaded() -> None:
     twins = trained()
     found = state_slots(twins)
     other = copy.copy(found)
