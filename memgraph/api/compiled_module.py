@@ -204,7 +204,7 @@ class CompiledModule(ModuleProxy):
     def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
         """What to do if a gradient comes for an output that no loss was expected to be made of, or the other way
         round."""
-        if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
+        if len(captured.differentiable) == len(captured.tangents) and not captured.speculative_outputs:
             return lambda tangents: []
         if self._planner.state.fused_update is not None:
             return _refuse_unforeseen

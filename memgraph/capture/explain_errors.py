@@ -193,12 +193,14 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def is_elsewhere(error: RuntimeError) -> bool:
+def is_device_mismatch(error: RuntimeError) -> bool:
     """Whether torch says that tensors lie on two devices; torch 2.11 has no type of its own for that."""
     return not isinstance(error, CaptureError) and APART.search(str(error)) is not None
 
 
-def elsewhere(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> CaptureError:
+def device_mismatch(
+    error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> CaptureError:
     """What torch says of inputs that are not where the model is."""
     given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     there = ", ".join(sorted({str(other) for other in given if other != device})) or "several devices"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ..errors import CaptureError
-from ..guards.attribute_snapshot import AttributeSnapshot, remade
+from ..guards.attribute_snapshot import AttributeSnapshot, weights_set_by_hooks
 from ..guards.module_proxy import all_submodules
 from .side_effects import stored_tensor_error
 
@@ -94,7 +94,7 @@ def restore_module(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[
 
 def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What hangs on a module, with its name."""
-    unread = remade(module)
+    unread = weights_set_by_hooks(module)
     for name, value in vars(module).items():
         if type(value) in CONTAINERS:
             for key, item in _items(value):

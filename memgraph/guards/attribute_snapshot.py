@@ -49,7 +49,7 @@ class AttributeSnapshot:
         return any(isinstance(token, IdentityKey) and isinstance(token.held(), FakeTensor) for token in tokens)
 
     def _of(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
-        walk, unread = self._walk, remade(part) | (UNREAD - {*STATE, *HOOKS})
+        walk, unread = self._walk, weights_set_by_hooks(part) | (UNREAD - {*STATE, *HOOKS})
         if isinstance(part, nn.RNNBase):
             unread |= NOTED
         for name, held in vars(part).items():
@@ -63,7 +63,7 @@ class AttributeSnapshot:
                 yield name, tuple(walk.tokens[begin:])
 
 
-def remade(part: nn.Module) -> set[str]:
+def weights_set_by_hooks(part: nn.Module) -> set[str]:
     """The weights that a hook of torch.nn.utils (spectral_norm, prune) makes anew each time: they are nobody's news."""
     hooks = part._forward_pre_hooks.values()
     names = {getattr(hook, where, None) for hook in hooks for where in ("name", "_tensor_name")}

@@ -28,8 +28,16 @@ from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy
 from ..tensors.pytree import Spec, flatten, unflatten
 from .deterministic_interpreter import DeterministicInterpreter
-from .microbatches import INSTEAD, MicroBatches, Part, is_cut, or_zero, parts_of, rows_of
-from .targets import LossTargetCounter
+from .microbatches import (
+    INSTEAD,
+    LossTargetCounter,
+    MicroBatch,
+    MicroBatches,
+    batch_size,
+    is_batched,
+    microbatch_sizes,
+    zero_if_empty,
+)
 
 RowChange = tuple[float, float]  # of the numbers in a row: a factor, and what is added
 SLIGHT: RowChange = (0.75, 0.125)
@@ -49,7 +57,7 @@ def require_row_independence(module: nn.Module, args: tuple[Any, ...], kwargs: d
             )
         return
     leaves, spec = flatten((args, kwargs))
-    if len(parts_of(leaves, module._count)) > 1:
+    if len(microbatch_sizes(leaves, module._count)) > 1:
         RowIndependenceCheck(module, leaves, spec, room).run()
 
 
@@ -58,7 +66,7 @@ class RowIndependenceCheck:
 
     def __init__(self, module: MicroBatches, leaves: Sequence[Any], spec: Spec, room: int) -> None:
         self.module, self.leaves, self.spec, self.room = module, leaves, spec, room
-        self.rows = rows_of(leaves)
+        self.rows = batch_size(leaves)
         self.few = _unlike([*module.parameters(), *module.buffers(), *leaves])
 
     def run(self) -> None:
@@ -71,7 +79,7 @@ class RowIndependenceCheck:
         self._refuse_dependent(captured)
         plain = self._outputs(captured, range(few), chance=False)
         alike = [_scalars(self._outputs(captured, [row] * few, chance=False)) for row in range(few)]
-        for size in sorted({few, 2 * few, *parts_of(self.leaves, self.module._count), self.rows}):
+        for size in sorted({few, 2 * few, *microbatch_sizes(self.leaves, self.module._count), self.rows}):
             self._refuse_counted(size, captured, plain, alike)
 
     def _fits(self, captured: Captured) -> bool:
@@ -142,7 +150,7 @@ class RowIndependenceCheck:
     def _call(
         self, rows: Sequence[int], changed: Sequence[int] = (), by: RowChange = SLIGHT
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = [_some(leaf, rows, changed, by) if is_cut(leaf, self.rows) else leaf for leaf in self.leaves]
+        leaves = [_some(leaf, rows, changed, by) if is_batched(leaf, self.rows) else leaf for leaf in self.leaves]
         found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, self.spec)
         return found
 
@@ -169,7 +177,7 @@ class RowIndependenceCheck:
         except CaptureError:
             raise
         except Exception as error:
-            cut = [i for i, leaf in enumerate(self.leaves) if is_cut(leaf, self.rows)]
+            cut = [i for i, leaf in enumerate(self.leaves) if is_batched(leaf, self.rows)]
             names = ", ".join(f"{i} {tuple(self.leaves[i].shape)} {self.leaves[i].dtype}" for i in cut)
             raise CaptureError(
                 f"{self._name()} can't run on {size} rows of its batch of {self.rows}: of its arguments those are cut "
@@ -189,7 +197,7 @@ class RowIndependenceCheck:
 
     def _refuse_forms(self, captured: Captured, doubled: Captured) -> None:
         """Raise if the result has another form for other rows, or an output that has no rows looks as if it had."""
-        counts = set(parts_of(self.leaves, self.module._count))
+        counts = set(microbatch_sizes(self.leaves, self.module._count))
         if captured.spec != doubled.spec:
             raise CaptureError(f"{self._name()} returns results of other forms for other numbers of rows: {INSTEAD}")
         for one, two in zip(captured.leaves, doubled.leaves, strict=True):
@@ -221,14 +229,14 @@ class _Sums(ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with LossTargetCounter() as targets:
-            part = Part.of(self._module(*args, **kwargs), self._rows, targets)
+            part = MicroBatch.of(self._module(*args, **kwargs), self._rows, targets)
         pairs = zip(part.leaves, part.counts, strict=True)
         return unflatten([self._sum(leaf, count) for leaf, count in pairs], part.spec)
 
     def _sum(self, leaf: Any, count: Tensor | None) -> Any:
         if self._reduction != "mean" or not isinstance(leaf, Tensor) or leaf.dim():
             return leaf
-        return leaf * self._rows if count is None else or_zero(leaf, count) * count
+        return leaf * self._rows if count is None else zero_if_empty(leaf, count) * count
 
 
 def _shape(leaf: Ref, captured: Captured) -> torch.Size:

@@ -21,7 +21,7 @@ from ..storage.mapped_storage import BufferLocation, BufferSlice, Source
 from ..storage.pinned_storage import AfterEvent, PinnedBufferAllocator, StreamCopy
 from ..storage.pinned_tier import extra_streams, record_event
 from ..system.device import CPU
-from ..tensors.layout import shaped
+from ..tensors.layout import view_bytes_as
 from .elementwise import EXACT
 from .optimizer_clone import ClonedOptimizer, Given
 from .update_operands import ParameterUpdate, UpdateOperand, Whose
@@ -135,7 +135,7 @@ class DeviceSource(Source):
         return HostCopy(self.host, extra_streams(self.host.cuda, self.host.device)[1], self._at(place, tensor), tensor)
 
     def _at(self, place: BufferSlice, tensor: Tensor) -> Tensor:
-        return shaped(self.flat[place.offset : place.offset + place.nbytes], tensor)
+        return view_bytes_as(self.flat[place.offset : place.offset + place.nbytes], tensor)
 
 
 class HostCopy(StreamCopy):

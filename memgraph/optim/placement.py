@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
 from ..storage.transfer import begin_reload
-from ..tensors.aliasing import overlap
-from ..tensors.layout import viewed_as
+from ..tensors.aliasing import describe_overlap
+from ..tensors.layout import alias_storage_as
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
@@ -45,7 +45,7 @@ class StatePlacement:
         strangers = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
         gradients = {name: like for (kind, name), like in homes.items() if kind == GRADIENT}
         wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
-        if strangers and (shared := overlap(named | dict(self.module.named_buffers()), _names(homes))):
+        if strangers and (shared := describe_overlap(named | dict(self.module.named_buffers()), _names(homes))):
             raise UpdateError(f"{shared}, or compile anew, which leaves them on the device")
         if strangers or wanted:
             self._move(strangers, wanted)
@@ -68,7 +68,7 @@ class StatePlacement:
             if self.is_held(name):
                 self.gradients |= self.apart({name: gradient})
             home = self.gradients[name]
-            gradient.data = viewed_as(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
+            gradient.data = alias_storage_as(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
 
     def is_held(self, name: str) -> bool:
         """Whether somebody has a tensor in the home of a gradient: then the next one may not lie there."""

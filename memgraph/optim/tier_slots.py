@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from ..graph.captured import Captured
 from ..graph.nodes import returned_values, tensors
-from ..graph.summarize import FAR
+from ..graph.summarize import OFFLOADED
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
-from ..tensors.layout import viewed_as
+from ..tensors.layout import alias_storage_as
 from .offloaded_update import OffloadedStates
 from .placement import GRADIENT, PARAMETER, Key, StatePlacement, state_tensors
 
@@ -60,7 +60,7 @@ def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
     return {
         key: tensors(node)[0]
         for node, key in inputs
-        if FAR in node.meta and node not in fetched and key[0] == PARAMETER
+        if OFFLOADED in node.meta and node not in fetched and key[0] == PARAMETER
     }
 
 
@@ -150,12 +150,12 @@ class OffloadedSlots:
             name, taker = self._name(position), takers[position]
             if taker is not None and taker.grad is not None:
                 if position in apart:  # another step has been differentiated since this one's forward
-                    taker.grad.add_(viewed_as(apart[position], sent[number]))
+                    taker.grad.add_(alias_storage_as(apart[position], sent[number]))
                 found[position] = taker.grad
             else:
                 if taker is not None and position in apart:
                     self.residence.gradients[name] = apart[position]
-                found[position] = viewed_as(apart.get(position, self.residence.gradients[name]), sent[number])
+                found[position] = alias_storage_as(apart.get(position, self.residence.gradients[name]), sent[number])
                 if taker is not None:
                     taker.grad = found[position]
         return found

@@ -25,7 +25,7 @@ from ..storage.mapped_storage import (
     tensor_spec_of,
 )
 from ..storage.transfer import begin_reload
-from ..tensors.aliasing import span_of
+from ..tensors.aliasing import address_range
 from ..tensors.layout import is_dense
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer
@@ -207,7 +207,7 @@ def _refuse_shared(subjects: Sequence[ParameterUpdate]) -> None:
         for name, strand in subject.strands.items():
             if strand.tensor.numel():
                 what = f"{name} of shape {tuple(subject.parameter.shape)}"
-                ends.append((*span_of(strand.tensor), strand.place is not None, what))
+                ends.append((*address_range(strand.tensor), strand.place is not None, what))
     until, far = 0, False
     for begin, end, away, what in sorted(ends):
         if begin < until and (away or far):

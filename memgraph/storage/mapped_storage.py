@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..tensors.layout import is_dense, shaped
+from ..tensors.layout import is_dense, view_bytes_as
 from .spill_file import PAGE, SpillError, advice_for, nameless_file, pages, spill_folder
 
 SlotSize = tuple[int, int]  # offset, bytes
@@ -71,7 +71,7 @@ class BufferSlice:
         """Its bytes in memory of the host, laid out as `tensor`."""
         assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
-        return shaped(flat, tensor)
+        return view_bytes_as(flat, tensor)
 
 
 class Source:

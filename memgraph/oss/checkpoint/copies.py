@@ -15,7 +15,7 @@ from torch import Tensor
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import MappedBuffer, TensorSpec
 from ...storage.spill_file import SpillError, pages
-from ...tensors.layout import viewed_as
+from ...tensors.layout import alias_storage_as
 from ..offloaded_states import OffloadedShards
 
 CHUNK = 64 << 20  # bytes of a file, of which a process may have so many open
@@ -33,7 +33,7 @@ class OffloadedCopies:
         """Room for a tensor like this one, which may be that one."""
         if self.far.far_states and is_large(like):
             with suppress(SpillError):
-                return viewed_as(self._taken(like.untyped_storage().nbytes()), like)
+                return alias_storage_as(self._taken(like.untyped_storage().nbytes()), like)
         return like
 
     def _taken(self, nbytes: int) -> Tensor:
