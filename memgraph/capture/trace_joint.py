@@ -38,7 +38,6 @@ from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
-from .restore_module import ModuleSnapshot, restore_module
 from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 
@@ -66,7 +65,7 @@ class JointGraph:
 def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
     """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
     with (
-        restore_module(call.module, call.tensors) as before,
+        AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),
@@ -74,14 +73,14 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before.before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.found(graph)
 
 
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
 ) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
@@ -102,7 +101,7 @@ def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
 class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot) -> None:
+    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
         self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
         self.notes = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..capture.restore_module import ModuleSnapshot
 from ..errors import CaptureError
 from ..graph.provenance import running_microbatch
 from ..guards.attribute_snapshot import AttributeSnapshot
@@ -65,12 +64,12 @@ class MicroBatches(ModuleProxy):
     def _run(self, number: int, call: Any, rows: int) -> MicroBatch:
         named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
         known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
-        before = ModuleSnapshot(self._module, list(self._module.parameters()))
+        before = AttributeSnapshot(self._module, list(self._module.parameters()))
         with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
             before.refuse_leaks(known)
         # Recurrent layers keep a list of their weights, which would go on holding the aliases.
-        if before.before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
+        if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
         return MicroBatch.of(result, rows, targets)
 
