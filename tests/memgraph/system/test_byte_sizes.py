@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_there_is_refused_at_once(offload: str | None, tmp_
 def test_an_input_on_another_device_is_refused_with_the_device_that_is_wanted() -> None:
     compiled = memgraph.compile(net(), ROOM)
     compiled(batch())
-    with pytest.raises(memgraph.CaptureError, match="an input lies on meta, but cpu is wanted"):
+    with pytest.raises(memgraph.CaptureError, match="an input is on meta, but the model is on cpu"):
         compiled(batch().to("meta"))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.graph.unused import drop_unused, zero_inputs
+from memgraph.graph.partition import drop_unused, zeros_with_strides
 from memgraph.storage.mapped_storage import buffer_slice_of
 from tests.support.compare import Fact, assert_alike, batch, both, tight
 from tests.support.models import Function
@@ -180,7 +180,7 @@ class Wide(nn.Module):
 
 def test_zeros_lie_as_they_are_asked_to() -> None:
     for like in (torch.ones(3, 4).t(), torch.ones(3, 1).expand(3, 4), torch.ones(0, 2), torch.ones(2, 3)[:, ::2]):
-        found = zero_inputs(like.shape, like.stride(), like.dtype, like.device)
+        found = zeros_with_strides(like.shape, like.stride(), like.dtype, like.device)
         assert (found.shape, found.stride()) == (like.shape, like.stride())
         assert not found.any() and found.untyped_storage().nbytes() <= like.untyped_storage().nbytes()
 
