@@ -83,7 +83,7 @@ def _fits(choice: PlanResult) -> Found:
 
 
 def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> Found:
-    floor = re.search(r"No plan can do with less than (\d+) bytes", str(error))
+    floor = re.search(r"No plan can use less than (\d+) bytes", str(error))
     least = int(floor[1]) if floor else error.smallest
     return Found("floor" if floor else _proven(trace, machine), least=least - inputs)
 

@@ -83,12 +83,12 @@ def held_to(rate: float) -> Iterator[None]:
     if not rate:
         yield
         return
-    plain, kept = io_threads.transfer, os.environ.get("MEMGRAPH_CACHE")
-    io_threads.transfer, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
+    plain, kept = io_threads.transfer_pages, os.environ.get("MEMGRAPH_CACHE")
+    io_threads.transfer_pages, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
     try:
         yield
     finally:
-        io_threads.transfer = plain
+        io_threads.transfer_pages = plain
         del os.environ["MEMGRAPH_CACHE"]
         os.environ |= {} if kept is None else {"MEMGRAPH_CACHE": kept}
 

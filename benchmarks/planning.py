@@ -46,9 +46,9 @@ def main(layers: int = 12, batch: int = 4, length: int = 256, share: Annotated[f
     trace = timed("price (run each distinct op)", lambda: summarize(graph, OpProfiler(1 << 60)))
     plain = predict(trace, Machine(1 << 60))
     there = sum(op.nbytes for op in trace.ops if op.is_input)
-    planner = Planner(model, CompileOptions(there + int(share * (plain.peak - there))))
-    machine = Machine(planner.budget)
-    machine = timed("links (measured once)", lambda: measure_links(machine, planner.tier, planner.device, None))
+    target = Planner(model, CompileOptions(there + int(share * (plain.peak - there)))).target
+    machine = Machine(target.budget)
+    machine = timed("links (measured once)", lambda: measure_links(machine, target.tier, target.device, None))
     choice = timed("plan", lambda: make_plan(trace, machine))
     planned = timed("rewrite", lambda: rewrite(graph, choice.forecast.trace))
     timed("split", lambda: partition(planned, captured.graph))

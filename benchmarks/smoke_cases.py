@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from memgraph.report.report import Report
 from passes import Stream
 from passes.schedule.schedule import Placement
@@ -85,7 +85,7 @@ def norms(device: torch.device) -> str:
 
 def offload(device: torch.device) -> str:
     """Every activation goes to pinned memory and comes back."""
-    with mock.patch.object(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING)):
+    with mock.patch.object(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING)):
         text, report = _compared(Layers, torch.randn(1024, 512), device, 8 << 30)
     if not any(op.fn.startswith("memgraph.offload") for op in report.forecast.trace.ops):
         raise WrongError(f"nothing was sent away; {text}")

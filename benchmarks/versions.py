@@ -58,7 +58,7 @@ CORE = (
     "tests/memgraph/graph/test_law.py",
     "tests/memgraph/runtime/test_autograd_function.py",
     "tests/memgraph/runtime/test_released_outputs.py",
-    "tests/memgraph/runtime/test_company.py",
+    "tests/memgraph/runtime/test_concurrent_runs.py",
     "tests/memgraph/optim/test_stream.py",
     "tests/memgraph/optim/test_stream_module.py",
     "tests/memgraph/optim/test_windowed_update.py",

@@ -1,16 +1,16 @@
-"""`memgraph.compile`, `memgraph.plan` and, in a room of its own, `memgraph.sweep`: the ways in.
+"""`memgraph.compile` and `memgraph.plan`.
 
-    model = memgraph.compile(model, budget="8GB")     # trains like the model it was given, and keeps to the budget
-    print(memgraph.plan(model, batch, budget="8GB"))  # what it would do, without a step
+    model = memgraph.compile(model, budget="8GB")     # trains like the given model, within the budget
+    print(memgraph.plan(model, batch, budget="8GB"))  # the report of what it would do, without a step
 
-All take the same wishes; what they ask for is written down with `compile`.
+Both take the same options; `compile` documents them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
-from ..optim.fused_update import refuse_fused
-from ..options.argument_rules import check_arguments
-from ..options.compile_options import Budget, CompileOptions, parse_options
+from ..optim.fused_update import check_fusable
+from ..options.argument_rules import check_argument
+from ..options.compile_options import Budget, CompileArguments, CompileOptions, PlanArguments, parse_options
 from ..oss import OSS
 from ..planning.planner import Planner
 from ..report.report import Report
@@ -37,115 +37,114 @@ def compile(
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", strict: bool = False, pinned: Budget = None, cuda_graphs: bool | str = False,
 ) -> CompiledModule:  # fmt: skip
-    """A module that trains like `model`, and whose step stays under `budget`.
+    """Return a module that trains like `model`, with a step that stays within `budget`.
 
         optimizer = torch.optim.AdamW(model.parameters())
-        model = memgraph.compile(model, budget="8GB", optimizer=optimizer)  # at once: nothing has been looked at yet
+        model = memgraph.compile(model, budget="8GB", optimizer=optimizer)  # returns at once
         for x, y in batches:
-            loss_fn(model(x), y).backward()  # the first call captures, prices and plans; then it runs
+            loss_fn(model(x), y).backward()  # the first call is captured, priced and planned; then it runs
             optimizer.step()
             optimizer.zero_grad()
         print(model.plan)
 
-    Gradients are bit-equal to eager's but for what `wire_dtype`, `microbatches`, `host_update` and `lower` say.  Each
-    new kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
+    Gradients are bit-equal to eager's, except as `wire_dtype`, `microbatches`, `host_update` and `lower` say.  Each new
+    kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
     "memgraph" says so at level INFO.
 
     Args:
-        model: any module on one device.  It is not changed; parameters, buffers and `state_dict()` are shared with it.
+        model: any module on one device.  It is not changed, and shares parameters, buffers and `state_dict()`.
         budget: bytes of the device for the whole step: parameters, buffers, inputs, gradients, activations, workspace
-            and copies, and with `optimizer` its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of
-            the device's memory, or None for what is free now.  The interpreter and the libraries are not counted, nor
-            is what the caller's own code allocates between forward and backward: for that, give `loss`.
-        optimizer: an optimizer of `model`'s parameters, to be counted; it is `model.optimizer` then.  A copy of the
-            compiled module, or a pickle of it, has none: it would go on with the old parameters.
-        loss: makes the loss part of the step.  The result of a call is `loss(model(*args, **kwargs), target)` if the
-            call has a keyword `target`, otherwise `loss(model(*args, **kwargs))`.
-        offload: where activations may go: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that the device
-            has, or None.
+            and copies; with `optimizer` also its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of
+            the device's memory, or None for what is free now.  Not counted are the interpreter, the libraries, and
+            what the caller's code allocates between forward and backward; `loss` counts that of a loss.
+        optimizer: an optimizer of `model`'s parameters, which is counted; it becomes `model.optimizer`.  A copy or a
+            pickle of the compiled module has none, since it would update the old parameters.
+        loss: becomes part of the step.  A call then returns `loss(model(*args, **kwargs), target)` if it has a keyword
+            `target`, otherwise `loss(model(*args, **kwargs))`.
+        offload: where activations may be offloaded: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that
+            the device has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
-        plan: a saved plan, its JSON text, the path of a file with it, or a list of such, one for each kind of call.
-            Nothing is searched for then, and a call that none of them is good for is refused.  A step that fits as it
-            is runs as it is.
-        time_limit: seconds after capture after which planning takes what it has; with 0 it asks the quick, greedy pass
-            alone.  With a limit that is reached, the plan depends on how fast the machine is.
-        wire_dtype: torch.bfloat16 lets float32 activations be rounded to it for their way to `offload` and back, where
-            that pays: half the bytes to copy, and gradients that are no longer bit-equal.  Which values are cast is the
-            plan's choice, and the report names them; the same saved plan gives the same gradients.  None, the default,
-            means that nothing is ever rounded.
-        microbatches: the parts in which `model` takes its batch.  Arguments with as many rows (dimension 0) as the
-            first tensor among them are cut, outputs with a row for each row are put together again, and `loss` is that
-            of them all.  Gradients are those of the whole batch but for rounding, and bit-equal with those of a loop
-            over the parts.  A batch of fewer rows has as many parts.  Refused is what makes rows depend on each other
-            (batch norm in training, a mean over the batch) or changes buffers.  Random numbers are drawn in another
+        plan: a saved plan, its JSON text, the path of a file with it, or a list of them, one for each kind of call.
+            No plan is searched for then, and a call that none of them fits is refused.  A step that fits without a
+            plan runs without one.
+        time_limit: seconds after capture after which planning takes the best plan so far; 0 runs the quick, greedy
+            pass only.  If the limit is reached, the plan depends on the speed of the machine.
+        wire_dtype: torch.bfloat16 allows rounding float32 activations while they are offloaded, where that pays: half
+            the bytes to copy, and gradients that are no longer bit-equal.  The plan chooses the values, the report
+            names them, and the same saved plan gives the same gradients.  With None nothing is rounded.
+        microbatches: the number of parts in which `model` takes its batch.  Arguments with as many rows (dimension 0)
+            as the first tensor among them are split, outputs with a row for each row are concatenated, and `loss` is
+            computed on the whole.  Gradients are those of the whole batch up to rounding, and bit-equal to a loop over
+            the parts.  A batch of fewer rows has as many parts.  A model whose rows depend on each other (batch norm in
+            training, a mean over the batch), or that changes buffers, is refused.  Random numbers are drawn in another
             order than for the whole batch.
-        reduction: "mean" or "sum", for scalars that `model` returns: what they are of those of the parts.  With it
-            `loss` is computed in parts as well.  A mean is one over rows, or of a cross entropy of torch's that is
-            returned as it is over the targets that count.
-        accumulate: whether backward may find gradients to add to, as in a loop that accumulates them, or zeroes them
-            with `set_to_none=False`.  True plans each step for that from the first call on, so that a budget without
-            room for it is refused then.  None plans the first call without them, looks whether one with them fits as
-            well, and warns if it does not, with the bytes.  False does not look: such a call is planned when it comes.
+        reduction: "mean" or "sum", for scalars that `model` returns: how those of the parts combine.  With it, `loss`
+            is computed in parts as well.  A mean is over rows, or of one of torch's cross entropies, returned as it
+            is, over the targets that count.
+        accumulate: whether backward may find gradients to add to, as in a loop that accumulates them or zeroes them
+            with `set_to_none=False`.  True plans each step for that from the first call on, and refuses a budget
+            without room for it.  None plans the first call without, checks whether one with gradients fits as well, and
+            warns with the bytes if it does not.  False does not check; such a call is planned when it comes.
         forwards: the number of forwards that are open at once, before the backward of the first: 2 for a siamese loss,
             for chosen and rejected answers, for real and generated pictures.  Each is planned for its share, so that
-            all of them together keep the budget.  Not with `fuse_update`, `cuda_graphs=True`, `plan` or OSS.
-        fuse_update: let backward update each parameter of `optimizer` as soon as its gradient is whole, so that there
-            is never a full set of gradients.  `optimizer.step()` is called as ever, and finds nothing to do.  The loss
-            has to be what the module returns, and is differentiated as it is.  `clip_grad_norm_` of the compiled
-            module, GradScaler, accumulation and whatever else wants gradients raise a FusedError; but torch's own
+            together they keep the budget.  Not with `fuse_update`, `cuda_graphs=True`, `plan` or OSS.
+        fuse_update: update each parameter of `optimizer` in backward, as soon as its gradient is complete, so that a
+            full set of gradients never exists.  `optimizer.step()` is called as usual, and finds nothing to do.  The
+            loss has to be what the module returns, and is differentiated unscaled.  Whatever else needs gradients,
+            as `clip_grad_norm_` of the compiled module, GradScaler or accumulation, raises a FusedError; torch's own
             `clip_grad_norm_` and `clip_grad_value_` see no gradients, and silently clip nothing.  After an error in
-            mid backward some parameters are updated and others are not, and nothing goes on until an earlier state
-            is loaded into model and optimizer.
-        host_update: behind a GPU, let the host update states that live there, with the parameters and gradients whose
-            they are, where the plan finds that faster than to bring them to the GPU: by the optimizer's own step on
-            tensors of the host, with its fused kernel for processors if it has one and neither `fused` nor `foreach`
-            was chosen.  Its kernels round otherwise than the GPU's, so parameters are no longer equal to the bit to
-            those of the plain optimizer.  Behind a CPU the device is the host, and nothing is different.
-        lower: "inductor" lets Inductor compile what lies between matrix products and memory ops, where that is faster
-            and keeps the budget; gradients are then eager's within rounding, not to the bit.  The first call of a kind
-            takes seconds to minutes for it, and says so beforehand.  None does without; "auto" is None on a CPU; on a
-            GPU it is "inductor" but for what can't be compiled: that runs op by op, after a warning.
-        strict: on a GPU, have torch's allocator refuse this process more than the budget, so that whatever else it
-            does there, or a forecast that is wrong, is an OutOfMemoryError and never more memory.
-        pinned: on a GPU, the most bytes of the host's memory that may be pinned in all, by whatever model, when a step
-            of this one asks for some: written as a budget, a float being a share of the host's memory.  A plan sends no
-            more there.  None is what the variable MEMGRAPH_PINNED names, or half of the host's memory.
-        cuda_graphs: on a GPU, True has each step recorded from its third run on, forward and backward as one CUDA graph
-            each: its ops are not launched one by one.  Its memory stays between steps, which is planned for, and goes
-            when a step of another kind runs.  What no graph does is refused.  "auto" records what can be and fits
-            beside a plan that was made without; the report says why another is not.  While somebody has a gradient of
-            the last step, or several steps are in flight, op by op is what runs.
+            mid backward only some parameters are updated, and calls are refused until an earlier state is loaded into
+            model and optimizer.
+        host_update: behind a GPU, update optimizer states that are offloaded to the host there, with their parameters
+            and gradients, where the plan finds that faster than reloading them: by the optimizer's own step on host
+            tensors, with its fused CPU kernel if it has one and neither `fused` nor `foreach` was chosen.  CPU kernels
+            round differently from the GPU's, so parameters are no longer bit-equal to those of the plain optimizer.
+            On a CPU nothing changes.
+        lower: "inductor" compiles the ops between matrix products and memory ops with Inductor, where that is faster
+            and keeps the budget; gradients are then eager's up to rounding.  The first call of a kind takes seconds to
+            minutes for it, and says so before.  None compiles nothing.  "auto" is None on a CPU; on a GPU it is
+            "inductor", but segments that can't be compiled run op by op, after a warning.
+        strict: on a GPU, let torch's allocator refuse this process more than the budget, so that anything beyond it,
+            or a wrong forecast, is an OutOfMemoryError.
+        pinned: on a GPU, the most bytes of host memory that may be pinned in all, by any model, when a step of this one
+            pins some: written as a budget, a float being a share of the host's memory.  A plan offloads no more than
+            that.  None takes the variable MEMGRAPH_PINNED, or half of the host's memory.
+        cuda_graphs: on a GPU, True records each step from its third run on, forward and backward as one CUDA graph
+            each, so that ops are not launched one by one.  The recording's memory stays between steps, is planned for,
+            and is freed when a step of another kind runs.  A step that no graph can hold is refused.  "auto" records a
+            step if that is possible and fits beside a plan made without it; otherwise the report says why not.  While a
+            gradient of the last step is held, or several runs are open, the step runs op by op.
 
     Returns:
         A module that shares everything with `model` but its forward.  `.plan` is the Report of the latest call,
-        `.optimizer` what was given, and `.clip_grad_norm_` clips wherever gradients live.
+        `.optimizer` the given optimizer, and `.clip_grad_norm_` clips gradients in whatever tier they are.
 
     Raises:
         TypeError: `model` is no module, or a part of it is of `memgraph.compile`, torch.jit, DistributedDataParallel or
             FSDP; or an argument has a wrong type.
-        ValueError: `budget` or `pinned` can't be read or is more than there is; the model lies on several devices; the
+        ValueError: `budget` or `pinned` can't be read or is more than exists; the model is on several devices; the
             optimizer is of another model; the time limit is negative; `wire_dtype` is another type; `strict` or
             `cuda_graphs` on a CPU.
         PlanError: the saved plan can't be read; at a call: it is for another model, shape, optimizer, torch or device,
             or over the budget.
         SpillError: `spill_dir` is no folder.
-        PinnedError: at a call: steps in flight, or the state of several models, want more than `pinned`.
+        PinnedError: at a call: open runs, or the state of several models, need more than `pinned`.
         BudgetError: at a call: no plan fits, with the smallest budget that does.
         CaptureError: at a call: the model can't be captured, with the source line.
-        FusedError: `fuse_update` with an optimizer whose update can't be run parameter by parameter; later: something
-            wants gradients that are gone.
+        FusedError: `fuse_update` with an optimizer whose update can't run parameter by parameter; later: something
+            needs gradients that are gone.
         RecordingError: at a call, with `cuda_graphs=True`: the step can't be recorded; in any recorded step:
             `backward(retain_graph=True)`.
         LoweringError: at a call, with `lower="inductor"`: Inductor can't compile a part of the step.
-        UpdateError: the optimizer's step wants a closure, or fails on a dense gradient; or its states can't live far,
-            and with parameters and buffers they are more than the budget.
+        UpdateError: the optimizer's step needs a closure, or fails on a dense gradient; or its states can't be
+            offloaded, and with parameters and buffers exceed the budget.
     """
-    asked = parse_options(
-        budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
-        wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
-        host_update=host_update, lower=lower, strict=strict, pinned=pinned, cuda_graphs=cuda_graphs,
+    planner = make_planner(
+        model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
+        time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
+        accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
+        strict=strict, pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    planner = make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
     planner.refuse_optimizer()
     warn_of_steps(model)
     return CompiledModule(planner)
@@ -159,59 +158,69 @@ def plan(
     accumulate: bool | None = None, forwards: int = 1, fuse_update: bool = False, host_update: bool = False,
     lower: str | None = "auto", pinned: Budget = None, cuda_graphs: bool | str = False, **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """The plan for the call `model(*args, **kwargs)`, without running a step; arguments and errors as in `compile`."""
-    asked = parse_options(
-        budget, optimizer=optimizer, offload=offload, spill_dir=spill_dir, plan=plan, time_limit=time_limit,
-        wire_dtype=wire_dtype, accumulate=accumulate, forwards=forwards, fuse_update=fuse_update,
-        host_update=host_update, lower=lower, pinned=pinned, cuda_graphs=cuda_graphs,
+    """Return the plan for the call `model(*args, **kwargs)`, without running a step.
+
+    Arguments and errors are those of `compile`.
+    """
+    planner = make_planner(
+        model, budget, optimizer=optimizer, loss=loss, offload=offload, spill_dir=spill_dir, plan=plan,
+        time_limit=time_limit, wire_dtype=wire_dtype, microbatches=microbatches, reduction=reduction,
+        accumulate=accumulate, forwards=forwards, fuse_update=fuse_update, host_update=host_update, lower=lower,
+        pinned=pinned, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    return (
-        make_planner(in_microbatches(model, loss, microbatches, reduction), asked)
-        .step(args, kwargs, asked.wanted)
-        .report
-    )
+    return planner.step(args, kwargs, planner.options.outputs).report
 
 
-def in_microbatches(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
-    """`model` with its loss, run on micro-batches; errors as in `compile`."""
-    model, loss = check_arguments("model", model), check_arguments("loss", loss)
-    count, reduction = check_arguments("microbatches", count), check_arguments("reduction", reduction)
+def make_planner(model: nn.Module, budget: Budget, **given: Unpack[CompileArguments]) -> Planner:
+    """Return the planner of a model with these options; raises as `compile`."""
+    loss, count, reduction = given.pop("loss", None), given.pop("microbatches", 1), given.pop("reduction", None)
+    rest: PlanArguments = given
+    options = parse_options(budget, **rest)
+    prepared = _prepared(model, loss, count, reduction)
+    _refuse_optimizer(prepared, options)
+    return Planner(prepared, options)
+
+
+def _prepared(model: nn.Module, loss: Callable[..., Any] | None, count: int, reduction: str | None) -> nn.Module:
+    """Return `model` with its loss, run in micro-batches."""
+    model, loss = check_argument("model", model), check_argument("loss", loss)
+    count, reduction = check_argument("microbatches", count), check_argument("reduction", reduction)
     _refuse_parts(model)
     if reduction is not None and loss is not None:
         return MicroBatches(WithLoss(model, loss), count, reduction)
-    cut = model if count == 1 else MicroBatches(model, count, reduction)
-    return cut if loss is None else WithLoss(cut, loss)
+    split = model if count == 1 else MicroBatches(model, count, reduction)
+    return split if loss is None else WithLoss(split, loss)
 
 
-def make_planner(model: nn.Module, asked: CompileOptions) -> Planner:
-    """What plans the steps of `model`, if its optimizer is one that can be planned; errors as in `compile`."""
-    optimizer = asked.optimizer
-    if optimizer is not None:
-        owned = set(model.parameters())
-        if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
-        if isinstance(optimizer, OSS) and asked.lower == "inductor" and not optimizer.exchange.is_alone:
-            raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
-        if isinstance(optimizer, OSS) and asked.forwards > 1:
-            raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")
-        if isinstance(optimizer, OSS) and asked.host_update:
-            raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
-        if asked.fuse_update:
-            refuse_fused(optimizer)
-    return Planner(model, asked)
+def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
+    """Refuse an optimizer of another model, or one that an option is not built for."""
+    optimizer = options.optimizer
+    if optimizer is None:
+        return
+    owned = set(model.parameters())
+    if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
+    if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
+        raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
+    if isinstance(optimizer, OSS) and options.forwards > 1:
+        raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")
+    if isinstance(optimizer, OSS) and options.host_update:
+        raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
+    if options.fuse_update:
+        check_fusable(optimizer)
 
 
 def _refuse_parts(model: nn.Module) -> None:
-    """What is compiled or scripted is run by somebody else, and can't be captured."""
+    """Refuse modules that are compiled, scripted or wrapped: they can't be captured."""
     if isinstance(model, CompiledModule):
         raise TypeError("model is compiled already; give the module that it was made of")
     for path, part in model.named_modules():
-        what = f"model.{path}" if path else "model"
-        refuse_wrapped(what, part)
+        name = f"model.{path}" if path else "model"
+        refuse_wrapped(name, part)
         if isinstance(part, CompiledModule):
-            raise TypeError(f"{what} is compiled already; compile the whole, with the plain module in that place")
+            raise TypeError(f"{name} is compiled already; compile the whole, with the plain module in that place")
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(
-                f"{what} is a {type(part).__name__} of torch.jit, which can't be captured; give the module that it was "
+                f"{name} is a {type(part).__name__} of torch.jit, which can't be captured; give the module that it was "
                 "made of"
             )

@@ -1,34 +1,68 @@
-"""What the caller of `compile`, `plan` or `sweep` asked for, checked and in the words of the planner.
+"""The options of one call of `compile`, `plan` or `sweep`, checked and converted.
 
     budget="8GB", time_limit=None, wire_dtype=torch.bfloat16
     ->   CompileOptions("8GB", time_limit=inf, wire_dtype="bf16")
 
-What depends on the model is checked with it.
+Checks that need the model or the device are made where those are known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
-from ..report.saved_plan import SavedPlan, saved_plan
+from ..report.saved_plan import PlanRecord, SavedPlan, saved_plan
 from ..storage.pinned_pool import pinned_nbytes
 from ..storage.spill_file import spill_folder
 from ..storage.wire_cast import wire_name
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses
-from .argument_rules import check_arguments
+from .argument_rules import check_argument
 
 Budget = str | int | float | None
 
 
+class PlanArguments(TypedDict, total=False):
+    """The arguments that `compile`, `plan` and `sweep` hand to the planner, by name."""
+
+    optimizer: torch.optim.Optimizer | None
+    offload: str | None
+    spill_dir: str | PathLike[str] | None
+    plan: PlanRecord | Sequence[PlanRecord] | None
+    time_limit: float | None
+    wire_dtype: torch.dtype | None
+    accumulate: bool | None
+    forwards: int
+    fuse_update: bool
+    host_update: bool
+    lower: str | None
+    strict: bool
+    pinned: Budget
+    cuda_graphs: bool | str
+
+
+class CompileArguments(PlanArguments, total=False):
+    """The same, with those that change the module before it is planned."""
+
+    loss: Callable[..., Any] | None
+    microbatches: int
+    reduction: str | None
+
+
 @dataclass(frozen=True)
 class CompileOptions:
-    """What the caller asked for; see `memgraph.compile`."""
+    """The options of a planner; see `memgraph.compile`.
+
+    Attributes:
+        plans: saved plans, one of which is used instead of a search.
+        time_limit: seconds of planning, infinity without a limit.
+        wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
+        pinned: the most bytes of pinned host memory; None for the default.
+    """
 
     budget: Budget
     _: KW_ONLY
@@ -36,79 +70,71 @@ class CompileOptions:
     offload: str | None = "auto"
     spill_dir: str | PathLike[str] | None = None
     plans: tuple[SavedPlan, ...] = ()
-    time_limit: float = math.inf  # after which planning takes what it has
-    fuse_update: bool = False  # updates run in backward
-    wire_dtype: str = ""  # the type that values may be cast to for their way to the far tier
-    lower: str | None = None  # what compiles parts of the step
-    strict: bool = False  # the allocator refuses more than the budget
-    host_update: bool = False  # the host may update states that live there
-    pinned: int | None = None  # bytes of the host's memory that may be pinned in all
-    accumulate: bool | None = None  # whether gradients may be there to be added to; None if that is yet to be seen
-    forwards: int = 1  # that are open at once
-    cuda_graphs: bool | str = False  # whether steps are recorded as CUDA graphs
+    time_limit: float = math.inf
+    fuse_update: bool = False
+    wire_dtype: str = ""
+    lower: str | None = None
+    strict: bool = False
+    host_update: bool = False
+    pinned: int | None = None
+    accumulate: bool | None = None
+    forwards: int = 1
+    cuda_graphs: bool | str = False
 
     @property
     def search_key(self) -> tuple[object, ...]:
-        """What a search depends on beside the step and the machine."""
+        """Everything that a search depends on besides the step and the machine."""
         planned = self.time_limit, self.forwards, self.offload, self.fuse_update, self.wire_dtype, self.lower
         return *planned, self.host_update, self.pinned, self.cuda_graphs
 
     @property
-    def wanted(self) -> OutputSelector:
-        """From which outputs the first plan lets backward start; from all, where forwards are open together, since
-        their loss is made of what several of them return, beside the scalars."""
+    def outputs(self) -> OutputSelector:
+        """The outputs that backward starts from in the first plan.
+
+        With several open forwards that is all: their loss combines outputs that are no scalars.
+        """
         return select_losses if self.forwards == 1 else select_all
 
 
-def parse_options(budget: Budget, **given: Any) -> CompileOptions:
-    """What the arguments of `compile`, by their names, mean; errors as there."""
-    own = {name: check_arguments(name, value) for name, value in {"budget": budget, **given}.items() if name != "plan"}
-    _refuse_mixed(own, given.get("plan") is not None)
-    if own["spill_dir"] is not None:
-        spill_folder(own["spill_dir"])
-    return CompileOptions(
-        own["budget"],
-        optimizer=own["optimizer"],
-        offload=own["offload"],
-        spill_dir=own["spill_dir"],
-        plans=_plans(given.get("plan")),
-        time_limit=math.inf if own["time_limit"] is None else own["time_limit"],
-        fuse_update=own["fuse_update"],
-        wire_dtype=wire_name(own["wire_dtype"]),
-        lower=own["lower"],
-        strict=own.get("strict", False),
-        host_update=own["host_update"],
-        forwards=own["forwards"],
-        accumulate=own["accumulate"],
-        pinned=pinned_nbytes(own["pinned"]),
-        cuda_graphs=own["cuda_graphs"],
-    )
+def parse_options(budget: Budget, **given: Unpack[PlanArguments]) -> CompileOptions:
+    """Return the options that these arguments ask for; raises as `memgraph.compile`."""
+    saved = given.pop("plan", None)
+    checked = {name: check_argument(name, value) for name, value in {"budget": budget, **given}.items()}
+    _refuse_mixed(checked, saved is not None)
+    if checked["spill_dir"] is not None:
+        spill_folder(checked["spill_dir"])
+    converted = {
+        "time_limit": math.inf if checked["time_limit"] is None else checked["time_limit"],
+        "wire_dtype": wire_name(checked["wire_dtype"]),
+        "plans": _plans(saved),
+        "pinned": pinned_nbytes(checked["pinned"]),
+    }
+    return CompileOptions(**{**checked, **converted})
 
 
-def _refuse_mixed(own: Mapping[str, Any], plans: bool) -> None:
-    """Raise what is wrong with arguments that are right each by itself."""
-    optimizer, fuses, hosts = own["optimizer"], own["fuse_update"], own["host_update"]
-    if own["forwards"] > 1 and (fuses or own["cuda_graphs"] is True or plans):
+def _refuse_mixed(checked: Mapping[str, Any], has_plans: bool) -> None:
+    """Refuse arguments that exclude each other."""
+    optimizer, fuses, on_host = checked["optimizer"], checked["fuse_update"], checked["host_update"]
+    if checked["forwards"] > 1 and (fuses or checked["cuda_graphs"] is True or has_plans):
         raise ValueError(
-            "forwards= lets several forwards be open at once, which fuse_update=True, cuda_graphs=True and saved plans "
-            "do not know of: leave out one of them"
+            "forwards= keeps several forwards open at once, which fuse_update=True, cuda_graphs=True and saved plans "
+            "do not support: leave out one of them"
         )
     if optimizer is None and fuses:
-        raise ValueError("fuse_update=True wants the optimizer whose update it is; give optimizer=")
-    if optimizer is None and hosts:
-        raise ValueError("host_update=True wants the optimizer that steps there; give optimizer=")
-    if fuses and own["accumulate"]:
+        raise ValueError("fuse_update=True needs the optimizer that it updates with; give optimizer=")
+    if optimizer is None and on_host:
+        raise ValueError("host_update=True needs the optimizer that it updates with; give optimizer=")
+    if fuses and checked["accumulate"]:
         raise ValueError(
-            "accumulate=True adds to gradients, and fuse_update=True leaves none to be added to: give one of them"
+            "accumulate=True adds to gradients, and fuse_update=True leaves no gradients to add to: give one of them"
         )
-    if fuses and hosts:
+    if fuses and on_host:
         raise ValueError(
-            "host_update=True lets the host step once backward has ended, and fuse_update=True updates in backward: "
-            "give one of them"
+            "host_update=True updates on the host after backward, and fuse_update=True updates in backward: give one "
+            "of them"
         )
 
 
 def _plans(given: object) -> tuple[SavedPlan, ...]:
-    """The saved plans that were given: one, several or none."""
     several = () if given is None else given if isinstance(given, list | tuple) else (given,)
-    return tuple(saved_plan(check_arguments("plan", one)) for one in several)
+    return tuple(saved_plan(check_argument("plan", one)) for one in several)

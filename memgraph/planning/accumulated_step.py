@@ -1,9 +1,9 @@
-"""The step of a call that adds to gradients, beside that of the same call when there are none: does it fit as well?
+"""The step of a call once gradients exist: does it fit the budget too?
 
-    budget 17.0 MB, the first step needs 16.8, one that adds to its gradients 17.9   ->   Adding(needed=17.9 MB)
+    budget 17.0 MB; the first step needs 16.8, one that adds to its gradients 17.9   ->   AccumulatedStep(17.9 MB, None)
 
-Gradients are there from the second call on if a loop accumulates, or sets them to zeros and not to None.  A budget that
-has no room for that is named before the first step, and not after it.
+Gradients exist from the second call on if a loop accumulates, or zeroes them with `set_to_none=False`.  A budget
+without room for that is reported before the first step.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ Search = Callable[[Trace, Machine], PlanResult]
 
 @dataclass(frozen=True)
 class AccumulatedStep:
-    """What a call needs that adds to gradients.
+    """A step that adds to gradients.
 
     Attributes:
         needed: bytes for which a plan is known.
         plan: one within the budget; None if none was found.
     """
 
-    needed: int
-    plan: Plan | None
+    needed: int = 0
+    plan: Plan | None = None
 
 
 def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], search: Search) -> AccumulatedStep:
-    """Look for a plan of the step that adds to gradients: `tries` that cost nothing, as that of the step that adds to
-    none, the quick passes, and only then, if one is possible, a `search`; that alone, if there are no tries."""
+    """Find a plan of the step that adds to gradients.
+
+    First come `tries`, plans that are known, then the quick passes, and at last `search`, unless a lower bound excludes
+    that it finds one.  Without tries there is only the search.
+    """
     for known in tries:
         peak = peak_with(known, trace, machine)
         if peak is not None and peak <= machine.budget:
@@ -61,7 +64,7 @@ def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], sear
 
 
 def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
-    """Bytes of the step with a plan that was made for another one; None if it can't be carried out on this one."""
+    """Return the peak of a step with a plan made for another step; None if the plan can't be applied."""
     with suppress(ValueError, KeyError, BrokenTrace):
         applied = apply(trace, plan)
         check(applied)
@@ -70,28 +73,30 @@ def peak_with(plan: Plan, trace: Trace, machine: Machine) -> int | None:
 
 
 def with_remaining_grads(trace: Trace, module: nn.Module, trained: Iterable[Tensor]) -> Trace:
-    """The step with the gradients that lie there and are none of its own, as those of a training while its model is
-    evaluated."""
+    """Return the trace with existing gradients of other steps, as when a model is evaluated between steps."""
     own = set(map(id, trained))
-    left = [one.grad for one in module.parameters() if one.grad is not None and id(one) not in own]
+    left = [
+        parameter.grad for parameter in module.parameters() if parameter.grad is not None and id(parameter) not in own
+    ]
     if not (nbytes := resident_bytes(left)):
         return trace
     op = Op(LEFT, "buffer", makes=(Storage(LEFT, nbytes),), holds=(LEFT,), where="gradients of other steps")
     return replace(trace, ops=(op, *trace.ops))
 
 
-def warn_accumulation(found: AccumulatedStep, budget: int) -> None:
-    """Say before the first step what a later one needs, if that is more than the budget."""
-    if found.plan is None:
+def warn_accumulation(accumulated: AccumulatedStep, budget: int) -> None:
+    """Warn before the first step if a later one needs more than the budget."""
+    if accumulated.plan is None:
         warn_user(
             f"this step fits its budget of {budget} bytes; for one that adds to gradients, as with accumulation or "
-            f"zero_grad(set_to_none=False), the smallest budget for which a plan was found is {found.needed}: give "
-            f"budget={found.needed} for both, or accumulate=False if gradients are always set to None between steps"
+            f"zero_grad(set_to_none=False), the smallest budget for which a plan was found is {accumulated.needed}: "
+            f"give budget={accumulated.needed} for both, or accumulate=False if gradients are always set to None "
+            "between steps"
         )
 
 
 def or_known(search: Search, plan: Plan | None) -> Search:
-    """The same search, which finds this plan where it finds none that fits: that the step fits has been said."""
+    """Return a search that falls back on a known plan: the caller was told that the step fits."""
 
     def find(trace: Trace, machine: Machine) -> PlanResult:
         try:

@@ -1,7 +1,7 @@
-"""The error of a call that no plan fits, with a budget that does and what else would help, as far as there is time.
+"""The error of a call that no plan fits: a budget that works, and what else would help, if time is left to find out.
 
 453058 bytes are allowed; the smallest budget for which a plan was found is 702116.
-That is of a call that adds to gradients, as with accumulation; one that adds to none needs 689796: accumulate=False
+That is for a call that adds to gradients, as with accumulation; one that adds to none needs 689796: accumulate=False
 plans for that alone.
 """
 
@@ -10,54 +10,56 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import passes
+from passes import Machine
 
 from ..errors import BudgetError
+from ..microbatch.advice import suggest_microbatches
+from ..system.locks import capturing
+from .step_graph import Call, StepGraph
 
-FEW = 500  # nodes: to capture so few some times more takes a second or two, limit or not
-CAPTURES = 6  # that finding out about micro-batches takes
-
-BudgetErrorMaker = passes.BudgetError
+FEW = 500  # nodes: a graph of so few is captured a few more times in a second or two, whatever the time limit
+CAPTURES = 6  # that advice on micro-batches takes
 
 
 def budget_error(
-    error: BudgetErrorMaker, advised: Callable[[BudgetErrorMaker], BudgetErrorMaker], later: Callable[[], int | None]
+    error: passes.BudgetError, call: Call, step: StepGraph, later_nbytes: Callable[[], int], suggest: bool
 ) -> BudgetError:
-    """The error to raise in place of `error`.
+    """Return the error to raise instead of `error`.
 
     Args:
-        advised: returns the error with advice about micro-batches.
-        later: returns the bytes that the call needs once there are gradients to add to, if it makes some.
+        later_nbytes: returns the bytes that the call needs once gradients exist; 0 if it needs no others.
+        suggest: try micro-batches, for which the call is captured a few more times.
     """
-    error = advised(error)
-    needed = later()
-    if needed is None or needed <= error.smallest:
+    if suggest:
+        error = _with_microbatches(error, call, step)
+    needed = later_nbytes()
+    if needed <= error.smallest:
         return BudgetError(str(error), error.budget, error.smallest)
     text = (
-        "That is of a call that adds to gradients, as with accumulation; one that adds to none needs "
+        "That is for a call that adds to gradients, as with accumulation; one that adds to none needs "
         f"{error.smallest}: accumulate=False plans for that alone."
     )
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
 
 
-def _with_smallest(error: BudgetErrorMaker, smallest: int) -> str:
-    """The error's text, which names another budget wherever it names one."""
+def _with_microbatches(error: passes.BudgetError, call: Call, step: StepGraph) -> passes.BudgetError:
+    machine = Machine(step.target.budget, str(step.target.device))
+    with capturing(call.module):
+        return suggest_microbatches(
+            error, call.module, call.args, call.kwargs, call.outputs, step.captured.graph.graph, machine
+        )
+
+
+def _with_smallest(error: passes.BudgetError, smallest: int) -> str:
+    """Return the error's text with another smallest budget."""
     text = str(error)
     for before in ("a plan was found is ", "budget="):
         text = re.sub(rf"{before}{error.smallest}\b", f"{before}{smallest}", text)
     return text
 
 
-def has_time_left(nodes: int, captured_s: float, until: float) -> bool:
-    """Return whether a graph of so many nodes, captured in so many seconds, can be tried in parts before `until`."""
-    return nodes <= FEW or time.monotonic() + CAPTURES * captured_s < until
-
-
-def smallest_budget(plan: Callable[[], Any]) -> int:
-    """Return the least bytes for which `plan` found a plan, whose forecast it returns."""
-    try:
-        return int(plan().peak)
-    except passes.BudgetError as error:
-        return error.smallest
+def has_time_left(step: StepGraph, captured_s: float, until: float) -> bool:
+    """Return True if a step that was captured in so many seconds can be tried in micro-batches before `until`."""
+    return len(step.graph.nodes) <= FEW or time.monotonic() + CAPTURES * captured_s < until

@@ -1,10 +1,10 @@
-"""A planned graph -> the same graph with stretches of it compiled.
+"""A planned graph -> the same graph with segments of it compiled by Inductor.
 
     %add : add(%x, %r)                              %add_segment : segment(%x, %r, %w, %b)
     %n   : native_layer_norm(%add, %w, %b)    ->    %add : getitem(%add_segment, 0)
     %n_0 : getitem(%n, 0)                           %n_0 : getitem(%add_segment, 1)
 
-What is a segment, and what the step is with it, is the text's affair: see `passes/segments.py`.
+`passes/segments.py` finds the segments in a trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import Machine, Op, PlanResult, Trace
+from passes import Forecast, Machine, Op, PlanResult, Trace, predict
 from passes.segments import Price, Segment, affordable_segments, find_segments, fuse_segments, spread_segment_times
 from passes.simulate.plan_result import with_higher_costs
 
@@ -28,7 +28,7 @@ from ..graph.rewrite import Rewriter
 from ..profile.op_profiler import OpProfiler
 from ..profile.step_timer import StepTimes
 
-# Not tagged pointwise, and fused by Inductor all the same.
+# Inductor fuses these too, though torch does not tag them as pointwise.
 FUSED = frozenset({
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm",
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "sum", "mean", "var", "var_mean",
@@ -36,108 +36,145 @@ FUSED = frozenset({
 })  # fmt: skip
 
 
-class Lowering:
-    """The segments of one step's text, compiled and priced; those that can't be compiled are an error if all `must` be,
-    and are left out otherwise."""
+class NotLowered:
+    """Every op runs on its own, as captured."""
 
-    def __init__(self, graph: fx.Graph, trace: Trace, prober: OpProfiler, must: bool = True) -> None:
-        self.graph = graph
+    refused = 0  # segments that can't be compiled
+
+    def __init__(self, graph: fx.Graph, trace: Trace) -> None:
+        self.graph, self.trace = graph, trace
+
+    def shared(self) -> Trace:
+        """Return the trace at the prices that ops have inside segments."""
+        return self.trace
+
+    def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
+        """Return graph and trace with all segments that are faster than their ops and fit the budget."""
+        return self.graph, self.trace
+
+    def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
+        """Return the forecast of a lowered trace, and the microseconds of the same ops without segments."""
+        return None, 0.0
+
+    def restated(self, choice: PlanResult, machine: Machine) -> PlanResult:
+        """Return the plan's result at the prices of the lowered step."""
+        return choice
+
+    def split_times(self, times: StepTimes) -> StepTimes:
+        """Return the times of ops, where segments were measured as wholes."""
+        return times
+
+
+class Lowering(NotLowered):
+    """The segments of one step, compiled and priced.
+
+    With `must`, a segment that can't be compiled is an error; otherwise its ops run one by one.
+    """
+
+    def __init__(self, graph: fx.Graph, trace: Trace, profiler: OpProfiler, must: bool = True) -> None:
         self.nodes = {node.name: node for node in graph.nodes}
-        found = find_segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
-        self.trace = self._alone(trace, found, prober)
-        self.run = inductor.compile_segments({each.name: self._part(each) for each in found}, must)
-        self.refused = len(found) - len(self.run)
-        priced = {each.name: self._price(each, prober) for each in found if each.name in self.run}
+        candidates = find_segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
+        super().__init__(graph, self._priced_alone(trace, candidates, profiler))
+        self.run = inductor.compile_segments({each.name: self._subgraph(each) for each in candidates}, must)
+        self.refused = len(candidates) - len(self.run)
+        priced = {each.name: self._price(each, profiler) for each in candidates if each.name in self.run}
         self.prices = {name: price for name, price in priced.items() if price is not None}
-        self.segments = tuple(each for each in found if each.name in self.prices)
+        self.segments = tuple(each for each in candidates if each.name in self.prices)
         self.chosen: tuple[Segment, ...] = ()
 
     def shared(self) -> Trace:
-        """The text at the prices that ops have in segments."""
         return spread_segment_times(self.trace, self.segments, self.prices)
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
-        """The graph and its text, with all segments that are faster than their ops and within the budget."""
         self.chosen = affordable_segments(self.trace, machine, self.segments, self.prices)
-        text = fuse_segments(self.trace, self.chosen, self.prices)
-        return _WithSegments(self.graph, self.run, self.chosen).rewrite(text), text
+        trace = fuse_segments(self.trace, self.chosen, self.prices)
+        return _WithSegments(self.graph, self.run, self.chosen).rewrite(trace), trace
 
-    def stated(self, choice: PlanResult, machine: Machine) -> PlanResult:
-        """The choice at prices that fit the step as it is lowered: what is in no segment takes what it does by itself,
-        however cheap it was thought to be in one."""
+    def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
+        return predict(trace, machine), predict(self.trace, machine).us
+
+    def restated(self, choice: PlanResult, machine: Machine) -> PlanResult:
+        """An op in no segment takes its own time, however cheap it was planned to be inside one."""
         inside = {name for segment in self.chosen for name in segment.ops}
         return with_higher_costs(choice, machine, {op.name: op.us for op in self.trace.ops if op.name not in inside})
 
-    def apart(self, times: StepTimes) -> StepTimes:
-        """What each op took in a step in which segments ran: its part of what its segment took."""
-        found = dict(times.ops)
+    def split_times(self, times: StepTimes) -> StepTimes:
+        """Each op gets its share of what its segment took."""
+        us = dict(times.ops)
         for segment in self.chosen:
             alone = sum(self.trace.op[name].us for name in segment.ops) or 1.0
             took = times.ops.get(segment.name, 0.0)
-            found |= {name: self.trace.op[name].us / alone * took for name in segment.ops}
-        return replace(times, ops=found)
+            us |= {name: self.trace.op[name].us / alone * took for name in segment.ops}
+        return replace(times, ops=us)
 
-    def _alone(self, trace: Trace, found: Iterable[Segment], prober: OpProfiler) -> Trace:
-        """The text with what the ops of segments take by themselves.
+    def _priced_alone(self, trace: Trace, candidates: Iterable[Segment], profiler: OpProfiler) -> Trace:
+        """Return the trace with the times that ops of segments take on their own.
 
-        A plan was made at the prices that they have in segments, beside which no segment is faster than its ops.  So
-        were ops that stand in none here, where the plan has cut them off.
+        The plan was made at their prices inside segments, and at those no segment is faster than its ops.  That also
+        holds for fusible ops that the plan has cut off from every segment.
         """
-        us = {name: prober(self.nodes[name]).us for segment in found for name in segment.ops}
+        us = {name: profiler(self.nodes[name]).us for segment in candidates for name in segment.ops}
         others = [op for op in trace.ops if op.name not in us and op.phase != "update"]
         fusible = [op for op in others if op.name in self.nodes and _is_fusible(self.nodes[op.name])]
-        us |= {op.name: max(op.us, prober(self.nodes[op.name]).us) for op in fusible}
+        us |= {op.name: max(op.us, profiler(self.nodes[op.name]).us) for op in fusible}
         return replace(trace, ops=tuple(replace(op, us=us.get(op.name, op.us)) for op in trace.ops))
 
-    def _begun(self, segment: Segment) -> tuple[fx.Graph, dict[str, fx.Node]]:
-        """A graph with nothing in it but what a segment reads, by name."""
+    def _inputs(self, segment: Segment) -> tuple[fx.Graph, dict[str, fx.Node]]:
+        """Return a new graph with the inputs of a segment, and those by name."""
         graph = fx.Graph()
-        given = {read: graph.placeholder(read) for read in segment.reads}
-        for read, node in given.items():
+        inputs = {read: graph.placeholder(read) for read in segment.reads}
+        for read, node in inputs.items():
             node.meta = {"val": self.nodes[read].meta["val"]}
-        return graph, given
+        return graph, inputs
 
-    def _part(self, segment: Segment) -> fx.Graph:
-        """A segment's own graph."""
-        part, given = self._begun(segment)
-        env = {self.nodes[read]: node for read, node in given.items()}
+    def _subgraph(self, segment: Segment) -> fx.Graph:
+        graph, inputs = self._inputs(segment)
+        env = {self.nodes[read]: node for read, node in inputs.items()}
         for name in segment.ops:
             source = self.nodes[name]
             if all(read in env for read in source.all_input_nodes):
-                env[source] = part.node_copy(source, env.__getitem__)
-        part.output(tuple(env[self.nodes[value]] for value in segment.outputs))
-        part.eliminate_dead_code()
-        return part
+                env[source] = graph.node_copy(source, env.__getitem__)
+        graph.output(tuple(env[self.nodes[value]] for value in segment.outputs))
+        graph.eliminate_dead_code()
+        return graph
 
-    def _price(self, segment: Segment, prober: OpProfiler) -> Price | None:
-        """What it takes; None if it can't be run here, or makes what the graph does not foretell."""
-        graph, given = self._begun(segment)
-        node = graph.create_node("call_function", self.run[segment.name], tuple(given.values()), name=segment.name)
+    def _price(self, segment: Segment, profiler: OpProfiler) -> Price | None:
+        """Return the price of a segment; None if it can't run here, or its results differ from the graph's."""
+        graph, inputs = self._inputs(segment)
+        node = graph.create_node("call_function", self.run[segment.name], tuple(inputs.values()), name=segment.name)
         expected = [tensors(self.nodes[value])[0] for value in segment.outputs]
         node.meta = {"val": tuple(expected)}
-        made = prober.made(node)
-        if made is None or [(one.layout, one.offset) for one in made] != [(layout(value), 0) for value in expected]:
+        results = profiler.made(node)
+        layouts = [(layout(value), 0) for value in expected]
+        if results is None or [(result.layout, result.offset) for result in results] != layouts:
             return None
-        cost = prober(node)
+        cost = profiler(node)
         return Price(cost.us, cost.workspace)
 
 
+def lowering_of(
+    graph: fx.Graph, trace: Trace, profiler: Callable[[], OpProfiler], option: str | None, lowers: bool
+) -> NotLowered:
+    """Return the segments of a step if it `lowers`; with the option "inductor" all of them have to compile."""
+    return Lowering(graph, trace, profiler(), must=option == "inductor") if lowers else NotLowered(graph, trace)
+
+
 class _WithSegments(Rewriter):
-    """The graph of a text in which some lines are segments."""
+    """Rewrites a graph for a trace in which some ops are segments."""
 
     def __init__(self, graph: fx.Graph, run: Mapping[str, inductor.Segment], chosen: Iterable[Segment]) -> None:
         super().__init__(graph)
         self.run = run
-        self.given = {each.name: each for each in chosen}
+        self.by_name = {each.name: each for each in chosen}
 
     def _compute(self, op: Op) -> fx.Node:
-        if not op.reads or op.reads[0] not in self.given:
+        if not op.reads or op.reads[0] not in self.by_name:
             return super()._compute(op)
-        whole, place = self.env[op.reads[0]], self.given[op.reads[0]].outputs.index(op.name)
+        whole, place = self.env[op.reads[0]], self.by_name[op.reads[0]].outputs.index(op.name)
         return self._fresh(op, operator.getitem, (whole, place), whole.meta["val"][place])
 
     def _memory_op(self, op: Op) -> fx.Node:
-        sources = [tensors(self.old[value])[0] for value in self.given[op.name].outputs]
+        sources = [tensors(self.old[value])[0] for value in self.by_name[op.name].outputs]
         value = tuple(empty_like(source, self.mode) for source in sources)
         return self._fresh(op, self.run[op.name], tuple(self.env[read] for read in op.reads), value)
 
@@ -149,14 +186,14 @@ class _WithSegments(Rewriter):
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether it computes element by element or along rows, from tensors to tensors of its own."""
+    """Return True if an op computes element by element or along rows, into tensors of its own."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return False
     name = target._schema.name.removeprefix("aten::")
     if torch.Tag.pointwise not in target.tags and name not in FUSED:
         return False
-    given = [source.meta.get("val") for source in node.all_input_nodes]
-    if not all(isinstance(value, Tensor) for value in given) or not tensors(node):
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    if not all(isinstance(value, Tensor) for value in inputs) or not tensors(node):
         return False
     return storages(node).isdisjoint(all_storages(node.all_input_nodes))

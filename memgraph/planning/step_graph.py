@@ -1,73 +1,109 @@
-"""The graph of a call's step, with what is asked of it besides gradients.
+"""A module's call -> the graph of its step, with updates and collectives, that is priced and planned.
 
-captured_call(module, args, kwargs, ...)   ->   forward, backward
-with_updates(...)                          ->   forward, backward that updates parameters
-with_collectives(...)                      ->   forward that gathers parameters, backward that reduces gradients
+model(x)                        ->   forward, backward
+gradients exist                 ->   backward adds to them
+fuse_update, sharded optimizer  ->   updates and collectives between the ops
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..capture.capture import OutputSelector, capture
-from ..capture.explain_errors import elsewhere, is_elsewhere
-from ..graph.accumulate_grads import mark_hooked_grads
+from ..capture.explain_errors import elsewhere, is_elsewhere, refuse_hooks
+from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
-from ..graph.fuse_updates import add_updates
-from ..guards.signature import is_read_after_backward
+from ..guards.signature import has_gradients, is_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
-from ..optim.fused_update import FusedUpdate
-from ..optim.trained import TrainedParameters
-from ..oss import OSS
-from ..oss.compiled.insert_all_gather import arrivals, insert_all_gathers
-from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters
+from ..optim.state_parts import TrainedParameters
+from ..options.compile_options import CompileOptions
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
+from .optimizer_state import OptimizerState
+from .ranks import Ranks
+from .target import Target
 
 
-def captured_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: OutputSelector, device: torch.device
-) -> Captured:
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module; `outputs` selects those that backward starts from."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: OutputSelector
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """The graph of a call's step.
+
+    Attributes:
+        graph: forward, backward, and what was inserted; the captured graph, or one that adds to gradients.
+        lowers: ops are compiled with Inductor.
+        later: of the same call when gradients exist, if that is another graph and such a call may come.
+    """
+
+    target: Target
+    captured: Captured
+    graph: fx.Graph
+    trained: TrainedParameters
+    ranks: Ranks
+    lowers: bool
+    later: StepGraph | None = None
+
+
+def capture_step(
+    call: Call, target: Callable[[], Target], state: OptimizerState, options: CompileOptions, known: Captured | None
+) -> StepGraph:
+    """Capture a call and insert what its optimizer asks for; `known` is a capture of the same call.
+
+    Raises:
+        CaptureError: the call can't be captured.
+    """
+    module = call.module
+    with state.announcing_failure():
+        where = target()
+        refuse_hooks(module)
+        state.before_capture()
+        captured = known or captured_call(replace(call, outputs=state.outputs(call.outputs)), where.device)
+        captured, trained = state.insert_ops(captured, state.trained(captured))
+    ranks = state.ranks(trained, where.device)
+    ranks.check_new_step()
+    lowers = where.lowers and not state.has_other_ranks  # ranks would each find other segments worth it
+    plain = StepGraph(where, captured, captured.graph.graph, trained, ranks, lowers)
+    if options.accumulate or has_gradients(module.parameters()):
+        return replace(plain, graph=_accumulating(captured, module, options))
+    if options.accumulate is False or not trained.parameters or trained.updates:
+        return plain
+    return replace(plain, later=replace(plain, graph=_accumulating(captured, module, options)))
+
+
+def _accumulating(captured: Captured, module: nn.Module, options: CompileOptions) -> fx.Graph:
+    """Return the graph that adds to gradients, except those that autograd adds: of several open forwards, all."""
+    by_autograd = parameters_with_grad_hooks(module) if options.forwards == 1 else dict(module.named_parameters())
+    return accumulate_grads(captured, by_autograd)
+
+
+def captured_call(call: Call, device: torch.device) -> Captured:
     """Capture a call.
 
     Raises:
         CaptureError: it can't be captured, or its tensors are on several devices.
     """
+    module, args, kwargs = call.module, call.args, call.kwargs
     try:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = capture(module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+            captured = capture(module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs)
     except RuntimeError as error:
         if not is_elsewhere(error):
             raise
         raise elsewhere(error, args, kwargs, device) from error
     mark_hooked_grads(captured, is_read_after_backward(module))
     return captured
-
-
-def with_updates(
-    captured: Captured, trained: TrainedParameters, module: nn.Module, fused: FusedUpdate | None
-) -> tuple[Captured, TrainedParameters]:
-    """Insert the updates of parameters into backward, if there is a `fused` update."""
-    if fused is None or not captured.differentiable:
-        return captured, trained
-    captured, updates = add_updates(captured, module, fused.optimizer)
-    return captured, replace(trained, updates=updates)
-
-
-def with_collectives(
-    captured: Captured, trained: TrainedParameters, module: nn.Module, sharded: OSS | None
-) -> tuple[Captured, TrainedParameters]:
-    """Reduce gradients over the ranks of a `sharded` optimizer in backward, and gather parameters in forward."""
-    if sharded is None:
-        return captured, trained
-    named = dict(module.named_parameters())
-    captured = insert_reduce_scatters(captured, sharded.inside.parcels(named))
-    if trained.parameters:
-        captured = insert_all_gathers(captured, arrivals(sharded, named))
-    buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
-    return captured, replace(trained, shards=buckets, gathers=captured.gathers)

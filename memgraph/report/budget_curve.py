@@ -1,10 +1,8 @@
-"""The budget -> time curve of a step, as data and as a table.
+"""The time of a step as a function of the budget, as data and as a table.
 
-    sweep.points      a Point for each budget, the largest first
-    sweep.knee        the one below which bytes begin to cost
-    print(sweep)      the table
-
-`sweep.py` makes it.
+sweep.points      a Point for each budget, the largest first
+sweep.knee        the point below which saving bytes begins to cost time
+print(sweep)      the table
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ COLUMNS = ("budget", "forecast", "step", "overhead", "bound", "gap", "kept", "re
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a budget comes to.  Where no plan fits, the time is infinite, and `peak` is a budget that would do.
+    """The plan of one budget. If no plan fits, `us` is infinite and `peak` is a budget that works.
 
     Attributes:
-        budget, peak: the bytes that are allowed, and the forecast.
-        us: the step in microseconds. lower_bound: what no plan of this one's class goes below; see `passes.PlanResult`.
-        overhead, gap: how far `us` is above the step as it is, and above the bound: 0.1 is 10 %.
-        kept, recomputed, offloaded: what becomes of forward's bytes that backward reads, as shares of them.
-        decisions: how many there are.
+        budget, peak: bytes allowed, and bytes forecast.
+        us: microseconds of the step. lower_bound: its proven lower bound; see `passes.PlanResult`.
+        overhead, gap: distance of `us` from the step without decisions, and from the bound: 0.1 is 10 %.
+        kept, recomputed, offloaded: shares of the bytes that forward makes and backward reads.
+        decisions: number of decisions.
     """
 
     budget: int
@@ -49,18 +47,18 @@ class Point:
 
     @property
     def fits(self) -> bool:
-        """Whether a plan was found."""
+        """True if a plan was found."""
         return self.us < math.inf
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A step's time for each budget, the largest first.
+    """The time of a step for each budget, the largest first.
 
     Attributes:
-        smallest: the smallest budget for which a plan was found, in bytes; `compile` finds it as well.
-        needs, plain_us: the bytes and the microseconds of the step as it is.
-        greedy: whether the plans were made without a search, as HiGHS is not installed: nothing is proven then.
+        smallest: smallest budget in bytes for which a plan was found.
+        needs, plain_us: bytes and microseconds of the step without decisions.
+        greedy: True if HiGHS is not installed, so that the plans are greedy and no bound is proven.
     """
 
     points: tuple[Point, ...]
@@ -72,8 +70,11 @@ class Sweep:
 
     @property
     def knee(self) -> Point | None:
-        """The point of largest curvature, below which bytes begin to cost: of those that fit the one furthest below
-        the chord from the first to the last; the smallest, if none lies below it.  None if no budget fits."""
+        """Return the point furthest below the chord from the first to the last point that fits.
+
+        Below it, saving bytes begins to cost time. If no point is below the chord it is the smallest budget that fits,
+        and None if no budget fits.
+        """
         fitting = [point for point in self.points if point.fits]
         if not fitting:
             return None
@@ -87,7 +88,7 @@ class Sweep:
         return lowest if above(lowest) < 0 else last
 
     def to_json(self) -> str:
-        """All of it, with the knee's budget; an infinite time is null."""
+        """Return the points and the knee as JSON; an infinite time is null."""
         points = [
             {name: None if value == math.inf else value for name, value in asdict(p).items()} for p in self.points
         ]
@@ -100,7 +101,7 @@ class Sweep:
     def __rich__(self) -> RenderableType:
         title = f"as it is, the step needs {mb(self.needs)} and takes {ms(self.plain_us)}; {mb(self.smallest)} will do"
         if self.greedy:
-            title += f"\n{MISSING}: greedy plans, of which nothing is proven; {INSTALL}"
+            title += f"\n{MISSING}: greedy plans, without a proven bound; {INSTALL}"
         lines, knee = table(title, *COLUMNS, right=COLUMNS[:-1]), self.knee
         for point in self.points:
             _add(lines, point, "knee" if point == knee else "smallest" if point.budget == self.smallest else "")
@@ -108,24 +109,24 @@ class Sweep:
 
 
 def point_of_plan(budget: int, choice: PlanResult) -> Point:
-    """The point of a plan."""
+    """Return the point of a budget for which there is a plan."""
     times = choice.forecast.us, choice.overhead, choice.lower_bound, choice.gap
     return Point(budget, choice.forecast.peak, *times, *_shares(choice), len(choice.plan))
 
 
 def point_of_refusal(budget: int, smallest: int, plain_us: float) -> Point:
-    """The point of a budget for which there is no plan."""
+    """Return the point of a budget for which there is no plan."""
     return Point(budget, smallest, math.inf, math.inf, plain_us, math.inf)
 
 
 def _shares(choice: PlanResult) -> tuple[float, float, float]:
-    """Kept, recomputed, offloaded; what is both sent away and run again counts as sent away."""
+    """Return the shares kept, recomputed and offloaded; a value that is both counts as offloaded."""
     trace = choice.captured.trace
-    gone = {trace.op[said.value].holds[0] for said in choice.plan if isinstance(said, Offload)}
-    again = {s.name for said in choice.plan if isinstance(said, Recompute) for s in trace.op[said.value].makes} - gone
+    offloaded = {trace.op[said.value].holds[0] for said in choice.plan if isinstance(said, Offload)}
+    rerun = {s.name for said in choice.plan if isinstance(said, Recompute) for s in trace.op[said.value].makes}
     every = sum(trace.saved.values()) or 1
-    away, made = (sum(trace.saved.get(storage, 0) for storage in some) / every for some in (gone, again))
-    return max(0.0, 1 - away - made), made, away
+    sent, recomputed = (sum(trace.saved.get(s, 0) for s in some) / every for some in (offloaded, rerun - offloaded))
+    return max(0.0, 1 - sent - recomputed), recomputed, sent
 
 
 def _add(lines: Table, point: Point, mark: str) -> None:

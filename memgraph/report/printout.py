@@ -1,4 +1,4 @@
-"""A report as a person reads it: does it fit, what lies where at the peak, what was decided and why.
+"""Print a report: whether the step fits, the tensors at its peak, the decisions and the reason for each.
 
 fits: forecast 118.2 MB, measured 118.2 MB, budget 120.0 MB
 time: forecast 31.0 ms, +4.2%; as it is, the step takes 29.7 ms and needs 191.4 MB
@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -23,25 +22,23 @@ from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
 from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 
+from .report_data import ReportData
 from .step_times import LENGTH, is_off
 from .tables import mb, ms, table
 
-if TYPE_CHECKING:
-    from .report import Report
-
-TOP = 10  # rows of what lies there at the peak
+TOP = 10  # rows of the table of the peak
 NUMBERS = ("bytes", "time", "at the peak", "at its own peak")
 
 
-def printout(report: Report) -> RenderableType:
-    """The lines and the tables of a report."""
+def printout(report: ReportData) -> RenderableType:
+    """Return the lines and tables of a report."""
     forecast, blank = report.forecast, Text("")
     return Group(
         Text(_verdict(report)), blank, _kinds(forecast), blank, _peak(forecast), blank, _decided(report)
     )  # fmt: skip
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: ReportData) -> str:
     plain = report.choice.captured
     lines = [
         _bytes(report),
@@ -63,11 +60,11 @@ def _verdict(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _bytes(report: Report) -> str:
-    """The three that the promise is about, to the byte where they would look alike."""
-    found = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
-    alike = len(set(map(mb, found))) < len(set(found))
-    forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in found]
+def _bytes(report: ReportData) -> str:
+    """Compare forecast, measured and budget, to the byte if two of them would print alike."""
+    bytes = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
+    alike = len(set(map(mb, bytes))) < len(set(bytes))
+    forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in bytes]
     said = f"forecast {forecast}, measured {(*measured, _unmeasured(report))[0]}, budget {budget}"
     if report.measured is None or report.measured <= min(report.peak, report.budget):
         return f"fits: {said}"
@@ -75,13 +72,12 @@ def _bytes(report: Report) -> str:
     return f"{verdict}: {said}; {report.beyond or 'which should not be: please report it'}"
 
 
-def _unmeasured(report: Report) -> str:
-    """What stands in the place of the bytes that were measured."""
+def _unmeasured(report: ReportData) -> str:
     return f"not yet ({report.unmeasured})" if report.unmeasured else "not yet"
 
 
-def _held(report: Report) -> list[str]:
-    """What torch's allocator makes of the bytes that were measured, and before what room it has for that."""
+def _held(report: ReportData) -> list[str]:
+    """Show what torch's CUDA allocator held for the measured bytes; before a step, the room that it has."""
     if not report.held:
         room = f"{mb(report.budget - report.peak)} of the budget are left for what torch's allocator holds beyond that"
         return [room] if report.machine.device.startswith("cuda") else []
@@ -89,38 +85,35 @@ def _held(report: Report) -> list[str]:
     return [f"torch's allocator gave out {mb(report.blocks)} for these, and held {mb(report.held)} of the device{over}"]
 
 
-def _several(report: Report) -> list[str]:
-    """What several open forwards have come to."""
+def _several(report: ReportData) -> list[str]:
     if report.forwards < 2:
         return []
     over = f", over the budget; forwards={report.forwards} plans for them" * (report.together > report.budget)
     return [f"{report.forwards} forwards were open at once: forecast {mb(report.together)} together{over}"]
 
 
-def _adding(report: Report) -> list[str]:
-    """What the next call needs if gradients are there by then, and there is no room for that."""
+def _adding(report: ReportData) -> list[str]:
+    """Warn that a call which adds to gradients does not fit."""
     if report.adding <= report.budget:
         return []
     return [f"no plan within the budget was found for a call that adds to gradients; one needs {report.adding} B"]
 
 
-def _exchanged(report: Report) -> list[str]:
-    """What ranks exchange, and how much of it takes no time."""
+def _exchanged(report: ReportData) -> list[str]:
+    """Show the collectives, and how much of their time compute hides."""
     net = [copy for copy in report.forecast.copies if copy.queue == "net"]
     if not net:
         return []
     us = sum(copy.end - copy.begin for copy in net)
-    hidden = us * (1 - min(report.machine.network.interference, 1.0)) - sum(
-        _spent(report.forecast, REDUCED, GATHERED).values()
-    )
+    waited = sum(_spent(report.forecast, REDUCED, GATHERED).values())
+    hidden = us * (1 - min(report.machine.network.interference, 1.0)) - waited
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
     said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
     return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
 
 
-def _compiled(report: Report) -> list[str]:
-    """What Inductor has compiled of the step, beside the plan as it was made."""
+def _compiled(report: ReportData) -> list[str]:
     if report.lowered is None:
         return []
     count = sum(op.fn == SEGMENT for op in report.lowered.trace.ops)
@@ -130,14 +123,14 @@ def _compiled(report: Report) -> list[str]:
     return [f"compiled: {count} segment{'s' * (count > 1)}; with their ops one by one {ms(report.apart_us)}{failed}"]
 
 
-def _taken(report: Report) -> list[str]:
-    """What the step took, beside what was foretold, before and with what its own ops took."""
+def _taken(report: ReportData) -> list[str]:
+    """Compare measured times with forecasts: the first timed step, and the median of recent ones."""
     lines = []
     if report.pages_us:
         lines.append(f"predicted {ms(report.predicted_us)}, with {ms(report.pages_us)} for new pages")
     if report.measured_us is not None:
-        again = report.repriced_us
-        own = "" if again is None else f"; forecast with the times of its own ops {ms(again)}"
+        repriced = report.repriced_us
+        own = "" if repriced is None else f"; forecast with the times of its own ops {ms(repriced)}"
         lines.append(f"took {ms(report.measured_us)}{own}")
     if report.recent_us is not None and is_off(report.recent_us, report.flight_us):
         off = f"{report.recent_us / report.flight_us - 1:+.0%} on the forecast of {ms(report.flight_us)}"
@@ -145,42 +138,39 @@ def _taken(report: Report) -> list[str]:
     return lines
 
 
-def _proven(report: Report) -> list[str]:
-    """What no plan does better, and of which plans that is true."""
+def _proven(report: ReportData) -> list[str]:
+    """State the proven bound, and the class of plans that it holds for."""
     if not report.plan:
         return []
     single = report.choice.is_single
     adds = report.choice.bound_us if single else report.choice.any_us
     if not adds:
         return [f"proven: only that no plan is faster than the step as it is; this one is {report.gap:.1%} above"]
-    each = "in which each value runs again and comes back at most once"
-    which = each if single else "that runs values again in backward only, however often,"
+    each = "in which each value is recomputed and reloaded at most once"
+    which = each if single else "that recomputes in backward only, however often,"
     return [f"proven: no plan {which} takes less than {ms(report.lower_bound)}; this one is {report.gap:.1%} above"]
 
 
-def _greedy(report: Report) -> list[str]:
-    """Why no more is proven, and what to do."""
+def _greedy(report: ReportData) -> list[str]:
     if not report.choice.greedy:
         return []
-    return [f"{MISSING}: the greedy planner made this plan, and nothing more is proven of it; {INSTALL}"]
+    return [f"{MISSING}: the greedy planner made this plan, and proves no bound; {INSTALL}"]
 
 
-def _rounded(report: Report) -> list[str]:
-    """What is lossy, because `wire_dtype` asked for it."""
+def _rounded(report: ReportData) -> list[str]:
     cast = [decision for decision in report.plan if isinstance(decision, Offload) and decision.wire]
     if not cast:
         return []
     nbytes = sum(_held_nbytes(report, decision.value) for decision in cast)
-    return [f"lossy: {len(cast)} values of {mb(nbytes)} are rounded to {cast[0].wire} on their way"]
+    return [f"lossy: {len(cast)} values of {mb(nbytes)} are rounded to {cast[0].wire} while offloaded"]
 
 
-def _held_nbytes(report: Report, value: str) -> int:
-    """The bytes of the storage that is sent away with a value."""
+def _held_nbytes(report: ReportData, value: str) -> int:
     trace = report.choice.captured.trace
     return trace.nbytes[trace.op[value].holds[0]]
 
 
-def _decided(report: Report) -> RenderableType:
+def _decided(report: ReportData) -> RenderableType:
     if not report.plan:
         return Text("decided: nothing; the step fits as it is")
     lines = table("decided", "what", "op", "where", "bytes", "time", "why", right=NUMBERS)
@@ -190,7 +180,7 @@ def _decided(report: Report) -> RenderableType:
     return lines
 
 
-def _rows(report: Report) -> Iterator[Row]:
+def _rows(report: ReportData) -> Iterator[Row]:
     stalls, casts = _spent(report.forecast, FREE, WAIT), _spent(report.forecast, NARROW, WIDEN)
     for decision in report.plan:
         op = report.choice.captured.trace.op[decision.value]
@@ -200,23 +190,23 @@ def _rows(report: Report) -> Iterator[Row]:
             why = "hides behind compute" if stalls[op.name] < 1 else "compute waits for it"
             yield Row(verb, op.fn, op.where, nbytes, stalls[op.name] + casts[op.name], why)
         elif isinstance(decision, Stream):
-            verb, stays = ("update there", ", and is updated there") if decision.on else ("stream", "")
-            why = f"lives on {report.machine.tier}{stays}"
+            verb, updated = ("update there", ", and is updated there") if decision.on else ("stream", "")
+            why = f"offloaded to {report.machine.tier}{updated}"
             yield Row(verb, op.fn, op.where, op.nbytes, stalls[op.name], why)
         elif isinstance(decision, Recompute) and op.makes:
-            yield Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_again(report, op))
+            yield Row("recompute", op.fn, op.where, op.nbytes, op.us, _why_recomputed(report, op))
 
 
-def _why_again(report: Report, op: Op) -> str:
+def _why_recomputed(report: ReportData, op: Op) -> str:
     if not report.machine.link.works:
-        return "no far tier"
-    trip = op.nbytes / report.machine.link.out + op.nbytes / report.machine.link.back
-    return f"a trip would take {ms(trip)}"
+        return "no tier to offload to"
+    copies_us = op.nbytes / report.machine.link.out + op.nbytes / report.machine.link.back
+    return f"offloading would take {ms(copies_us)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a table; `count` identical layers make one."""
+    """A line of a table, which stands for `count` equal layers."""
 
     verb: str
     fn: str
@@ -228,16 +218,20 @@ class Row:
 
 
 def _folded(rows: Iterable[Row]) -> list[Row]:
-    """Rows that differ only in the numbers of their module paths, as one.  Of equal layers some may wait for what hides
-    in others: these are two rows."""
-    found: dict[tuple[str, str, str, str], Row] = {}
+    """Fold rows that differ only in the numbers of their module paths.
+
+    Equal layers stay two rows if copies hide behind compute in some and not in others.
+    """
+    folded: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
         where = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", row.where)
         key = (row.verb, row.fn, where, row.why)
-        same = found.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
-        path = where if same.count else row.where
-        found[key] = Row(row.verb, row.fn, path, same.nbytes + row.nbytes, same.us + row.us, row.why, same.count + 1)
-    return list(found.values())
+        total = folded.get(key, Row(row.verb, row.fn, row.where, 0, 0.0, row.why, 0))
+        path = where if total.count else row.where
+        folded[key] = Row(
+            row.verb, row.fn, path, total.nbytes + row.nbytes, total.us + row.us, row.why, total.count + 1
+        )
+    return list(folded.values())
 
 
 def _kinds(forecast: Forecast) -> Table:
@@ -261,10 +255,11 @@ def _peak(forecast: Forecast) -> Table:
 
 
 def _spent(forecast: Forecast, *fns: str) -> Counter[str]:
-    """How long compute is with such ops for the trip of each value, in microseconds."""
+    """Return the microseconds that compute spends on such ops for the copies of each value."""
     ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
     spent: Counter[str] = Counter()
     for i, op in enumerate(ops):
         if op.fn in fns:
-            spent[value_of(op.name)] += begins[i + 1] - begins[i]  # type: ignore[assignment]
+            value = value_of(op.name)
+            spent[value] += begins[i + 1] - begins[i]  # type: ignore[assignment]
     return spent

@@ -1,8 +1,8 @@
-"""What is known of a planned step: its plan, what it was forecast to take, and what it took.
+"""The report of a planned step, as `model.plan` returns it.
 
 print(report)          fits: forecast 649.2 MB, measured 649.2 MB, budget 649.3 MB ...    (see `printout.py`)
 report.overhead        0.032
-report.to_json()       the plan, to be used again
+report.to_json()       the plan as text, for `memgraph.compile(..., plan=text)`
 """
 
 from __future__ import annotations
@@ -11,135 +11,38 @@ from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
 
-from passes import Forecast, Machine, Plan, PlanResult
-
 from .printout import printout
+from .report_data import ReportData
 from .saved_plan import record_plan
 from .tables import printed
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
-    """The plan of one signature, what it was forecast to take, and what it took.
-
-    Attributes:
-        machine: the budget and the links that the plan was made for.
-        choice: the decisions, and the forecasts with and without them.
-        measured: the most bytes that were on the device while the first step ran; None before, or where a profiler of
-            the caller's was in the way.
-        measured_us: what the first step took that ran without the meter of bytes, in microseconds; None before.
-        repriced_us: the forecast of a step with what its own ops took in that one, in microseconds; None before.
-        recent_us: the median of the latest twenty steps, each from the begin of forward to the end of backward without
-            what lies between the two, in microseconds; None while there are fewer.
-        flight_us: what those were foretold to take, in microseconds; known with `recent_us`.
-        pages_us: what the forecast leaves out: how much longer the step takes because its values lie in pages that the
-            system has yet to give, in microseconds.
-        planned_us: what capture, pricing and planning took, in microseconds.
-        counted: whether an optimizer was given, so that its states are in the forecast.
-        beyond: why the step that was measured takes more than its forecast, if it does: what its caller did that no
-            plan counts.
-        lowered: the forecast of the step with parts of it compiled, which is what runs then.
-        apart_us: microseconds of the same plan with nothing compiled.
-        recorded: what is said of the step as CUDA graphs; empty if nobody asked for them.
-        uncompiled: segments that Inductor could not compile, and that run op by op.
-        blocks: on a GPU, the most bytes that torch's allocator had given out while `measured` was found.
-        forwards: how many forwards were open at once, at most.
-        together: bytes that they were forecast to take with what the others really held; 0 if there was ever but one.
-        adding: bytes that the same call needs when there are gradients to add to; 0 if it was not asked for.
-        held: the most that it had of the device then, with what was free between.
-        unmeasured: why the last step that should have been measured was not; empty once one was, and before.
-    """
-
-    machine: Machine
-    choice: PlanResult
-    measured: int | None = None
-    measured_us: float | None = None
-    repriced_us: float | None = None
-    recent_us: float | None = None
-    flight_us: float = 0.0
-    pages_us: float = 0.0
-    planned_us: float = 0.0
-    counted: bool = True
-    beyond: str = ""
-    lowered: Forecast | None = None
-    apart_us: float = 0.0
-    uncompiled: int = 0
-    recorded: str = ""
-    blocks: int = 0
-    held: int = 0
-    adding: int = 0
-    forwards: int = 1
-    together: int = 0
-    unmeasured: str = ""
-
-    @property
-    def predicted_us(self) -> float:
-        """Microseconds that a step of this plan was foretold to take, before any had run."""
-        return self.forecast.us + self.pages_us
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions, in the order in which they were made."""
-        return self.choice.plan
-
-    @property
-    def decisions(self) -> Plan:
-        """The same, for `model.plan.decisions`."""
-        return self.choice.plan
-
-    @property
-    def forecast(self) -> Forecast:
-        """What the step takes as it runs: with parts of it compiled, if they are."""
-        return self.choice.forecast if self.lowered is None else self.lowered
-
-    @property
-    def budget(self) -> int:
-        """In bytes."""
-        return self.machine.budget
-
-    @property
-    def peak(self) -> int:
-        """The forecast's peak, in bytes."""
-        return self.forecast.peak
+class Report(ReportData):
+    """The plan of one call signature, its forecast and its measurements; see `ReportData` for the attributes."""
 
     def with_measured(self, allocated: int, absent: int = 0, states: int | None = None) -> Report:
-        """The report of a step that allocated so many bytes besides what was there already: all that the forecast
-        finds there, but for `absent` bytes; `states`: those that were there, if it has made others."""
+        """Return the report with the peak of a measured step.
+
+        Args:
+            allocated: peak bytes that the step allocated beside what existed before it.
+            absent: bytes of the forecast's inputs that did not exist before the step.
+            states: bytes of optimizer states that existed before, if they differ from the forecast's.
+        """
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
-        there = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
-        there -= self.forecast.trace.other_nbytes  # which are there only if they are open, and are measured then
-        return replace(
-            self, unmeasured="", measured=there + allocated + int(self.forecast.by_kind["staging"].max(initial=0))
-        )
+        resident = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
+        resident -= self.forecast.trace.other_nbytes  # other open forwards are measured if they exist
+        staging = int(self.forecast.by_kind["staging"].max(initial=0))
+        return replace(self, unmeasured="", measured=resident + allocated + staging)
 
     def with_update(self, nbytes: int) -> Report:
-        """The report once the optimizer has stepped, with so many bytes in gradients, states and its workspace."""
-        there = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
-        there -= self.forecast.trace.other_nbytes
-        return replace(self, measured=max(self.measured or 0, there + nbytes))
-
-    @property
-    def overhead(self) -> float:
-        """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
-        return self.choice.overhead
-
-    @property
-    def lower_bound(self) -> float:
-        """Microseconds of the step, less than which no plan of this plan's class takes; it is proven."""
-        return self.choice.lower_bound
-
-    @property
-    def gap(self) -> float:
-        """How far the plan's time is above the bound's, as a share of that: at most so much could be won."""
-        return self.choice.gap
-
-    @property
-    def bound_us(self) -> float:
-        """Microseconds that every plan adds in which a value runs again and comes back at most once; it is proven."""
-        return self.choice.bound_us
+        """Return the report after the optimizer's step, which used `nbytes` for gradients, states and workspace."""
+        resident = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
+        resident -= self.forecast.trace.other_nbytes
+        return replace(self, measured=max(self.measured or 0, resident + nbytes))
 
     def to_json(self) -> str:
-        """The plan, to be used again: `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
+        """Return the plan as JSON text, for `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
         return record_plan(self.choice, self.machine).to_json()
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""Whether a saved plan is good for a step, and what the step comes to with it.
+"""Apply a saved plan to a step in place of a search.
 
-    reused(plans, trace, machine)   ->   a Choice, without a search; or a PlanError that says why not
+    reuse_plan(plans, trace, machine)   ->   PlanResult, or a PlanError with the reason
 
-It is good for a step with the same ops, types, bytes and views, for the same torch and kind of device, whatever the ops
-take now: what it comes to is forecast anew, and has to fit the budget.
+A saved plan is valid for a step with the same ops, types, bytes and views, on the same torch and kind of device. The
+times of ops may differ: the plan is forecast with those of now, and has to fit the budget.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from passes.ir.liveness import released
 from passes.order.microbatch_order import reslice_microbatches
 
 from ..errors import PlanError
-from .saved_plan import ANEW, SavedPlan, with_saved_prices, without_prices
+from .saved_plan import REPLAN, SavedPlan, with_saved_prices, without_prices
 
 
 def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> PlanResult:
-    """The one of `plans` that was made for this step, forecast anew; no decisions at all, if the step fits as it is.
+    """Return the forecast of the first of `plans` that was made for this step; without decisions if the step fits.
 
     Raises:
-        PlanError: none was, or it can't be carried out here, or is over the budget.
+        PlanError: no plan matches, or the one that does can't be carried out here or exceeds the budget.
     """
     both = [(step, without_prices(step)) for step in (trace, released(trace))]
     matching = (
@@ -41,7 +41,7 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
     if forecast.peak > machine.budget:
         raise PlanError(
             f"the saved plan needs {forecast.peak} bytes, over the budget of {machine.budget}: "
-            f"give budget={forecast.peak}, or {ANEW}"
+            f"give budget={forecast.peak}, or {REPLAN}"
         )
     proves = machine.budget <= plan.machine.budget and plan.prices == with_saved_prices(trace, machine)
     return PlanResult(plan.plan, captured, forecast, plan.bound_us * proves, plan.any_us * proves)
@@ -50,45 +50,43 @@ def reuse_plan(plans: Sequence[SavedPlan], trace: Trace, machine: Machine) -> Pl
 def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
     """Raise a PlanError if the plan is for another torch, another device or another step."""
     if plan.torch != str(torch.__version__):
-        raise PlanError(f"the saved plan is for torch {plan.torch}, this is {torch.__version__}; {ANEW}")
+        raise PlanError(f"the saved plan is for torch {plan.torch}, this is {torch.__version__}; {REPLAN}")
     there, here = (known.device.partition(":")[0] for known in (plan.machine, machine))
     if there != here:
-        raise PlanError(f"the saved plan is for {there}, and the model is on {here}; {ANEW}")
+        raise PlanError(f"the saved plan is for {there}, and the model is on {here}; {REPLAN}")
     if found := _difference(plan.step, trace):
-        raise PlanError(f"the saved plan is for {found}\n{ANEW}")
+        raise PlanError(f"the saved plan is for {found}\n{REPLAN}")
 
 
 def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
     if any(isinstance(decision, Offload) for decision in plan.plan) and not machine.link.works:
-        raise PlanError(f"the saved plan sends values to {plan.machine.tier}, which offload=None forbids; {ANEW}")
+        raise PlanError(f"the saved plan offloads to {plan.machine.tier}, which offload=None forbids; {REPLAN}")
     for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.cast.dtype}:
-        raise PlanError(f"the saved plan rounds values to {wire} on their way, for which wire_dtype= asks; {ANEW}")
-    if (
-        any(isinstance(decision, Stream) and decision.on for decision in plan.plan)
-        and not machine.streaming.host_update_rate
-    ):
-        raise PlanError(f"the saved plan updates states on the host, for which host_update=True asks; {ANEW}")
+        raise PlanError(f"the saved plan rounds offloaded values to {wire}, which needs wire_dtype=; {REPLAN}")
+    on_host = any(isinstance(decision, Stream) and decision.on for decision in plan.plan)
+    if on_host and not machine.streaming.host_update_rate:
+        raise PlanError(f"the saved plan updates states on the host, which needs host_update=True; {REPLAN}")
     try:
         applied = apply(trace, plan.plan)
         check(applied)
         return predict(applied, machine)
     except (ValueError, KeyError, BrokenTrace) as error:
-        raise PlanError(f"the saved plan can't be carried out on its step: {error}; {ANEW}") from error
+        raise PlanError(f"the saved plan can't be carried out on its step: {error}; {REPLAN}") from error
 
 
 def _difference(there: Trace, here: Trace) -> str:
-    """Where two steps begin to differ, in words; nothing if they are the same."""
+    """Describe the first difference of two steps; empty if they are the same."""
     for index, (old, new) in enumerate(zip(there.ops, without_prices(here).ops, strict=False)):
         if old != new:
             found = replace(new, where=here.ops[index].where)
-            return f"{_whose(old, new)}; op {index} is the first that differs\nthere: {old}\nhere:  {found}"
+            return f"{_what_differs(old, new)}; op {index} is the first that differs\nthere: {old}\nhere:  {found}"
     if len(there.ops) != len(here.ops):
         return f"another model: it has {len(there.ops)} ops, this one {len(here.ops)}, alike as far as both go"
     return "" if there.outputs == here.outputs else "another model: the ops are the same, but what it returns is not"
 
 
-def _whose(old: Op, new: Op) -> str:
-    """Whether two ops that differ are the model's, or the call's."""
+def _what_differs(old: Op, new: Op) -> str:
+    """Name what differs, given the first pair of ops that do: the shape, the call, the optimizer or the model."""
     fns = {old.fn, new.fn}
     if fns == {"input"}:
         return "another shape" if old.name == new.name else "another call"

@@ -1,9 +1,9 @@
-"""A plan to keep: what was decided of which step, for which budget.
+"""A plan as text that can be saved and reused.
 
     text = report.to_json()
     model = memgraph.compile(model, "8GB", plan=text)   ->   the same decisions, without a search
 
-The text is JSON, one line a decision and one an op, with a digest.  `reuse` says for which steps a plan is good.
+The text is JSON, one line a decision and one an op, with a digest.  `reuse_plan` checks whether a plan fits a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes import Cast, Link, Machine, Network, Plan, PlanResult, Streaming, Tr
 from ..errors import PlanError
 
 FORMAT = 3
-ANEW = "plan anew, without plan="
+REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
 PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine
 
@@ -37,9 +37,9 @@ class SavedPlan:
         step: the step as captured, without prices and source lines.
         machine: the budget, the device and the links that it was planned for.
         torch: the version of torch that captured it.
-        prices: a digest of what was believed of ops and links; with other prices its bounds prove nothing.
+        prices: digest of the prices of ops and links; with other prices the bounds prove nothing.
         peak: the forecast, in bytes. us: the same in microseconds.
-        bound_us, any_us: what every plan adds, in microseconds; see `passes.Proposal`.
+        bound_us, any_us: proven bounds on the microseconds that a plan adds; see `passes.Proposal`.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class SavedPlan:
     any_us: float = 0.0
 
     def to_json(self) -> str:
-        """All of it, with a digest: a text that was changed is refused."""
+        """Return the plan as JSON with a digest, so that changed text is refused."""
         facts = {
             "memgraph": FORMAT,
             "torch": self.torch,
@@ -70,80 +70,80 @@ class SavedPlan:
 
     @classmethod
     def from_json(cls, text: str) -> SavedPlan:
-        """The plan that `to_json` wrote.
+        """Parse what `to_json` wrote.
 
         Raises:
-            PlanError: the text is no plan, is damaged, or was written by another memgraph.
+            PlanError: the text is not a plan, is damaged, or has another format.
         """
         try:
             facts = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"the saved plan is not JSON: {error}; {ANEW}") from error
+            raise PlanError(f"the saved plan is not JSON: {error}; {REPLAN}") from error
         if not isinstance(facts, dict) or "memgraph" not in facts:
-            raise PlanError(f"the JSON is no saved plan: give what Report.to_json() returned, or {ANEW}")
+            raise PlanError(f"the JSON is no saved plan: give what Report.to_json() returned, or {REPLAN}")
         if facts["memgraph"] != FORMAT:
-            raise PlanError(f"the saved plan has format {facts['memgraph']!r}, this memgraph reads {FORMAT}; {ANEW}")
+            raise PlanError(f"the saved plan has format {facts['memgraph']!r}, this memgraph reads {FORMAT}; {REPLAN}")
         if facts.pop("digest", None) != _seal(facts):
-            raise PlanError(f"the saved plan was damaged or changed since it was written; {ANEW}")
+            raise PlanError(f"the saved plan was damaged or changed since it was written; {REPLAN}")
         try:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
             return cls(plan, step, _machine(facts["machine"]), **_typed(cls, facts, names))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"the saved plan can't be read: {error}; {ANEW}") from error
+            raise PlanError(f"the saved plan can't be read: {error}; {REPLAN}") from error
 
 
 PlanRecord = SavedPlan | str | PathLike[str]
 
 
 def record_plan(choice: PlanResult, machine: Machine) -> SavedPlan:
-    """What there is to keep of a plan."""
+    """Return the plan in the form that is saved."""
     trace, forecast = choice.captured.trace, choice.forecast
     version, prices = str(torch.__version__), with_saved_prices(trace, machine)
-    proven, known = (choice.bound_us, choice.any_us), _roomed(trace, machine)
+    proven, known = (choice.bound_us, choice.any_us), _with_capped_tier(trace, machine)
     return SavedPlan(choice.plan, without_prices(trace), known, version, prices, forecast.peak, forecast.us, *proven)
 
 
 def saved_plan(given: PlanRecord) -> SavedPlan:
-    """The plan that is meant: as it is, as its JSON text, or as the path of a file.
+    """Read a plan from JSON text or the path of a file; a `SavedPlan` is returned as it is.
 
     Raises:
-        PlanError: there is no such file, or no plan in it.
+        PlanError: the file can't be read, or is not a plan.
     """
     if isinstance(given, SavedPlan):
         return given
     if isinstance(given, str) and not given.strip():
-        raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {ANEW}")
+        raise PlanError(f"plan is an empty text: give a saved plan, its JSON text or the path of its file, or {REPLAN}")
     if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
         return SavedPlan.from_json(given)
     try:
         text = Path(given).read_text()
     except (OSError, ValueError) as error:
-        raise PlanError(f"no saved plan can be read from {str(given)[:200]!r}: {error.args[-1]}; {ANEW}") from error
+        raise PlanError(f"no saved plan can be read from {str(given)[:200]!r}: {error.args[-1]}; {REPLAN}") from error
     return SavedPlan.from_json(text)
 
 
 def without_prices(trace: Trace) -> Trace:
-    """What a step is, and not how fast it runs or where it is written: no microseconds, workspace, source lines."""
+    """Drop microseconds, workspaces and source lines, which may differ between runs of the same step."""
     return replace(trace, ops=tuple(replace(op, us=0.0, workspace=0, where="") for op in trace.ops))
 
 
 def with_saved_prices(trace: Trace, machine: Machine) -> str:
-    """A digest of all that a bound was proven of, but for the budget."""
-    return _digest(f"{trace}{replace(_roomed(trace, machine), budget=0)!r}")
+    """Return a digest of everything that a bound depends on, except the budget."""
+    return _digest(f"{trace}{replace(_with_capped_tier(trace, machine), budget=0)!r}")
 
 
-def _roomed(trace: Trace, machine: Machine) -> Machine:
-    """Without the room on the far tier for more than there is: how much of it is free just then changes no plan."""
+def _with_capped_tier(trace: Trace, machine: Machine) -> Machine:
+    """Cap the free bytes of the tier at the bytes of the step: more of them change no plan."""
     return replace(machine, link=replace(machine.link, capacity=min(machine.link.capacity, sum(trace.nbytes.values()))))
 
 
 def _typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The facts of these names, or all, for the fields of a dataclass.
+    """Check that facts have the types of a dataclass's fields.
 
     Raises:
-        TypeError: one is of another type than its field, or a number that JSON has no sign for.
-        KeyError: one of the names is missing.
+        TypeError: a fact has another type than its field, or is not finite.
+        KeyError: one of `names` is missing.
     """
     types = {field.name: TYPES[str(field.type)] for field in fields(kind) if str(field.type) in TYPES}
     found = facts if names is None else {name: facts[name] for name in names}
@@ -168,7 +168,7 @@ def _machine(facts: dict[str, Any]) -> Machine:
         TypeError: a fact is of another type than its field.
     """
     parts = {name: kind(**_typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
-    return Machine(**_typed(Machine, facts, [name for name in facts if name not in PARTS]), **parts)
+    return Machine(**_typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
 
 
 def _seal(facts: dict[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers and tables as a person reads them.
+"""Format numbers and tables for people.
 
 942049812 bytes -> 942.0 MB    7090512.0 us -> 7090.5 ms    printed(table) -> its text, without colours
 """
@@ -14,7 +14,7 @@ WIDTH = 120
 
 
 def printed(what: RenderableType) -> str:
-    """The text of what rich would draw, in lines of 120 columns."""
+    """Return the text that rich would draw, in lines of 120 columns."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     console.print(what)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -22,18 +22,18 @@ def printed(what: RenderableType) -> str:
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table; the columns `right` hold numbers."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
+    """Return an empty table; the columns named in `right` hold numbers."""
+    empty = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), title_style="")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return empty
 
 
 def mb(nbytes: int) -> str:
-    """Bytes in megabytes of 10^6; as they are, if they are few."""
+    """Format bytes as megabytes of 10^6, or as bytes below 0.1 MB."""
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 100_000 else f"{nbytes} B"
 
 
 def ms(us: float) -> str:
-    """Microseconds in milliseconds."""
+    """Format microseconds as milliseconds."""
     return f"{us / 1e3:.1f} ms"

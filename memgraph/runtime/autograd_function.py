@@ -1,15 +1,16 @@
-"""Autograd's view of a step: one node from the inputs to the outputs, whose backward runs the step's other half.
+"""The autograd node of a step, whose backward runs the step's backward half.
 
-    outputs = Run.apply(step, flight, unforeseen, *tensors)    forward's half has run
-    loss.backward()                                            backward's half runs
+    outputs = StepFunction.apply(differentiation, *tensors)    the forward half has run
+    loss.backward()                                            the backward half runs
 
-The gradients of parameters are put into `.grad` here, where nobody watches, and autograd hands on the others.
+Gradients of parameters are put into `.grad` here, unless a hook has to see them; autograd passes the others on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,210 +20,233 @@ from ..errors import MemgraphError
 from ..graph.captured import Output
 from ..guards.signature import has_hooks, in_process_group
 from ..profile.memory_meter import resident_bytes
+from ..report.report import Report
 from ..system.user_warning import warn_user
-from .company import note_concurrent_run, passed_outputs
+from .concurrent_runs import count_passed_on, note_concurrent_run
 from .released_outputs import BorrowedOutputs, refuse_kept, releases_outputs
+from .step_parts import StepParts
 from .step_run import StepRun
 
-if TYPE_CHECKING:
-    from .step import Step
-
-# The gradients of all inputs, if gradients arrive for other outputs than was planned.
+# Returns the gradients of all inputs when gradients arrive for other outputs than planned.
 UnplannedGradient = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiation:
+    """One run of a step, as its autograd node needs it.
+
+    Attributes:
+        report: of the plan that this run carries out.
+        finish: closes the run.
+        unplanned: returns the gradients when they arrive for other outputs than planned.
+    """
+
+    parts: StepParts
+    report: Report
+    run: StepRun
+    finish: Callable[[StepRun], None]
+    unplanned: UnplannedGradient
 
 
 class StepFunction(torch.autograd.Function):
     """A step, as autograd calls it."""
 
-    boxed_grads_call = True  # tangents come in a list, from which they go as they are read
+    boxed_grads_call = True  # tangents arrive in a list, from which each is removed when it has been read
 
     @staticmethod
-    def forward(
-        ctx: Any, step: Step, flight: StepRun, unforeseen: UnplannedGradient, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, this: Differentiation, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.step, ctx.flight, ctx.unforeseen, ctx.parameters = step, flight, unforeseen, tensors
+        ctx.this, ctx.tensors = this, tensors
+        run, parts = this.run, this.parts
         try:
-            outputs = flight.forward(tensors, step.roles.outputs)
+            outputs = run.forward(tensors, parts.roles.outputs)
         except BaseException:
-            step.land(flight)
+            this.finish(run)
             raise
-        if releases_outputs(step.report) or flight.meter is not None:
-            flight.lent = BorrowedOutputs(outputs)
-        note_concurrent_run(flight, frozenset(id(tensors[i]) for i in step.roles.owners))
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in step.captured.differentiable))
+        if releases_outputs(this.report) or run.meter is not None:
+            run.borrowed = BorrowedOutputs(outputs)
+        note_concurrent_run(run, frozenset(id(tensors[i]) for i in parts.roles.owners))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in parts.captured.differentiable))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         tangents: list[Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
-        step: Step = ctx.step
+        this: Differentiation = ctx.this
+        roles = this.parts.roles
         if torch.is_grad_enabled():
             raise MemgraphError(
                 "the gradients of a memgraph module can't be differentiated again (create_graph=True): "
                 "its backward is a graph of its own; use the plain module for this"
             )
-        results: list[Tensor | None] = [None] * len(ctx.parameters)
-        more = any(tangent is not None and i not in step.roles.tangents for i, tangent in enumerate(tangents))
-        if more or any(tangents[i] is None for i in step.captured.hoped):
-            if step.roles.updates or not _get_current_graph_task_keep_graph():
-                step.land(ctx.flight)  # which holds what no backward will read any more
-            results[:] = ctx.unforeseen(tangents)
+        results: list[Tensor | None] = [None] * len(ctx.tensors)
+        more = any(tangent is not None and i not in roles.tangents for i, tangent in enumerate(tangents))
+        if more or any(tangents[i] is None for i in this.parts.captured.hoped):
+            if roles.updates or not _get_current_graph_task_keep_graph():
+                this.finish(this.run)  # no backward will read what it saved
+            results[:] = this.unplanned(tangents)
         else:
             backward = BackwardPass(ctx, tangents)
             try:
-                with backward.flight.watched(backward.tangents):
-                    gradients = backward.run()
+                with this.run.measured(backward.tangents):
+                    gradients = backward.run_half()
             finally:
-                backward.land()
-            for role, gradient in zip(step.roles.gradients, gradients, strict=True):
-                results[step.roles.target(role)] = gradient
-        return None, None, None, *results
+                backward.finish()
+            for role, gradient in zip(roles.gradients, gradients, strict=True):
+                results[roles.target(role)] = gradient
+        return None, *results
 
 
 class BackwardPass:
-    """One backward of a flight: `takers` are the parameters that would take the gradients, where nobody else is told of
-    them; `gone` says which gradients eager would not make, since none has come to what they are made of."""
+    """One backward through a run.
+
+    Attributes:
+        owners: for each gradient, the parameter whose `.grad` takes it; None where autograd has to pass it on.
+        missing: for each gradient, True if eager would make none, since no gradient reaches what it is computed from.
+    """
 
     def __init__(self, ctx: Any, tangents: list[Tensor | None]) -> None:
-        self.step: Step = ctx.step
-        self.roles = self.step.roles
-        self.flight: StepRun = ctx.flight
-        self.tensors: Sequence[Tensor] = ctx.parameters
-        if self.flight.lent is not None and releases_outputs(self.step.report):
-            kept = refuse_kept(self.flight.lent, tangents, self.flight.reads(), self.step.report)
-            self.flight.beyond = self.flight.beyond or kept
+        self.this: Differentiation = ctx.this
+        self.parts, self.run, self.report = self.this.parts, self.this.run, self.this.report
+        self.roles = self.parts.roles
+        self.inputs: Sequence[Tensor] = ctx.tensors
+        if self.run.borrowed is not None and releases_outputs(self.report):
+            kept = refuse_kept(self.run.borrowed, tangents, self.run.saved_tensors(), self.report)
+            self.run.unplanned = self.run.unplanned or kept
         self.tangents = [tangents[i] for i in self.roles.tangents]
         self.unused = frozenset(i for i in self.roles.tangents if tangents[i] is None)
         self.keep = _get_current_graph_task_keep_graph()
-        self.behind = ctx.next_functions  # is made anew whenever it is read
-        shared = self.flight.shared
-        self.takers = [
-            _taker(self.behind[self.roles.target(role)][0]) if role.kind == "gradient" and not shared else None
+        self.next_nodes = ctx.next_functions  # a property that builds a new tuple at each access
+        concurrent = self.run.is_concurrent
+        self.owners = [
+            _owner(self._next_node(role)) if role.kind == "gradient" and not concurrent else None
             for role in self.roles.gradients
         ]
-        self.fused = self.step.fused if self.roles.updates else None
-        updated = {name: self.behind[i][0] for name, i in self.roles.updates.items()}
-        seen = shared or in_process_group()  # where somebody may want to average the gradient before it is used
-        self.updated = {name: None if seen else _taker(node) for name, node in updated.items() if not _is_frozen(node)}
-        self.gone = [self.step.is_without(role, self.unused) for role in self.roles.gradients]
+        self.fused_update = self.parts.fused_update if self.roles.updates else None
+        updated = {name: self.next_nodes[i][0] for name, i in self.roles.updates.items()}
+        is_seen = concurrent or in_process_group()  # a process group may average gradients before they are used
+        self.updated = {
+            name: None if is_seen else _owner(node) for name, node in updated.items() if not _is_frozen(node)
+        }
+        self.missing = [self.parts.is_missing(role, self.unused) for role in self.roles.gradients]
         tangents.clear()
 
-    def run(self) -> list[Tensor | None]:
-        """The gradients that autograd has to hand on."""
-        step, flight = self.step, self.flight
-        if flight.meter is not None:
-            flight.absent = min(flight.absent, step.absent(self.tensors))
-            if flight.shared:
-                step.accompany(flight, self.tensors)
+    def _next_node(self, role: Output) -> Any:
+        return self.next_nodes[self.roles.target(role)][0]
+
+    def run_half(self) -> list[Tensor | None]:
+        """Run the backward half, and return the gradients that autograd has to pass on."""
+        parts, run, slots = self.parts, self.run, self.parts.state_slots
+        if run.meter is not None:
+            run.absent_nbytes = min(run.absent_nbytes, parts.absent_nbytes(self.inputs))
+            if run.is_concurrent:
+                parts.note_others(run, self.inputs)
         apart: Mapping[int, Tensor] = {}
-        if step.home_slots is not None:
-            apart, places = step.home_slots.before(self.takers, self.roles.adds)
-            flight.bind(places)
-        added = self._there() if self.roles.adds else []
+        if slots is not None:
+            apart, places = slots.begin_backward(self.owners, self.roles.adds)
+            run.bind(places)
+        added = self._existing_gradients() if self.roles.adds else []
         self._warn()
         try:
             self._begin()
-            gradients = self._parted(self._made(added))
-            if step.home_slots is not None:
-                kept = [None if gone else taker for taker, gone in zip(self.takers, self.gone, strict=True)]
-                gradients = step.home_slots.after(gradients, kept, apart, flight.sent)
+            gradients = self._without_shards(self._computed(added))
+            if slots is not None:
+                kept = [None if gone else owner for owner, gone in zip(self.owners, self.missing, strict=True)]
+                gradients = slots.finish_backward(gradients, kept, apart, run.slot_layouts)
         except BaseException as error:
-            if self.fused is not None:
-                self.fused.failed(error)
+            if self.fused_update is not None:
+                self.fused_update.abort(error)
             raise
-        given = self._given(gradients)
-        if flight.shared:
-            passed_outputs([gradient for gradient in given if gradient is not None])
-        return given
+        passed_on = self._assigned(gradients)
+        if run.is_concurrent:
+            count_passed_on([gradient for gradient in passed_on if gradient is not None])
+        return passed_on
 
-    def land(self) -> None:
-        """The flight is over, unless another backward may go through it."""
+    def finish(self) -> None:
+        """Close the run, unless another backward may go through it."""
         if not self.keep or self.roles.updates:
-            self.step.land(self.flight)
+            self.this.finish(self.run)
 
     def _warn(self) -> None:
-        """No plan counts a graph that is kept, nor gradients beside others; a step that has no room for these runs all
-        the same, as two forwards do."""
-        forecast, beside = self.step.report.forecast, self._beside()
+        """Warn if a kept graph, or gradients beside existing ones, exceed the budget: no plan counts either."""
+        forecast, nbytes = self.report.forecast, self._unused_gradients_nbytes()
         if self.keep:
             said = "backward(retain_graph=True) keeps all that forward saved"
-            self._over(forecast.retained, said, "each forward has one backward")
-        if beside:
-            self.flight.beyond = "gradients that were asked for lie beside those that were there"
-            said = "torch.autograd.grad and backward(inputs=...) make gradients beside those that are there"
-            self._over(forecast.peak + beside, said, "there are none yet when forward begins")
+            self._warn_over(forecast.retained, said, "each forward has one backward")
+        if nbytes:
+            self.run.unplanned = "new gradients were made beside existing ones"
+            said = "torch.autograd.grad and backward(inputs=...) make gradients beside the existing ones"
+            self._warn_over(forecast.peak + nbytes, said, "no gradients exist when forward begins")
 
-    def _over(self, nbytes: int, said: str, unless: str) -> None:
-        """Warn if that may be more than the budget."""
-        budget = self.step.report.budget
+    def _warn_over(self, nbytes: int, said: str, unless: str) -> None:
+        budget = self.report.budget
         if nbytes > budget:
             over = f"this step may take {nbytes} bytes, over its budget of {budget}; it is within it if {unless}"
             warn_user(f"{said}: {over}")
 
-    def _beside(self) -> int:
-        """Bytes on the device of gradients to which this step would add, and which this backward leaves alone."""
-        if not self.roles.adds or self.flight.shared:
+    def _unused_gradients_nbytes(self) -> int:
+        """Return the bytes of existing gradients that the plan adds to, but this backward does not."""
+        if not self.roles.adds or self.run.is_concurrent:
             return 0
-        rows = zip(self.roles.gradients, self.takers, strict=True)
-        places = [self.roles.target(role) for role, taker in rows if role.kind == "gradient" and taker is None]
-        left = [parameter for parameter in map(self.tensors.__getitem__, places) if not has_hooks(parameter)]
+        rows = zip(self.roles.gradients, self.owners, strict=True)
+        places = [self.roles.target(role) for role, owner in rows if role.kind == "gradient" and owner is None]
+        left = [parameter for parameter in map(self.inputs.__getitem__, places) if not has_hooks(parameter)]
         return resident_bytes(parameter.grad for parameter in left if parameter.grad is not None)
 
-    def _there(self) -> list[Tensor | None]:
-        """The gradients that are there to be added to, of each parameter that the step makes one of."""
-        rows = zip(self.roles.gradients, self.takers, strict=True)
-        return [None if taker is None else taker.grad for role, taker in rows if role.kind == "gradient"]
+    def _existing_gradients(self) -> list[Tensor | None]:
+        """Return the gradient to add to, for each gradient of a parameter."""
+        rows = zip(self.roles.gradients, self.owners, strict=True)
+        return [None if owner is None else owner.grad for role, owner in rows if role.kind == "gradient"]
 
     def _begin(self) -> None:
-        """Have those ready that update parameters, or sum gradients over ranks, in this backward."""
-        step, flight = self.step, self.flight
-        if self.fused is not None:
-            flight.update = self.fused.begin(self.updated, self.tangents, self.keep)
-        if step.inside is not None and self.roles.shards:
-            flight.met()
-            flight.exchange = step.inside.begin(
+        """Prepare what updates parameters, or averages gradients over ranks, during this backward."""
+        parts, run = self.parts, self.run
+        if self.fused_update is not None:
+            run.update = self.fused_update.begin(self.updated, self.tangents, self.keep)
+        if parts.sharded_grads is not None and self.roles.shards:
+            run.check_ranks()
+            run.exchange = parts.sharded_grads.begin_backward(
                 {
-                    name: _taker(self.behind[i][0])
+                    name: _owner(self.next_nodes[i][0])
                     for name, i in self.roles.exchanged.items()
-                    if not step.is_without(Output("gradient", name), self.unused)
+                    if not parts.is_missing(Output("gradient", name), self.unused)
                 }
             )
 
-    def _made(self, added: Sequence[Tensor | None]) -> list[Tensor]:
-        """All that the half returns, once every update in it is done."""
-        step, flight = self.step, self.flight
+    def _computed(self, added: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return all results of the half, once every update in it is done."""
+        parts, run = self.parts, self.run
         if self.roles.shards:
-            flight.halves = step.halves
-            added = [*added, *(map(step.shard, self.roles.shards) if self.roles.adds else ())]
+            run.halves = parts.halves
+            added = [*added, *(map(parts.shard, self.roles.shards) if self.roles.adds else ())]
         else:
-            flight.halves = step.halves_without(self.unused)
-        found = flight.backward(self.tangents, added, self.keep)
-        if self.fused is not None:
-            self.fused.ended()
-        return found
+            run.halves = parts.halves_without(self.unused)
+        results = run.backward(self.tangents, added, self.keep)
+        if self.fused_update is not None:
+            self.fused_update.finish()
+        return results
 
-    def _parted(self, found: list[Tensor]) -> list[Tensor]:
-        """The gradients; this rank's parts of what ranks have summed stay with who sums."""
+    def _without_shards(self, results: list[Tensor]) -> list[Tensor]:
+        """Return the gradients; this rank's shards of averaged buckets go to the sharded optimizer."""
         count = len(self.roles.gradients)
-        if self.step.inside is not None and self.roles.shards:
-            self.step.inside.give(dict(zip(self.roles.shards, found[count:], strict=True)))
-        return found[:count]
+        if self.parts.sharded_grads is not None and self.roles.shards:
+            self.parts.sharded_grads.add_shards(dict(zip(self.roles.shards, results[count:], strict=True)))
+        return results[:count]
 
-    def _given(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Put gradients where they belong; what autograd has to hand on is returned."""
-        rows = zip(self.roles.gradients, self.takers, gradients, self.gone, strict=True)
+    def _assigned(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Put gradients into `.grad`, and return what autograd has to pass on."""
+        rows = zip(self.roles.gradients, self.owners, gradients, self.missing, strict=True)
         return [
-            _nothing(self.behind[self.roles.target(role)][0], gradient) if gone else _give(taker, gradient)
-            for role, taker, gradient, gone in rows
+            _passed_if_missing(self._next_node(role), gradient) if gone else _give(owner, gradient)
+            for role, owner, gradient, gone in rows
         ]
 
 
-def _taker(node: Any) -> Tensor | None:
-    """The parameter of an autograd node that would only accumulate into its `.grad`, if nobody is told of it.
+def _owner(node: Any) -> Tensor | None:
+    """Return the parameter of an autograd node that would only accumulate into its `.grad`, unless a hook sees it.
 
-    A data-parallel wrapper hooks the node itself, as DDP does: it is called all the same, after the step's own node,
-    and reads what is in `.grad` by then.
+    A data-parallel wrapper such as DDP hooks the node itself.  Its hook still runs, after the step's own node, and
+    reads `.grad`.
     """
     parameter: Tensor | None = getattr(node, "variable", None)
     if parameter is None or has_hooks(parameter) or _is_frozen(node):
@@ -234,25 +258,24 @@ def _taker(node: Any) -> Tensor | None:
 
 
 def _is_frozen(node: Any) -> bool:
-    """Whether it is of a parameter that was frozen since forward, for which autograd drops what comes."""
+    """Return True for a parameter that was frozen since forward: autograd drops its gradient."""
     parameter: Tensor | None = getattr(node, "variable", None)
     return parameter is not None and not parameter.requires_grad
 
 
-def _nothing(node: Any, gradient: Tensor) -> Tensor | None:
-    """What autograd hands on of a gradient that eager would not have made: nothing; but zeros to a hook, and to what
-    comes before the module, which would be called all the same."""
+def _passed_if_missing(node: Any, gradient: Tensor) -> Tensor | None:
+    """Return what autograd passes on for a gradient that eager would not make: None; zeros where a hook, or a module
+    before this one, is called all the same."""
     leaf = getattr(node, "variable", None)
     return gradient.zero_() if leaf is None or has_hooks(leaf) else None
 
 
-def _give(taker: Tensor | None, gradient: Tensor) -> Tensor | None:
-    """Put a gradient where it belongs, as autograd's own accumulation would; what autograd shall hand on is
-    returned."""
-    if taker is None:
+def _give(owner: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Accumulate a gradient into its owner's `.grad` as autograd would; without an owner, return it."""
+    if owner is None:
         return gradient
-    if taker.grad is None:
-        taker.grad = gradient
-    elif taker.grad is not gradient:
-        taker.grad.add_(gradient)
+    if owner.grad is None:
+        owner.grad = gradient
+    elif owner.grad is not gradient:
+        owner.grad.add_(gradient)
     return None

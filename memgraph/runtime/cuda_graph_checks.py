@@ -1,71 +1,93 @@
-"""Let a planned step be recorded, or say in words what is in the way.
+"""Check whether a planned step can be recorded as CUDA graphs.
 
-    let_record(step, graph, recorder, insists=False)   ->   step.replays, or a report with "not recorded: ..."
+    check_recording(captured, graph, forecast, budget, ...)   ->   a Recording, whose note says "not recorded: ..."
 
-What a recording does is the device's work alone: see `passes/cuda_graph_memory.py` for what of a text is the host's.
+A recording repeats only what the device does; `passes/cuda_graph_memory.py` says which ops need the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 from torch import fx
 
-from passes import Trace
+from passes import Forecast, Trace
 from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
 from ..graph.nodes import all_storages, is_random, returned_values, storages, written_inputs
 from .cuda_graphs import CudaGraphCache, Recorder
-from .step import Step
 
 RECORDED = "recorded from its third run on: forward and backward, a CUDA graph each"
 WITHOUT = 'compile without cuda_graphs=, or with cuda_graphs="auto", which runs such a step op by op'
 
 
-def refuse_recording(step: Step, graph: fx.Graph, recorder: Callable[[], Recorder], insists: bool) -> None:
-    """Have the step recorded once it has run op by op, if nothing is in the way.
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The decision whether a step is recorded.
 
-    Who `insists` has planned for what a recording keeps; of others the plan may have left too little.
+    Attributes:
+        cache: makes and keeps the recording; None if the step runs op by op.
+        is_required: a recording that fails is an error.
+        kept_nbytes: bytes that the plan counts for a recording, and that do not exist before it is made.
+        note: for the report.
+    """
+
+    cache: CudaGraphCache | None = None
+    is_required: bool = False
+    kept_nbytes: int = 0
+    note: str = ""
+
+
+NOT_RECORDED = Recording()
+
+
+def check_recording(
+    captured: Captured, graph: fx.Graph, forecast: Forecast, budget: int, recorder: Callable[[], Recorder],
+    is_required: bool,
+) -> Recording:  # fmt: skip
+    """Return a recording of the step, if it can be recorded.
+
+    A required recording was planned for; otherwise the plan may leave too little memory for it.
 
     Raises:
-        RecordingError: something is in the way of one who insists.
+        RecordingError: a required recording is impossible.
     """
-    forecast = step.report.forecast
-    why, kept = _in_the_way(step.captured, graph, forecast.trace), recording_nbytes(forecast.trace)
-    if not why and not insists and forecast.peak + kept > step.report.budget:
-        why = f"it would keep {kept} bytes more than the plan leaves of the budget"
-    if why and insists:
-        raise RecordingError(f"this step can't be recorded: {why}; {WITHOUT}")
-    step.report = replace(step.report, recorded=f"not recorded: {why}" if why else RECORDED)
-    if not why:
-        step.replays, step.insists, step.kept = CudaGraphCache(recorder), insists, kept if insists else 0
+    reason, kept = _reason_against(captured, graph, forecast.trace), recording_nbytes(forecast.trace)
+    if not reason and not is_required and forecast.peak + kept > budget:
+        reason = f"it would keep {kept} bytes more than the plan leaves of the budget"
+    if reason and is_required:
+        raise RecordingError(f"this step can't be recorded: {reason}; {WITHOUT}")
+    if reason:
+        return Recording(note=f"not recorded: {reason}")
+    return Recording(CudaGraphCache(recorder), is_required, kept if is_required else 0, RECORDED)
 
 
-def _in_the_way(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
-    """Why the step can't be recorded; empty if it can."""
+def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
+    """Return why the step can't be recorded; empty if it can."""
     if captured.updates or any(node.meta.get("phase") == "update" for node in graph.nodes):
         return "updates run in backward"
     if any(role.kind == "input_gradient" for role in captured.outputs):
         return "a gradient goes to what comes before the module"
     if "watched" in graph.output_node().meta["kinds"]:
-        return "a hook, or a process group, is told of a gradient, or one is yet to be conjugated"
+        return "a hook or a process group sees a gradient, or one is lazily conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
-    return _shared(captured, graph) or explain_not_recordable(trace)
+    return _shared_memory(captured, graph) or explain_not_recordable(trace)
 
 
-def _shared(captured: Captured, graph: fx.Graph) -> str:
-    """What a copy of an input or of an output would not be."""
+def _shared_memory(captured: Captured, graph: fx.Graph) -> str:
+    """Return why copies of inputs and outputs would differ from the originals; empty if they would not."""
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [node for node, role in zip(placeholders, captured.inputs, strict=False) if role.kind == "input"]
-    theirs = all_storages(inputs)
-    if any(not theirs.isdisjoint(storages(node)) for reader in graph.nodes for node in written_inputs(reader)):
+    input_storages = all_storages(inputs)
+    if any(not input_storages.isdisjoint(storages(node)) for op in graph.nodes for node in written_inputs(op)):
         return "forward changes an input in place"
-    handed = [
+    returned = [
         node for role, node in zip(captured.outputs, returned_values(graph), strict=True) if role.kind == "output"
     ]
-    held = [storage for node in {*handed, *placeholders} for storage in storages(node)]
-    return "an output shares its memory with another, or with an input" if len(held) > len(set(held)) else ""
+    all_of_them = [storage for node in {*returned, *placeholders} for storage in storages(node)]
+    is_shared = len(all_of_them) > len(set(all_of_them))
+    return "an output shares its memory with another, or with an input" if is_shared else ""

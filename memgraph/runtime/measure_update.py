@@ -1,16 +1,15 @@
 """Measure the first real step of the optimizer that follows a measured step of the module.
 
-    optimizer.step()    ->   the plain step, under the meter; the reports of the steps before it take note
+    optimizer.step()    ->   the plain step, under the meter; the module's reports note its bytes
 
-The method is put on the optimizer for this one call, and not as a pair of hooks: only one function around the step ends
-the measurement whatever the step raises.
+The optimizer's `step` is replaced for one call.  A pair of hooks would not do: only a function around the step ends the
+measurement when the step raises.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from .step import Step
 
 
 class UpdateMeasurement:
-    """Waits for the optimizer's next step, once a module's step has been measured."""
+    """Measures the optimizer's next step, once a module's step has been measured."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
         self.waiting: list[Step] = []
 
     def __call__(self, step: Step) -> None:
-        """This step was measured, and its gradients are there."""
+        """Measure the next update behind `step`, whose gradients exist."""
         if not self.waiting:
             _once(self.optimizer, self._measure)
         self.waiting.append(step)
@@ -37,19 +36,18 @@ class UpdateMeasurement:
     def _measure(self, update: Callable[[], Any]) -> Any:
         steps, self.waiting = self.waiting, []
         states = resident_bytes(state_tensors(getattr(self.optimizer, "inner", self.optimizer)))
-        gradients = [resident_bytes(step.gradients_there()) for step in steps]
-        missing = [any(parameter.grad is None for parameter in step.trained) for step in steps]
+        gradients = [resident_bytes(step.parts.gradients()) for step in steps]
+        incomplete = [any(parameter.grad is None for parameter in step.parts.trained) for step in steps]
         result, allocated = measure_peak(update, self.device)
         if allocated is not None:
-            for step, nbytes, less in zip(steps, gradients, missing, strict=True):
-                beyond = "the update found fewer gradients than were planned for" if less else ""
-                report = step.report.with_update(states + nbytes + allocated.peak)
-                step.report = replace(report, beyond=report.beyond or beyond)
+            for step, nbytes, fewer in zip(steps, gradients, incomplete, strict=True):
+                unplanned = "the update found fewer gradients than were planned for" if fewer else ""
+                step.note_update(states + nbytes + allocated.peak, unplanned)
         return result
 
 
 def _once(optimizer: torch.optim.Optimizer, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Run `around` around the optimizer's next step, unless that runs the model too."""
+    """Call `around` with the optimizer's next step; a step with a closure, which runs the model, is called alone."""
     before, plain = vars(optimizer).get("step"), optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

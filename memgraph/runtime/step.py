@@ -1,13 +1,13 @@
-"""A planned step: what runs it, what is known of it, and what it takes note of.
+"""A planned step that is ready to run, and what its runs measured.
 
-loss = step(tensors)      a flight begins: forward's half runs; what backward reads waits in a list
-loss.backward()           backward's half takes the list and empties it as it reads; see `backward.py`
-step.report, step.times   what the flight took, if it was one that is measured
+loss = step(tensors)      a run begins: the forward half runs, and keeps what backward reads
+loss.backward()           the backward half runs; see `autograd_function.py`
+step.report, step.times   what the measured runs took
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,288 +15,253 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from passes import Plan
 from passes.concurrent_forwards import pending_gradient_nbytes
-from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
-from ..graph.captured import Captured, Output
-from ..graph.fuse_updates import update_nodes
-from ..graph.partition import Partition
-from ..graph.unused import drop_unused
-from ..optim.fused_update import FusedUpdate
-from ..optim.tier_slots import OffloadedSlots
-from ..oss.sharded_grads import ShardedGradients
-from ..planning.lowering import Lowering
-from ..profile.memory_meter import Meter, meter_of, resident_bytes
+from ..profile.memory_meter import Allocation, Meter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
-from ..storage.tier import Tier
 from ..system.user_warning import warn_user
-from . import company
-from .autograd_function import StepFunction, UnplannedGradient
-from .company import concurrent_runs, held_nbytes
-from .cuda_graphs import CudaGraphCache, CudaGraphPair, Recorder
-from .shortage import explain_out_of_memory
-from .step_history import StepHistory, run_us
+from .autograd_function import Differentiation, StepFunction, UnplannedGradient
+from .concurrent_runs import held_nbytes
+from .cuda_graphs import CudaGraphPair, Recorder
+from .out_of_memory import explain_out_of_memory
+from .step_history import StepHistory, forward_backward_us
+from .step_parts import StepParts
 from .step_run import StepRun
-from .tensor_roles import TensorRoles
 
-MANY = 8  # open forwards, from which on one warning does for more of them
+MANY = 8  # from so many open forwards on, one warning covers larger numbers
 
 
 class Step:
-    """One signature's step, ready to run.
+    """The step of one signature.
 
-    `report` is replaced once the first run has been measured, whose bytes are, and the second, whose times are: a meter
-    slows short ops down, and a first run sets its kernels up.  Then `again` may know a better step.  Of all later ones
-    the wall time is kept; if that is no more what it was, the plan is looked at again (`recent.py`).
+    The first run is measured in bytes, the second in time: a meter slows short ops down, and a first run loads
+    kernels.  Then `replan` may return a better step.  Later runs are timed as a whole; when their times leave the
+    forecast, the plan is looked at again (`step_history.py`).
     """
 
     def __init__(
         self,
-        captured: Captured,
-        halves: Partition,
-        tier: Tier | None,
+        parts: StepParts,
         report: Report,
-        home_slots: OffloadedSlots | None = None,
+        *,
+        replan: Callable[[Step, StepTimes], Step] | None = None,
+        on_measured: Callable[[Step], None] = lambda step: None,
+        history: StepHistory | None = None,
+        warned: Collection[int] = (),
     ) -> None:
-        self.home_slots = home_slots
-        self.landed: Callable[[Step], None] | None = None  # is told when the step has been measured
-        self.trained: Sequence[Tensor] = ()  # the parameters that it makes gradients of
-        self.again: Callable[[Step, StepTimes], Step] | None = None  # plans once more with what the ops took
-        self.replan: Callable[[Step, StepTimes], Step] | None = None  # the same, for later looks
-        self.recent = StepHistory()
-        self.times: StepTimes | None = None
-        self.fused: FusedUpdate | None = None  # what updates parameters in backward
-        self.inside: ShardedGradients | None = None  # what sums gradients over ranks in backward
-        self.meet: Callable[[], Callable[[], None]] | None = None  # asks whether all ranks are about to do so
-        self.excuse: Callable[[], None] | None = None  # tells them that this one can't
-        self.lowering: Lowering | None = None  # what of it is compiled
-        self.replays: CudaGraphCache | None = None  # what of it is recorded
-        self.kept = 0  # bytes that are forecast for a recording
-        self.metered = 0  # forwards that were open at once, at most, when one of them was measured
-        self.warned: set[int] = set()  # numbers of open forwards that have been warned of
-        self.insists = False  # on being recorded
-        self.adding: Plan | None = None  # with which a call like it fits that adds to gradients
-        self.captured = captured
-        self.halves = halves
-        self.partial: dict[frozenset[int], Partition] = {frozenset(): halves}  # by the outputs that are not used
-        self.tier = tier
+        """
+        Args:
+            replan: plans with the measured times of ops, and returns this step or one to take its place.
+            on_measured: called when bytes of the step were measured, while its gradients exist.
+            history: of the step whose place this one takes, if it takes one's place.
+            warned: the numbers of open forwards that need no further warning.
+        """
+        self.parts = parts
         self.report = report
         self.device = torch.device(report.machine.device)
-        self.update_ops = update_nodes(halves.backward.graph) if halves.backward is not None else {}
-        given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
-        self.roles = TensorRoles.of(captured, given, self.update_ops.values())
+        self.history = history or StepHistory()
+        self.times: StepTimes | None = None
+        self.cuda_graphs = parts.recording.cache
+        self.warned = set(warned)
+        self._replan, self._on_measured = replan, on_measured
+        self._replan_due = replan is not None and history is None
+        self._forwards_measured = 0  # the most forwards that were open when one of them was measured
 
-    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], UnplannedGradient]) -> list[Tensor]:
-        """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
-        measured, if this flight is: also what only prepares it, but for the numbers that ranks compare."""
-        others = concurrent_runs(map(tensors.__getitem__, self.roles.owners))
+    def __call__(self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient]) -> list[Tensor]:
+        """Return the module's tensor outputs, given its parameters, buffers and inputs.
+
+        A measured run counts all that is allocated here, also to prepare it; not the numbers that ranks compare.
+        """
+        others = self.parts.open_runs(tensors)
         meter = self._meter(len(others))
         with _window(meter):
-            flight = self._begun(tensors, meter, others)
-        flight.meeting = self.meet() if self.meet is not None else None
-        if flight.coming is not None:
-            flight.met()
+            run = self._begin(tensors, meter, others)
+        run.rank_check = self.parts.rank_check.begin()
+        if run.gather is not None:
+            run.check_ranks()
+        differentiable = self.parts.halves.backward is not None
         try:
             with _window(meter):
-                if flight.coming is not None:
-                    flight.coming.open()
-                if self.halves.backward is not None:
-                    return list(StepFunction.apply(self, flight, unforeseen(), *tensors))  # type: ignore[no-untyped-call]
-                return flight.forward(tensors, self.roles.outputs)
+                if run.gather is not None:
+                    run.gather.open()
+                if differentiable:
+                    context = Differentiation(self.parts, self.report, run, self.finish, unplanned())
+                    return list(StepFunction.apply(context, *tensors))  # type: ignore[no-untyped-call]
+                return run.forward(tensors, self.parts.roles.outputs)
         finally:
-            if self.halves.backward is None:
-                self.land(flight)
-
-    def _begun(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[StepRun]) -> StepRun:
-        """A flight whose state is where it belongs, and that is measured or timed if it is to be."""
-        flight = self._boarded(tensors)
-        flight.given, flight.meter = self.roles.varying, meter
-        if others:
-            self._accompanied(flight, others, tensors)
-        if meter is not None:
-            self.metered = len(others) + 1
-            flight.absent = self.absent(tensors)
-            flight.states = self.fused.states_nbytes() if self.fused is not None else None
-        elif self.times is None:
-            flight.time(self.device)
-        else:
-            flight.wall = WallTimes(self.device)
-        return flight
+            if not differentiable:
+                self.finish(run)
 
     def _meter(self, others: int) -> Meter | None:
-        """What measures a flight beside others: the first one, and once that was timed, the first beside so many."""
-        first = self.report.measured is None or (self.times is not None and self.metered <= others)
-        return meter_of(self.device) if first else None
+        """Return a meter for the first run, and once that was timed, for the first beside so many others."""
+        is_first = self.report.measured is None or (self.times is not None and self._forwards_measured <= others)
+        return meter_of(self.device) if is_first else None
 
-    def _accompanied(self, flight: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:
-        """Warn before a forward beside other open ones if all of them may be more than the budget, and note how many
-        there are."""
-        flight.others = held_nbytes(others, tensors)
+    def _begin(self, tensors: Sequence[Tensor], meter: Meter | None, others: Sequence[StepRun]) -> StepRun:
+        """Return a run whose state is in place, with its meter, clock or watch."""
+        run = self._prepare(tensors)
+        run.caller_inputs, run.meter = self.parts.roles.varying, meter
+        if others:
+            self._note_concurrent(run, others, tensors)
+        if meter is not None:
+            self._forwards_measured = len(others) + 1
+            run.absent_nbytes = self.parts.absent_nbytes(tensors)
+            fused = self.parts.fused_update
+            run.states_nbytes = fused.states_nbytes() if fused is not None else None
+        elif self.times is None:
+            run.time(self.device)
+        else:
+            run.wall = WallTimes(self.device)
+        return run
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> StepRun:
+        """Bring state to its slots and open a run; if that fails, tell the other ranks."""
+        tier, slots, sharded = self.parts.tier, self.parts.state_slots, self.parts.sharded_grads
+        try:
+            if slots is not None:
+                places = slots.place(tensors)
+                if tier is not None:
+                    tier.bind(places)
+            if sharded is not None:
+                sharded.drop_cleared()  # frees shards whose gradients are gone
+            run = StepRun(self.parts.halves, tier, self._recording(tensors))
+            if self.device.type != "cpu":
+                run.explain_errors = partial(explain_out_of_memory, self.report, self.device)
+        except MemgraphError:
+            self.parts.rank_check.announce_failure()
+            raise
+        if self.parts.pending_gathers is not None:
+            run.gather = self.parts.pending_gathers.begin_forward(self.parts.captured, tensors)
+        return run
+
+    def _note_concurrent(self, run: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:
+        """Note what other open forwards hold, and warn if all together may exceed the budget."""
+        run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
-        gradients = pending_gradient_nbytes(trace) * (2 if self.adds_itself else 1)
-        together = self.report.peak - trace.other_nbytes + flight.others + gradients
+        adds = self.parts.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
+        gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
+        together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
             warn_user(
                 f"{count} forwards are open at once, and may take {together} bytes together, over the budget of "
                 f"{budget}; {_advice(count)}"
             )
-        more = max(self.report.together, together)
-        self.report = replace(self.report, forwards=max(self.report.forwards, count), together=more)
-
-    @property
-    def adds_itself(self) -> bool:
-        """Whether backward adds to gradients, unless other flights are open, and is planned to."""
-        trace = self.report.forecast.trace
-        return self.roles.adds and any(op.fn == ACCUMULATE for op in trace.ops)
-
-    def accompany(self, flight: StepRun, tensors: Sequence[Tensor]) -> None:
-        """Note what else lies there before the backward of a flight that was beside others: what those hold, gradients
-        that wait to be summed, and those in `.grad` of which no forecast knew."""
-        others = concurrent_runs(map(tensors.__getitem__, self.roles.owners), flight)
-        there = 0 if self.roles.adds else resident_bytes(self.gradients_there())
-        flight.others = max(flight.others, held_nbytes(others, tensors) + company.waiting_nbytes() + there)
+        most = max(self.report.together, together)
+        self.report = replace(self.report, forwards=max(self.report.forwards, count), together=most)
 
     def _recording(self, tensors: Sequence[Tensor]) -> CudaGraphPair | None:
-        """What the next flight flies with: it is made once the step has run op by op, and was measured."""
-        if self.replays is None or self.report.measured is None or self.times is None:
+        """Return the recording to replay, once the step has run op by op and was measured."""
+        if self.cuda_graphs is None or self.report.measured is None or self.times is None:
             return None
         try:
-            return self.replays.ready(tensors, self.recorded)
+            return self.cuda_graphs.ready(tensors, self._record)
         except RecordingError as error:
-            if self.insists:
+            if self.parts.recording.is_required:
                 raise
-            self.replays, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
+            self.cuda_graphs, self.report = None, replace(self.report, recorded=f"not recorded: {error}")
             return None
 
-    def recorded(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:
-        """A recording of the step as it now stands."""
-        return CudaGraphPair(self.halves, self.tier, tensors, self.roles.varying, self.roles.outputs, recorder)
+    def _record(self, tensors: Sequence[Tensor], recorder: Recorder) -> CudaGraphPair:
+        roles = self.parts.roles
+        return CudaGraphPair(self.parts.halves, self.parts.tier, tensors, roles.varying, roles.outputs, recorder)
 
-    def rest(self) -> None:
-        """Another step wants the device: let a recording's memory go."""
-        if self.replays is not None:
-            self.replays.end()
+    def release_recording(self) -> None:
+        """Free a recording's memory, which another step needs."""
+        if self.cuda_graphs is not None:
+            self.cuda_graphs.end()
 
-    def _boarded(self, tensors: Sequence[Tensor]) -> StepRun:
-        """A flight for which everything is where it belongs, or on its way; if that can't be, the other ranks are
-        told."""
-        try:
-            if self.home_slots is not None:
-                places = self.home_slots.settled(tensors)
-                if self.tier is not None:
-                    self.tier.bind(places)
-            if self.inside is not None:
-                self.inside.sweep()  # parts whose gradients are gone take no room
-            flight = StepRun(self.halves, self.tier, self._recording(tensors))
-            if self.device.type != "cpu":
-                flight.explained = partial(explain_out_of_memory, self.report, self.device)
-        except MemgraphError:
-            if self.excuse is not None:
-                self.excuse()
-            raise
-        if self.inside is not None:
-            flight.coming = self.inside.optimizer.awaited.coming(self.captured, tensors)
-        return flight
-
-    def land(self, flight: StepRun) -> None:
-        """Note what the flight took, if it was measured."""
-        took = flight.took if flight.halves is self.halves else None
-        if took is not None and self.recent.add(took):
-            self._judge()
-        times = flight.times()
+    def finish(self, run: StepRun) -> None:
+        """Close a run, and note what it took if it was measured."""
+        wall = run.wall_times if run.halves is self.parts.halves else None
+        if wall is not None and self.history.add(wall):
+            self._judge_plan()
+        times = run.times()
         if times is not None:
-            if self.fused is not None:
-                waited = self.fused.waited
-                times = times.without({op: waited.get(name, 0.0) for op, name in self.update_ops.items()})
-            self.times, self.report = times, replace(self.report, measured_us=times.us)
-        was_metered, ended = flight.meter is not None, flight.ended
-        allocated = flight.land()
-        if was_metered and ended and allocated is None:
-            self.report = replace(self.report, unmeasured="a profiler was running, whose place the meter would take")
+            self._note_times(times)
+        was_metered, ended = run.meter is not None, run.ended
+        allocated = run.close()
         if allocated is not None:
-            blocks, held = allocated.blocks, allocated.held
-            said = f"{self.report.forwards} forwards were open at once" if flight.shared else ""
-            before = self.report.measured or 0  # where several are open, the one that came to most counts
-            report = replace(self.report, beyond=flight.beyond or said, blocks=blocks, held=held)
-            report = report.with_measured(allocated.peak + flight.others, flight.absent, flight.states)
-            self.report = report if before <= (report.measured or 0) else self.report
-            if self.landed is not None and self.halves.backward is not None:
-                self.landed(self)
+            self._note_bytes(run, allocated)
+        elif was_metered and ended:
+            self.report = replace(self.report, unmeasured="a profiler was running, which takes the meter's place")
 
-    def _judge(self) -> None:
-        """Have the plan looked at again, with the times of the next flight's ops, if the latest steps call for that."""
-        if self.replan is None or self.again is not None or self.times is None or self.replays is not None:
+    def _note_times(self, times: StepTimes) -> None:
+        if self.parts.fused_update is not None:
+            waited = self.parts.fused_update.waited_us
+            times = times.without({op: waited.get(name, 0.0) for op, name in self.parts.update_ops.items()})
+        self.times, self.report = times, replace(self.report, measured_us=times.us)
+
+    def _note_bytes(self, run: StepRun, allocated: Allocation) -> None:
+        """Replace the report by one with the measured bytes; of several open forwards the largest counts."""
+        several = f"{self.report.forwards} forwards were open at once" if run.is_concurrent else ""
+        before = self.report.measured or 0
+        report = replace(
+            self.report, beyond=run.unplanned or several, blocks=allocated.blocks, held=allocated.held
+        ).with_measured(allocated.peak + run.others_nbytes, run.absent_nbytes, run.states_nbytes)
+        if before <= (report.measured or 0):
+            self.report = report
+        if self.parts.halves.backward is not None:
+            self._on_measured(self)
+
+    def note_update(self, nbytes: int, unplanned: str) -> None:
+        """Note the bytes of the optimizer's update behind this step; `unplanned` says why they exceed the forecast."""
+        report = self.report.with_update(nbytes)
+        self.report = replace(report, beyond=report.beyond or unplanned)
+
+    def _judge_plan(self) -> None:
+        """Time the ops of the next run for a new plan, if the latest steps call for it."""
+        if self._replan is None or self._replan_due or self.times is None or self.cuda_graphs is not None:
             return
         report = self.report
         plain_us = report.choice.captured.us
-        if report.plan and self.recent.calls_for_look(
-            self.forecast_us, self.times.us, plain_us, report.planned_us
-        ):  # fmt: skip
-            self.again, self.times, self.recent = self.replan, None, self.recent.after_look()
+        if report.plan and self.history.calls_for_look(self.forecast_us, self.times.us, plain_us, report.planned_us):
+            self._replan_due, self.times, self.history = True, None, self.history.after_look()
 
     @property
     def forecast_us(self) -> float:
-        """Microseconds that forward and backward were foretold to take."""
-        return run_us(self.report.forecast, updates=self.fused is not None) + self.report.pages_us
+        """Forecast microseconds of forward and backward."""
+        updates = self.parts.fused_update is not None
+        return forward_backward_us(self.report.forecast, updates) + self.report.pages_us
 
     @property
-    def reported(self) -> Report:
-        """The report, with what the latest steps took."""
-        median_us = self.recent.median_us
+    def current_report(self) -> Report:
+        """The report, with the times of the latest steps."""
+        median_us = self.history.median_us
         if median_us is None:
             return self.report
         return replace(self.report, recent_us=median_us, flight_us=self.forecast_us)
 
-    def halves_without(self, unused: frozenset[int]) -> Partition:
-        """The halves for a backward to which no gradients of these outputs come."""
-        found = self.partial.get(unused)
-        if found is None:
-            backward = self.halves.backward
-            assert backward is not None
-            places = [place for place, output in enumerate(self.roles.tangents) if output in unused]
-            found = replace(self.halves, backward=drop_unused(backward, self.halves.names, places))
-            self.partial[unused] = found
-        return found
-
-    def is_without(self, role: Output, unused: frozenset[int]) -> bool:
-        """Whether eager makes no such gradient if none come for these outputs."""
-        return bool(unused) and self.captured.sources[role] <= unused
-
     @property
-    def is_due(self) -> bool:
-        """Whether its plan is to be looked at again, now that its times are known."""
-        return self.again is not None and self.times is not None
+    def needs_replan(self) -> bool:
+        """Return True if times of ops are known, with which no plan was made yet."""
+        return self._replan_due and self.times is not None
 
-    def better(self) -> Step:
-        """This step, or the one that is to take its place.  It is looked for once."""
-        again, times = self.again, self.times
-        if again is None or times is None:
+    def replanned(self) -> Step:
+        """Return this step, or one with a better plan to take its place; plans once for each measurement."""
+        if not self.needs_replan or self._replan is None or self.times is None:
             return self
-        self.again = None
-        return again(self, times)
+        self._replan_due = False
+        return self._replan(self, self.times)
 
-    def gradients_there(self) -> list[Tensor]:
-        """The gradients that the parameters have now, and this rank's parts of those that ranks have summed."""
-        parts = [part for bucket in self.roles.shards if (part := self.shard(bucket)) is not None]
-        return parts + [parameter.grad for parameter in self.trained if parameter.grad is not None]
+    def replaced_by(self, parts: StepParts, report: Report, replan: Callable[[Step, StepTimes], Step]) -> Step:
+        """Return the step with a better plan that takes this one's place, and continues its history."""
+        parts = replace(parts, accumulated_plan=self.parts.accumulated_plan)
+        history = StepHistory(self.history.looks, self.history.steps)
+        report = replace(report, adding=self.report.adding)
+        step = Step(parts, report, replan=replan, on_measured=self._on_measured, history=history, warned=self.warned)
+        if self.parts.state_slots is not None:
+            self.parts.state_slots.release_to(parts.state_slots)
+        return step
 
-    def absent(self, tensors: Sequence[Tensor]) -> int:
-        """The bytes of gradients that would be added to, and are not there: an optimizer of some parameters lets only
-        theirs go; and what is kept for a recording."""
-        parts = sum(nbytes for bucket, nbytes in self.roles.added_shards if self.shard(bucket) is None)
-        return self.kept + parts + sum(nbytes for place, nbytes in self.roles.added if tensors[place].grad is None)
-
-    def shard(self, bucket: int) -> Tensor | None:
-        """This rank's part of a bucket, if backward has left it there."""
-        return self.inside.parts.get(bucket) if self.inside is not None else None
+    def note_repriced(self, us: float) -> None:
+        """Note the forecast of the same plan at measured prices, in microseconds."""
+        self.report = replace(self.report, repriced_us=us)
 
 
 def _window(meter: Meter | None) -> AbstractContextManager[None]:
-    """In which is measured what is allocated, if anything is measured at all."""
     return meter.window() if meter is not None else nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""One step in flight: from the begin of its forward to the end of its backward.
+"""One run of a step, from the start of its forward to the end of its backward.
 
-It holds what lies between the two: the list of saved values, the room in the far tier, and the meter or the clock, if
-this flight is measured.
+It holds what is between the two halves: the saved tensors, the lease on the tier, and the meter or clock of a run that
+is measured.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, resident_bytes
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
 from ..storage.mapped_storage import BufferSlice
-from ..storage.tier import Lease, Tier
+from ..storage.tiers import Lease, Tier
 from ..tensors.versions import refuse_modified, version_of
 from .anomaly_mode import finds_nan, run_checked
 from .released_outputs import BorrowedOutputs, ReleaseWatcher
 
 
 class RecordedStep(Protocol):
-    """Both halves of a step, noted down: see `recording.py`."""
+    """Both halves of a step, recorded; see `cuda_graphs.py`."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
     def backward(self, tangents: Sequence[Tensor]) -> list[Tensor]: ...
@@ -38,163 +38,166 @@ class RecordedStep(Protocol):
 class StepRun:
     """Runs the two halves of a step once."""
 
-    # What `land` reads is there even if the tier has no lease to give.
+    # Defaults on the class: `close` reads them even if the tier had no lease left.
     lease: Lease | None = None
-    recording: RecordedStep | None = None  # with which it flies, and not op by op
+    recording: RecordedStep | None = None  # replayed instead of running op by op
     meter: Meter | None = None
     clock: Clock | None = None
-    wall: AbstractContextManager[None] = nullcontext()  # times the halves as wholes
+    wall: AbstractContextManager[None] = nullcontext()  # times each half as a whole
     ended = False
-    update: UpdateRunner | None = None  # of a backward that updates parameters by itself
-    exchange: Exchange | None = None  # of a backward whose gradients the ranks of a group sum
-    coming: ForwardGather | None = None  # what forward gathers of what other ranks have updated
-    meeting: Callable[[], None] | None = None  # waits for the others, and looks whether they run the same step
-    leaving: ReleaseWatcher | None = None  # tells the meter when what came to backward goes
-    lent: BorrowedOutputs | None = None  # its outputs, which may be gone when backward begins
-    given: Sequence[int] = ()  # the places, among the tensors that it reads, of what the caller gives
-    states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
-    explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
+    update: UpdateRunner | None = None  # updates parameters during backward
+    exchange: Exchange | None = None  # averages gradients over ranks during backward
+    gather: ForwardGather | None = None  # gathers parameters that other ranks updated
+    rank_check: Callable[[], None] | None = None  # waits for all ranks, and compares their steps
+    release_watcher: ReleaseWatcher | None = None  # tells the meter when tangents are freed
+    borrowed: BorrowedOutputs | None = None  # the outputs; the caller may free them before backward
+    caller_inputs: Sequence[int] = ()  # positions of the caller's tensors among the inputs
+    states_nbytes: int | None = None  # optimizer state that existed when this run began
+    explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext  # words for an allocator's error
 
     def __init__(self, halves: Partition, tier: Tier | None, recording: RecordedStep | None = None) -> None:
         self.halves, self.recording = halves, recording
         self.lease = tier.lease() if tier is not None and recording is None else None
-        self.sent: dict[int, Tensor] = {}  # meta tensors: how what lies in each slot was laid out
+        self.slot_layouts: dict[int, Tensor] = {}  # meta tensors: the layout of what each slot holds
         self.saved: list[Tensor] | None = None
-        self.seen: list[tuple[Tensor, int]] = []
-        self.beyond = ""  # why it takes more than was forecast, if it does
-        self.absent = 0  # bytes that were forecast to be there before it, and are not
-        self.others = 0  # bytes that other open flights held beside it, at most
-        self._handed: list[weakref.ref[Tensor]] = []  # what its caller gave, and what it returned
-        self.shared = False  # whether another was open with it, so that autograd has to sum their gradients
+        self.saved_versions: list[tuple[Tensor, int]] = []
+        self.unplanned = ""  # why it takes more than forecast, if it does
+        self.absent_nbytes = 0  # forecast to exist before the run, but does not
+        self.others_nbytes = 0  # the most that other open runs held at the same time
+        self._caller_tensors: list[weakref.ref[Tensor]] = []
+        self.is_concurrent = False  # other runs are open, so autograd must sum the gradients
 
-    def watched(self, tangents: Sequence[Tensor | None]) -> AbstractContextManager[None]:
-        """Measure what a backward allocates, if this flight is measured; tangents that are read as they came lie there
-        for it, and outputs that nobody has any more do not."""
+    def measured(self, tangents: Sequence[Tensor | None]) -> AbstractContextManager[None]:
+        """Measure what backward allocates, if this run is measured.
+
+        Tangents that backward reads as given count as present; outputs that the caller has freed do not.
+        """
         if self.meter is None:
             return nullcontext()
-        gone = self.lent.gone_nbytes() if self.lent is not None else 0
-        return self.meter.window(resident_bytes(self._came(tangents)) - gone)
+        freed = self.borrowed.gone_nbytes() if self.borrowed is not None else 0
+        return self.meter.window(resident_bytes(self._unchanged(tangents)) - freed)
 
-    def _came(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
-        """The tangents that backward reads as they came."""
+    def _unchanged(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the tangents that backward reads without a copy."""
         pairs = zip(self.halves.tangents, tangents, strict=True)
-        return [tangent for fake, tangent in pairs if tangent is not None and _fits(fake, tangent)]
+        return [tangent for fake, tangent in pairs if tangent is not None and _has_strides(fake, tangent)]
 
     def time(self, device: torch.device) -> None:
-        """Measure the time of this flight."""
+        """Time each op of this run."""
         self.clock = Clock(device)
 
-    def met(self) -> None:
-        """All ranks are about to go through the same step.
+    def check_ranks(self) -> None:
+        """Wait until all ranks are about to run the same step.
 
         Raises:
             ShardError: they are not.
         """
-        if self.meeting is not None:
-            self.meeting()
-            self.meeting = None
+        if self.rank_check is not None:
+            self.rank_check()
+            self.rank_check = None
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
-        """Let slots of this flight alone be elsewhere."""
-        if self.lease is not None and homes:
-            self.lease.bind(homes)
+    def bind(self, slots: Mapping[int, BufferSlice]) -> None:
+        """Put some slots of this run elsewhere."""
+        if self.lease is not None and slots:
+            self.lease.bind(slots)
 
     def forward(self, tensors: Sequence[Tensor], outputs: int) -> list[Tensor]:
-        """The outputs, given the inputs; what backward needs is kept here."""
+        """Run forward and return its outputs; what backward needs is saved here."""
         try:
             with self.wall:
                 values = self._forward(tensors)
         except BaseException:
-            if self.coming is not None:
-                self.coming.close()
+            if self.gather is not None:
+                self.gather.close()
             raise
-        # A parameter may be bound to other bytes before backward, which wants those that forward took.  Of an output
-        # the caller's own tensor is not held: so one sees whether the caller holds it.  And it leads to this node
-        # of autograd, which holds the flight: a circle that nobody would free if no backward comes.
-        theirs = {id(value) for value in values[:outputs]}
+        # Parameters are saved detached: `.data` may be replaced before backward, which needs the old bytes.  Outputs
+        # are saved detached because the caller's tensor leads to the autograd node that holds this run: a reference
+        # cycle, which would also hide that the caller has freed the output.
+        returned = {id(value) for value in values[:outputs]}
         self.saved = [
-            x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in theirs else x for x in values[outputs:]
+            x.detach() if isinstance(x, torch.nn.Parameter) or id(x) in returned else x for x in values[outputs:]
         ]
         del values[outputs:]
         self.ended = self.halves.backward is None
-        near = [*tensors, *values]
-        handed = (near[i] for i in (*self.given, *range(len(tensors), len(near))))
-        self._handed = [weakref.ref(tensor) for tensor in handed if tensor is not None]
-        read = [near[i] if i < len(tensors) else near[i].detach() for i in self.halves.read]
-        self.seen = [(tensor, version_of(tensor)) for tensor in read]
+        known = [*tensors, *values]
+        of_caller = (known[i] for i in (*self.caller_inputs, *range(len(tensors), len(known))))
+        self._caller_tensors = [weakref.ref(tensor) for tensor in of_caller if tensor is not None]
+        read = [known[i] if i < len(tensors) else known[i].detach() for i in self.halves.read]
+        self.saved_versions = [(tensor, version_of(tensor)) for tensor in read]
         return values
 
-    def reads(self) -> list[Tensor]:
-        """The tensors by which it holds what backward reads."""
-        return [*(self.saved or ()), *(tensor for tensor, _ in self.seen)]
+    def saved_tensors(self) -> list[Tensor]:
+        """Return every tensor that this run holds for backward."""
+        return [*(self.saved or ()), *(tensor for tensor, _ in self.saved_versions)]
 
-    def handed(self) -> list[Tensor]:
-        """What of its inputs and outputs is still there."""
-        return [tensor for ref in self._handed if (tensor := ref()) is not None]
+    def caller_tensors(self) -> list[Tensor]:
+        """Return the caller's inputs and outputs that still exist."""
+        return [tensor for ref in self._caller_tensors if (tensor := ref()) is not None]
 
     def _forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.recording is not None:
-            return self.recording.forward(tensors)  # what backward needs lies in the recording
-        with self._alone():
+            return self.recording.forward(tensors)  # which saves for backward itself
+        with self._running():
             return list(self._run(self.halves.forward, list(tensors)))
 
     def backward(self, tangents: list[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
-        """The gradients, given the tangents, whose list is emptied; the saved values are gone afterwards, unless they
-        shall be kept.
+        """Run backward and return the gradients.
+
+        Empties `tangents`, and frees the saved tensors unless `keep`.
 
         Raises:
-            MemgraphError: they are gone already.
-            RuntimeError: one of them has been changed in place since.
-            RecordingError: they shall be kept, and lie in a recording, whose backward takes their bytes.
+            MemgraphError: the saved tensors were freed by an earlier backward.
+            RuntimeError: a saved tensor was changed in place.
+            RecordingError: `keep`, and the step is recorded: its backward overwrites the saved tensors.
         """
         if self.saved is None:
             raise MemgraphError(
-                "this step has been differentiated already, and what it had saved is gone; "
-                "call backward(retain_graph=True) the first time to go through it twice"
+                "this step was differentiated before, and its saved tensors are freed; "
+                "call backward(retain_graph=True) the first time to run backward twice"
             )
         if keep and self.recording is not None:
             raise RecordingError(
-                "backward(retain_graph=True) goes through what forward saved twice, and a recorded step keeps it for "
-                "one backward only; compile without cuda_graphs= for this"
+                "backward(retain_graph=True) reads the saved tensors twice, and a recorded step keeps them for one "
+                "backward only; compile without cuda_graphs= for this"
             )
-        refuse_modified(self.seen)
+        refuse_modified(self.saved_versions)
         assert self.halves.backward is not None
         saved = list(self.saved) if keep else self.saved
         if keep:
-            self.beyond = "retain_graph=True kept what backward lets go"
-            self.clock = None  # which knows of one backward
+            self.unplanned = "retain_graph=True kept what backward frees"
+            self.clock = None  # it expects one backward
         else:
-            self.saved, self.seen = None, []
-        given = [_like(fake, tangent) for fake, tangent in zip(self.halves.tangents, tangents, strict=True)]
+            self.saved, self.saved_versions = None, []
+        as_captured = [_as_captured(fake, x) for fake, x in zip(self.halves.tangents, tangents, strict=True)]
         if self.meter is not None:
-            self.leaving = ReleaseWatcher(self._came(tangents), self.meter.gone)
+            self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.gone)
         tangents.clear()
-        saved += [*given, *gradients]  # type: ignore[list-item]
+        saved += [*as_captured, *gradients]  # type: ignore[list-item]
         with self.wall:
             if self.recording is not None:
-                results = self.recording.backward(given)
+                results = self.recording.backward(as_captured)
             else:
-                del given
-                with self._alone():
+                del as_captured
+                with self._running():
                     results = list(self._run_backward(self.halves.backward, saved))
         self.ended = True
         return results
 
     def times(self) -> StepTimes | None:
-        """What the flight took, if that was measured to the end."""
+        """Return the times of the ops, if they were measured to the end."""
         if self.clock is None or not self.ended:
             return None
-        moved = (self.lease.moved,) if self.lease is not None else ()
+        moved = (self.lease.copies,) if self.lease is not None else ()
         return StepTimes(self.clock.ops, self.clock.us, moved)
 
     @property
-    def took(self) -> WallTimes | None:
-        """What it took as a whole, if it was one like all others: neither measured nor timed op by op, and alone."""
-        like_others = self.meter is None and self.clock is None and not self.shared and not self.beyond
-        return self.wall if self.ended and like_others and isinstance(self.wall, WallTimes) else None
+    def wall_times(self) -> WallTimes | None:
+        """Return the times of the halves, if the run was an ordinary one: not measured, not timed by op, and alone."""
+        is_ordinary = self.meter is None and self.clock is None and not self.is_concurrent and not self.unplanned
+        return self.wall if self.ended and is_ordinary and isinstance(self.wall, WallTimes) else None
 
-    def land(self) -> Allocation | None:
-        """Let running copies end, give the room back, and say what was allocated, if that was measured to the end."""
+    def close(self) -> Allocation | None:
+        """Wait for copies, release lease and recording, and return what was allocated if it was measured to the end."""
         self.saved = None
         lease, self.lease = self.lease, None
         if lease is not None:
@@ -206,42 +209,41 @@ class StepRun:
         return meter.allocated() if meter is not None and self.ended else None
 
     def __del__(self) -> None:
-        self.land()
+        self.close()
 
     def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
         if self.clock is not None:
             return self.clock.run(half, values)
-        if self.leaving is not None:
-            return timing_ops(half, self.leaving)(half, values)
+        if self.release_watcher is not None:
+            return timing_ops(half, self.release_watcher)(half, values)
         return half.forward(values)
 
     def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
         if not finds_nan():
             return self._run(half, values)
-        self.beyond, self.clock = "torch's anomaly mode looked at each gradient", None
+        self.unplanned, self.clock = "torch's anomaly mode checked each gradient", None
         return run_checked(half, values, self.halves.names)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Run a half: casts are in the graph already, and autograd has nothing to see."""
+    def _running(self) -> Iterator[None]:
+        """Run a half without autocast and autograd: the graph already contains their ops."""
         with (
-            running(self.lease, self.sent, self.update, self.exchange, self.coming),
+            running(self.lease, self.slot_layouts, self.update, self.exchange, self.gather),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),
-            self.explained(),
+            self.explain_errors(),
         ):
             yield
 
 
-def _like(fake: Tensor, tangent: Tensor | None) -> Tensor:
-    """A tangent as the graph was captured with it: zeros for none, and with the strides of the output."""
-    if tangent is not None and _fits(fake, tangent):
+def _as_captured(fake: Tensor, tangent: Tensor | None) -> Tensor:
+    """Return a tangent with the strides that the graph was captured with; zeros for None."""
+    if tangent is not None and _has_strides(fake, tangent):
         return tangent
     shaped = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     return shaped.zero_() if tangent is None else shaped.copy_(tangent)
 
 
-def _fits(fake: Tensor, tangent: Tensor) -> bool:
-    """Whether the graph reads a tangent as it came."""
+def _has_strides(fake: Tensor, tangent: Tensor) -> bool:
     return tangent.stride() == fake.stride()

@@ -1,5 +1,5 @@
-"""Say what a planned step takes: the one simulator that has the last word.
+"""Simulate a planned step: the one forecast that all planners use.
 
-forecast    bytes at every op, time on every queue
-plan_result   PlanResult: a plan beside the step as captured, and what is proven of both
+forecast      bytes at every op, time on every queue
+plan_result   PlanResult: a plan, the step without it, and what is proven of both
 """

@@ -1,4 +1,4 @@
-"""A plan beside what it was chosen from: the step as captured, the step as it will run, and what is proven of both.
+"""The result of planning: a plan, the step as captured and as it will run, and what is proven of both.
 
 captured 35.7 ms, 2.5 GB   ->   40.3 ms, 1.0 GB, overhead 12.8 %, at least 12.4 % for any plan of the class
 """
@@ -19,12 +19,12 @@ from .forecast import Forecast, predict
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A plan, and microseconds that every plan adds to the step.
+    """A plan, and lower bounds: microseconds that every plan of a class adds to the step.
 
     Attributes:
-        bound_us: of those in which a value runs again at most once and comes back at most once.
-        any_us: of all that recompute in backward only, however often.
-        home_us: of those of them that do without the far tier.
+        bound_us: of plans that recompute and reload each value at most once.
+        any_us: of plans that recompute in backward only, however often.
+        no_offload_us: of those of them that offload nothing.
     """
 
     plan: Plan
@@ -35,10 +35,10 @@ class Proposal:
 
 @dataclass(frozen=True, eq=False)
 class PlanResult:
-    """A plan, the step as captured and as it will run, each with its forecast, and what every plan adds.
+    """A plan, the forecasts of the step as captured and as it will run, and the bounds of a `Proposal`.
 
     Attributes:
-        greedy: whether it was made without a search, as HiGHS is not installed: nothing is proven then.
+        greedy: True if the plan was made without a search, as HiGHS is not installed: nothing is proven then.
     """
 
     plan: Plan
@@ -50,57 +50,65 @@ class PlanResult:
 
     @property
     def lower_bound(self) -> float:
-        """Microseconds of a step, less than which no plan of this plan's class takes.  See `Proposal`."""
+        """Return the microseconds of a step that no plan of this plan's class goes below."""
         bound = self.captured.us + (self.bound_us if self.is_single else self.any_us)
-        # The sum of the forecast has another order: a plan that is as good as the bound may miss it by a last bit.
+        # The forecast sums in another order: a plan as good as the bound may miss it by its last bit.
         return self.forecast.us if math.isclose(bound, self.forecast.us, rel_tol=1e-12) else bound
 
     @property
     def overhead(self) -> float:
-        """The time that the plan adds to the step, as a share of it: 0.1 is 10 %."""
+        """Return the time that the plan adds, as a share of the step: 0.1 is 10 %."""
         return self.forecast.us / self.captured.us - 1 if self.captured.us else 0.0
 
     @property
     def gap(self) -> float:
-        """How much of the bound's time the plan's is above it: at most so much could be won."""
+        """Return how far the plan is above the bound, as a share of it: at most so much could be gained."""
         return self.forecast.us / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether no value runs again twice or before it is wanted, or comes back twice; views of what lives far do."""
+        """Return True if no value is recomputed twice or earlier than needed, or reloaded twice.
+
+        Streamed values do not count.
+        """
         ops = self.captured.trace.op
-        far = {held for said in self.plan if isinstance(said, Stream) for held in ops[said.value].holds}
-        moved = (said for said in self.plan if isinstance(said, Recompute | Reload))
-        said = Counter((type(each), each.value) for each in moved if far.isdisjoint(ops[each.value].holds))
-        return max(said.values(), default=0) <= 1 and not self._is_early
+        streamed = {held for each in self.plan if isinstance(each, Stream) for held in ops[each.value].holds}
+        restored = (each for each in self.plan if isinstance(each, Recompute | Reload))
+        counts = Counter((type(each), each.value) for each in restored if streamed.isdisjoint(ops[each.value].holds))
+        return max(counts.values(), default=0) <= 1 and not self._is_early
+
+    @property
+    def offloads(self) -> bool:
+        """Return True if anything is reloaded from the tier or updated on it."""
+        return any(isinstance(decision, Reload | Stream) for decision in self.plan)
 
     @property
     def _is_early(self) -> bool:
-        """Whether anything runs again before somebody wants it.  Parts of what runs again are taken out at once."""
-        ops, wanted = self.captured.trace.op, dict[str, set[str]]()
-        for said in reversed(self.plan):
-            if isinstance(said, Recompute):
-                here = wanted.setdefault(said.before, set(ops[said.before].reads))
-                if said.value in here:
-                    here.update(ops[said.value].reads)
-                elif ops[said.value].fn != "getitem":
+        """Return True if anything is recomputed before it is needed.  The items of a recomputed tuple may be."""
+        ops, needed = self.captured.trace.op, dict[str, set[str]]()
+        for each in reversed(self.plan):
+            if isinstance(each, Recompute):
+                here = needed.setdefault(each.before, set(ops[each.before].reads))
+                if each.value in here:
+                    here.update(ops[each.value].reads)
+                elif ops[each.value].fn != "getitem":
                     return True
         return False
 
 
 def with_higher_costs(choice: PlanResult, machine: Machine, us: Mapping[str, float]) -> PlanResult:
-    """The same plan where lines, by their names, take at least `us`.
+    """Return the same plan where ops, by name, take at least `us`.
 
-    What is proven at lower prices is true of higher ones: a step in which nothing takes less time is no shorter.
+    A bound that is proven at lower costs holds at higher ones too.
     """
-    captured, forecast = _dearer(choice.captured.trace, us), _dearer(choice.forecast.trace, us)
+    captured, forecast = _at_least(choice.captured.trace, us), _at_least(choice.forecast.trace, us)
     if (captured, forecast) == (choice.captured.trace, choice.forecast.trace):
         return choice
-    plain = predict(captured, machine)
-    more = plain.us - choice.captured.us
+    unplanned = predict(captured, machine)
+    more = unplanned.us - choice.captured.us
     bound, any_plan = max(0.0, choice.bound_us - more), max(0.0, choice.any_us - more)
-    return PlanResult(choice.plan, plain, predict(forecast, machine), bound, any_plan)
+    return PlanResult(choice.plan, unplanned, predict(forecast, machine), bound, any_plan)
 
 
-def _dearer(trace: Trace, us: Mapping[str, float]) -> Trace:
+def _at_least(trace: Trace, us: Mapping[str, float]) -> Trace:
     return replace(trace, ops=tuple(replace(op, us=max(op.us, us.get(op.name, 0.0))) for op in trace.ops))

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._C._autograd import _profiler_enabled
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import assembly, search
 from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM, Net, Running, assert_next_step_right, batch, fresh, living, open_files, step
 from tests.support.forced_plans import given_up
@@ -68,11 +68,11 @@ def test_backward_may_be_tried_again_after_an_error_if_the_graph_is_retained(fat
 
 
 def test_the_generator_is_not_left_in_an_earlier_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
     _, compiled = fresh()
     step(compiled)
     compiled.zero_grad()
-    graph: fx.GraphModule = compiled._latest.halves.backward
+    graph: fx.GraphModule = compiled._latest.parts.halves.backward
     swapped = next(i for i, node in enumerate(nodes_of(graph)) if node.target is torch.ops.memgraph.swap_rng.default)
     loss = compiled(batch()).square().mean()
     state = torch.get_rng_state()
@@ -115,10 +115,10 @@ def interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("gone_wrong", ["rewrite", "split", "far_tier"])
+@pytest.mark.parametrize("gone_wrong", ["rewrite", "partition", "open_tier"])
 def test_a_plan_that_is_interrupted_is_made_again_at_the_next_call(gone_wrong: str) -> None:
     module, compiled = fresh()
-    with mock.patch.object(planner, gone_wrong, interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(assembly, gone_wrong, interrupt), pytest.raises(KeyboardInterrupt):
         compiled(batch())
     assert_next_step_right(module, compiled)
 
@@ -126,7 +126,7 @@ def test_a_plan_that_is_interrupted_is_made_again_at_the_next_call(gone_wrong: s
 @contextmanager
 def broken(compiled: memgraph.CompiledModule, half: str, place: float, error: type[BaseException]) -> Iterator[None]:
     """One op of a half of the latest step raises; `place` is where in the half it stands."""
-    graph: fx.GraphModule = getattr(compiled._latest.halves, half)
+    graph: fx.GraphModule = getattr(compiled._latest.parts.halves, half)
     nodes = nodes_of(graph)
     node = nodes[int(place * (len(nodes) - 1))]
     with poisoned(graph, node, error):

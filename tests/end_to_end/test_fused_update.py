@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from tests.support.fused_updates import ROOM, fused, smallest, steps, train
 from tests.support.seed_modules import given_up
 from tests.support.streamed_state import OPTIMIZERS, Twins, batch, chain, facts, far, loss, same, streams
@@ -94,7 +94,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("make", [Shared, chain, partial(chain, 4, partial(nn.BatchNorm1d, 256))])
 def test_models(make: Callable[[], nn.Module], plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if plan != "room":
-        monkeypatch.setattr(planner, "make_plan", given_up)
+        monkeypatch.setattr(search, "make_plan", given_up)
     steps(fused(make, kind="momentum", budget=ROOM), 3)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from tests.support.compare import ROOM, Fact, assert_alike, batch, steps, tight
 from tests.support.forced_plans import all_given_up
 from tests.support.models import Plain, Running
@@ -24,7 +24,7 @@ def test_autocast_to_bfloat16(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [Running, Plain])
 def test_autocast_to_bfloat16_when_all_is_given_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    monkeypatch.setattr(search, "make_plan", all_given_up)
     assert_alike(cast, make)
 
 

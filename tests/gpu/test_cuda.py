@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
-from memgraph.planning import planner
+from memgraph.planning import search
 from memgraph.profile import link_bandwidth
 from memgraph.storage import pinned_tier
 from memgraph.storage.pinned_pool import PINNED_POOL
@@ -64,7 +64,7 @@ def test_a_budget_is_kept_and_gradients_are_eagers(name: str, share: float) -> N
 @pytest.mark.parametrize("late", ["out", "back", "compute", "none"])
 def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream sleeps before each of its copies, or before each of the others'."""
-    monkeypatch.setattr(planner, "make_plan", plan)
+    monkeypatch.setattr(search, "make_plan", plan)
     copy = pinned_tier.PinnedLease._copy
     cuda: Any = torch.cuda
     out, back = pinned_tier.copy_streams(cuda, CUDA)
@@ -83,12 +83,14 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
 
 
 def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     model, x = subject("gpt2-xl")
     ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
     before = [id(slab) for slab in PINNED_POOL.free]
-    assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.lent
+    assert (
+        before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.in_use
+    )
     trained(model, ours, x)
     assert [id(slab) for slab in PINNED_POOL.free] == before
 
@@ -103,9 +105,9 @@ def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        from memgraph.kernels.autotune import way_of
+        from memgraph.kernels.autotune import best_config
 
-        if way_of("cast", CUDA, there.nbytes) is not None:
+        if best_config("cast", CUDA, there.nbytes) is not None:
             narrow(there)
     finally:
         torch.cuda.set_sync_debug_mode("default")

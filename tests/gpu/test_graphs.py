@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memgraph
 from benchmarks.blocks import SHAPES, Stack
-from memgraph.planning import planner
+from memgraph.planning import replan, search
 from passes.schedule.schedule import Placement
 from tests.support.forced_plans import all_given_up, given_up
 
@@ -45,13 +45,13 @@ def trained(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
 )
 def test_replays_are_eager_to_the_bit(name: str, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if plan is not None:
-        monkeypatch.setattr(planner, "make_plan", plan)
-        monkeypatch.setattr(planner, "replanned", lambda *_: None)
+        monkeypatch.setattr(search, "make_plan", plan)
+        monkeypatch.setattr(replan, "replanned", lambda *_: None)
     (plain, x), (model, _) = subject(name), subject(name)
     ours = memgraph.compile(model, "8GB", lower=None, cuda_graphs=True)
     assert all(map(torch.equal, trained(model, ours, x), trained(plain, plain, x)))
-    replays = ours._latest.replays
-    assert replays.recording is not None and replays.recording.flights > 1
+    replays = ours._latest.cuda_graphs
+    assert replays.recording is not None and replays.recording.replays > 1
     assert ours.plan.measured is not None and ours.plan.measured <= ours.plan.peak
 
 

@@ -71,7 +71,7 @@ def test_the_floor_names_its_op_line_and_buffers_and_a_loss_its_chunks() -> None
         message(LOSS, Machine(3000)),
         """\
 3000 bytes are allowed; the smallest budget for which a plan was found is 5558.
-It needs most at n (log_softmax_backward, loss model.py:20); on cpu lie there:
+Peak memory is at n (log_softmax_backward, loss model.py:20). Live on cpu at that point:
             1800 bytes  activation l u8[1800] loss model.py:20
             1800 bytes  temporary  m u8[1800] loss model.py:21
             1800 bytes  temporary  n u8[1800] loss model.py:20
@@ -79,7 +79,7 @@ It needs most at n (log_softmax_backward, loss model.py:20); on cpu lie there:
               50 bytes  parameter  w u8[50]
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] loss model.py:21
-No plan can do with less than 5558 bytes: so many are in use at n at the same time.
+No plan can use less than 5558 bytes: that many are in use at n at the same time.
 Give budget=5558, or a smaller batch (the same batch in several parts, whose gradients add up) or a loss that is computed in chunks.
 """,
     )
@@ -90,7 +90,7 @@ def test_a_floor_that_is_elsewhere_than_the_least_peak_is_listed() -> None:
         message(ONCE, Machine(2000)),
         """\
 2000 bytes are allowed; the smallest budget for which a plan was found is 3208.
-It needs most at p (sum_backward, head model.py:9); on cpu lie there:
+Peak memory is at p (sum_backward, head model.py:9). Live on cpu at that point:
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              900 bytes  activation c u8[900] layers.2 model.py:7
@@ -98,7 +98,7 @@ It needs most at p (sum_backward, head model.py:9); on cpu lie there:
              100 bytes  temporary  p u8[100] head model.py:9
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] head model.py:9
-No plan can do with less than 2200 bytes: so many are in use at b (dropout, layers.1 model.py:7) at the same time:
+No plan can use less than 2200 bytes: that many are in use at b (dropout, layers.1 model.py:7) at the same time:
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              100 bytes  input      x u8[100]
@@ -138,7 +138,7 @@ def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) 
 def test_the_floor_is_said_whenever_it_is_in_the_way(trace: Trace) -> None:
     floor = int(PlanProblem(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
     if floor:
-        assert f"No plan can do with less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
+        assert f"No plan can use less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
 
 
 def test_an_update_in_windows_takes_what_its_window_does() -> None:

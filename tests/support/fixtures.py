@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memgraph.optim import offloaded_update
-from memgraph.planning import planner
+from memgraph.planning import assembly, pricing, replan, search, target
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import PinnedTier
@@ -25,25 +25,25 @@ from tests.support.slow_disk import Gate
 @pytest.fixture(name="given_up")
 def _given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans leave nothing as it is."""
-    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    monkeypatch.setattr(search, "make_plan", all_given_up)
 
 
 @pytest.fixture(params=["room", "tight"])
 def room_or_tight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether plans leave everything as it is, or nothing."""
-    monkeypatch.setattr(planner, "make_plan", make_plan if request.param == "room" else all_given_up)
+    monkeypatch.setattr(search, "make_plan", make_plan if request.param == "room" else all_given_up)
 
 
 @pytest.fixture
 def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can be sent to disk is sent there."""
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
 
 
 @pytest.fixture(params=[Placement.KEEP, Placement.OFFLOAD_BLOCKING, Placement.RECOMPUTE_PER_USE])
 def fate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Placement:
     """What becomes of all that can be given up."""
-    monkeypatch.setattr(planner, "make_plan", given_up(request.param))
+    monkeypatch.setattr(search, "make_plan", given_up(request.param))
     chosen: Placement = request.param
     return chosen
 
@@ -54,26 +54,26 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
 
 
-@pytest.fixture(name="slabs")
-def _slabs() -> PinnedPool:
+@pytest.fixture(name="pool")
+def _pool() -> PinnedPool:
     return PinnedPool(lambda: 1 << 30, Pinned())
 
 
 @pytest.fixture(name="late")
-def _late(monkeypatch: pytest.MonkeyPatch, slabs: PinnedPool) -> Late:
+def _late(monkeypatch: pytest.MonkeyPatch, pool: PinnedPool) -> Late:
     """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
     late = Late(0)
 
     def tier(device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-        return PinnedTier(slots, device, late, slabs) if slots else None
+        return PinnedTier(slots, device, late, pool) if slots else None
 
     def linked(machine: Machine, *_: object) -> Machine:
         return replace(machine, tier="host", link=replace(machine.link, out=100.0, back=100.0, capacity=1 << 40))
 
-    monkeypatch.setattr(planner, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, slabs))
-    monkeypatch.setattr(planner, "open_tier", tier)
-    monkeypatch.setattr(planner, "measure_links", linked)
-    monkeypatch.setattr(planner, "replanned", lambda *_: None)
+    monkeypatch.setattr(target, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, pool))
+    monkeypatch.setattr(assembly, "open_tier", tier)
+    monkeypatch.setattr(pricing, "measure_links", linked)
+    monkeypatch.setattr(replan, "replanned", lambda *_: None)
     return late
 
 

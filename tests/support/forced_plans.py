@@ -1,6 +1,6 @@
 """Plans in the place of those that are searched for: what becomes of each storage is given, and not weighed.
 
-    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    monkeypatch.setattr(search, "make_plan", all_given_up)
 
 The fixtures of `fixtures.py` do that.
 """

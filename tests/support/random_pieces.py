@@ -102,7 +102,7 @@ RANDOM = {
     "bernoulli": ("", "{y} = {x} * torch.bernoulli(torch.full_like({x}, 0.6))"),
     "permuted": ("", "{y} = {x}[torch.randperm({n})]"),
     "rrelu": ("", "{y} = F.rrelu({x}, training=self.training)"),
-    "multinomial": ("", "{y} = {x} * (1 + torch.multinomial({x}.softmax(1), 1))"),
+    "multinomial": ("", "{y} = {x} * (1 + torch.multinomial({x}.nan_to_num().softmax(1), 1))"),
     "normal_in_place": ("", "{y} = {x} + torch.empty({n}, {w}).normal_(0, 0.1)"),
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from passes import Machine, PlanResult, Trace
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import Placement
@@ -27,7 +27,7 @@ def assert_alike(loop: Loop, make: Callable[[], nn.Module], **wishes: Any) -> me
     """The loop does to the compiled module, which is returned, what it does to the plain one."""
     _, theirs = _facts(loop, make())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "make_plan", given_up)
+        patch.setattr(search, "make_plan", given_up)
         model, ours = _facts(loop, memgraph.compile(make(), 10**9, **wishes))
     assert_equal(theirs, ours)
     return model

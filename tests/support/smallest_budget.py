@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import budget_error
 
 
 def smallest_of(call: Callable[[], Any]) -> int:
     """Without advice on micro-batches, for which the error would have the call captured some more times."""
     with (
-        mock.patch.object(planner, "suggest_microbatches", lambda error, *_: error),
+        mock.patch.object(budget_error, "suggest_microbatches", lambda error, *_: error),
         pytest.raises(memgraph.BudgetError) as caught,
     ):
         call()

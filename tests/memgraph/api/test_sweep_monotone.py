@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memgraph import Sweep
-from memgraph.api.budget_sweep import _Sweeping
+from memgraph.api.budget_sweep import _BudgetPlans
 from passes import Machine, Trace, predict
 from passes.lp import problem
 from tests.support.strategies import machines, traces
@@ -43,12 +43,12 @@ def test_less_memory_takes_more_time_and_has_a_lower_peak(
     trace: Trace, machine: Machine, shares: list[float], seconds: float
 ) -> None:
     most = predict(trace, machine).peak
-    check(_Sweeping(trace, machine, seconds).run([1 + int(most * share) for share in shares]))
+    check(_BudgetPlans(trace, machine, seconds).sweep([1 + int(most * share) for share in shares]))
 
 
 @settings(max_examples=5)
 @given(traces(max_forward=12), machines((3.0,)))
 def test_a_spread_of_budgets_is_no_exception(trace: Trace, machine: Machine) -> None:
-    sweep = _Sweeping(trace, machine, 0.0).run(None)
+    sweep = _BudgetPlans(trace, machine, 0.0).sweep(None)
     check(sweep)
     assert all(point.fits for point in sweep.points)

@@ -13,7 +13,7 @@ import memgraph
 from memgraph.graph.nodes import tensors
 from memgraph.graph.result_layout import REAL, layouts_of
 from memgraph.graph.rewrite import rewrite
-from memgraph.planning import planner
+from memgraph.planning import assembly, search
 from passes import Recompute
 from passes.schedule.schedule import Placement
 from tests.support.forced_plans import given_up
@@ -50,7 +50,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_each_batch_has_its_own(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
     plain, model = Chosen(function), Chosen(function)
     compiled = memgraph.compile(model, "1GB", offload=None)
     for seed in range(3):
@@ -95,8 +95,8 @@ def test_what_an_op_makes_with_data_it_makes_again(make: Any, x: Tensor, monkeyp
         graphs.append(plain(*args))
         return graphs[-1]
 
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
-    monkeypatch.setattr(planner, "rewrite", rewritten)
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.RECOMPUTE_PER_USE))
+    monkeypatch.setattr(assembly, "rewrite", rewritten)
     memgraph.compile(make(), "1GB", offload=None)(x).backward()
     nodes = {node.name: node for node in graphs[-1].nodes}
     pairs = [(node, nodes[node.meta["again"]]) for node in nodes.values() if REAL in node.meta and "again" in node.meta]

@@ -15,8 +15,7 @@ from memgraph.graph.fuse_updates import fuse_updates, update_nodes
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
-from memgraph.optim.state_parts import state_parts
-from memgraph.optim.trained import TrainedParameters
+from memgraph.optim.state_parts import TrainedParameters, state_parts
 from memgraph.optim.update_cost import add_update
 from passes import Link, Machine, Streaming, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps

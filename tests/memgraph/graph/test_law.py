@@ -33,9 +33,9 @@ from memgraph.optim.tier_slots import OffloadedSlots, tier_slots, unread_paramet
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.report.report import Report
 from memgraph.runtime.step import Step
+from memgraph.runtime.step_parts import StepParts
 from memgraph.storage.io_threads import STAGING
-from memgraph.storage.tier import Lease
-from memgraph.storage.tiers import open_tier
+from memgraph.storage.tiers import Lease, open_tier
 from passes import Cast, Link, Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import CAST, STATE_OFFLOADED, Placement, schedule
@@ -94,10 +94,11 @@ def step_of(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     tier = open_tier(CPU, [slot.nbytes for slot in found], None)
     report = Report(MACHINE, PlanResult(plan, predict(trace, MACHINE), forecast))
     far = OffloadedStates(OffloadedUpdate(None))
-    home_slots = OffloadedSlots(
+    state_slots = OffloadedSlots(
         StatePlacement(its.model), found, its.captured, far, unread_parameters(graph, its.captured)
     )
-    yield Step(its.captured, partition(graph, its.captured.graph), tier, report, home_slots)
+    parts = StepParts.of(its.captured, partition(graph, its.captured.graph), forecast.trace, tier)
+    yield Step(replace(parts, state_slots=state_slots), report)
     if tier is not None:
         tier.close()
 
@@ -121,9 +122,9 @@ def rounding(name: str, adds: bool, plan: Plan) -> Iterator[Step]:
     with step_of(name, adds, tuple(replace(d, wire="") if isinstance(d, Offload) else d for d in plan)) as step:
         ops = (op for op in apply(traced(name, adds), plan).ops if op.fn == "memgraph.offload.default")
         slots = {slot for slot, op in enumerate(ops) if op.reads[0].endswith("__wire")}
-        if step.tier is not None:
-            lease = step.tier.lease
-            step.tier.lease = lambda: Rounding(lease(), slots)  # type: ignore[method-assign]
+        if step.parts.tier is not None:
+            lease = step.parts.tier.lease
+            step.parts.tier.lease = lambda: Rounding(lease(), slots)  # type: ignore[method-assign]
         yield step
 
 
@@ -241,8 +242,8 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         its.again()
         if adds:
             run(its, step, 1)
-        assert step.home_slots is not None
-        step.home_slots.settled(its.tensors)
+        assert step.parts.state_slots is not None
+        step.parts.state_slots.place(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None

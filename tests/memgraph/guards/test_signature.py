@@ -161,7 +161,7 @@ def test_the_kernel_of_attention_that_was_asked_for_runs(order: Any) -> None:
 
 def _nodes(compiled: Any, x: Tensor) -> list[torch.fx.Node]:
     compiled(x).sum().backward()
-    return list(compiled._latest.captured.graph.graph.nodes)
+    return list(compiled._latest.parts.captured.graph.graph.nodes)
 
 
 def test_the_default_dtype_takes_effect() -> None:

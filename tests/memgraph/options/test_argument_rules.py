@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.options.argument_rules import COMPILE_RULES, SHARDED_RULES, check_arguments
+from memgraph.options.argument_rules import COMPILE_RULES, SHARDED_RULES, check_argument
 from tests.support.models import batch, net
 
 WAYS: list[Callable[..., Any]] = [memgraph.compile, memgraph.plan, memgraph.sweep]
@@ -111,12 +111,12 @@ def test_so_is_what_the_sharded_optimizer_does_not_take(wrong: type[Exception], 
     for name, several in values.items():
         for value in several:
             with pytest.raises(wrong, match=f"^{name}(=| is ).*; {re.escape(SHARDED_RULES[name].advice)}$"):
-                check_arguments(name, value, SHARDED_RULES)
+                check_argument(name, value, SHARDED_RULES)
 
 
 def test_a_list_of_parameters_is_one_though_it_is_a_module() -> None:
     several = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
-    assert check_arguments("params", several, SHARDED_RULES) is several
+    assert check_argument("params", several, SHARDED_RULES) is several
 
 
 def test_numbers_and_truth_values_may_be_of_numpy() -> None:
@@ -129,7 +129,7 @@ def test_numbers_and_truth_values_may_be_of_numpy() -> None:
     }  # fmt: skip
     planners = [memgraph.compile(model, optimizer=optimizer, **given)._planner for given in (plain, other)]
     assert repr(planners[0].options) == repr(planners[1].options)
-    assert type(planners[1].budget) is int
+    assert type(planners[1].target.budget) is int
     assert [type(planner.module._count) for planner in planners] == [int, int]
 
 

@@ -17,8 +17,8 @@ from memgraph.graph import inductor
 from memgraph.graph.inductor import Segment
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
+from memgraph.planning import target
 from memgraph.planning.lowering import Lowering
-from memgraph.planning.planner import Planner
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpProfiler
 from passes import Machine, make_plan, predict
@@ -55,7 +55,7 @@ def _broken(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
         raise LoweringError("no compiler at net.py:3")
 
     monkeypatch.setattr(inductor, "compile_segment", compiled)
-    monkeypatch.setattr(Planner, "_lowers", property(lambda planner: True))
+    monkeypatch.setattr(target, "asks_to_lower", lambda option, device: True)
     return tried
 
 
@@ -117,7 +117,7 @@ def test_what_is_in_no_segment_is_stated_at_its_own_price(monkeypatch: pytest.Mo
     lowering = Lowering(planned, choice.forecast.trace, prober)
     lowering.lowered(replace(machine, budget=1))  # none is within that
     assert not lowering.chosen
-    stated = lowering.stated(choice, machine)
+    stated = lowering.restated(choice, machine)
     assert stated.captured.us == pytest.approx(predict(alone, machine).us)
     assert stated.forecast.us == pytest.approx(predict(lowering.trace, machine).us)
     assert stated.captured.us > choice.captured.us and stated.forecast.peak == choice.forecast.peak

@@ -142,5 +142,5 @@ def test_what_inductor_cant_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("memgraph.graph.inductor._known", {})
     monkeypatch.setattr("torch._inductor.standalone_compile", broken)
-    with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lower.py.*no compiler.*lower=None"):
+    with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lowering.py.*no compiler.*lower=None"):
         compiled(1 << 34, lower="inductor")

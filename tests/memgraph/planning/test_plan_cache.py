@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.api import compiled_module
-from memgraph.planning import plan_cache, planner
+from memgraph.planning import plan_cache, search
 from memgraph.system import measurement_cache
 from passes import Machine, Op, PlanResult, Storage, Trace, make_plan
 from passes.pipeline import FAIR_GAP
@@ -47,7 +47,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
         found.append(trace)
         return make_plan(trace, machine, **given)
 
-    monkeypatch.setattr(planner, "make_plan", counted)
+    monkeypatch.setattr(search, "make_plan", counted)
     return found
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import memgraph
-from memgraph.planning import planner
-from memgraph.planning.replan import replanned, reprice, with_measured_times
+from memgraph.planning import replan
+from memgraph.planning.measured_prices import reprice, with_measured_times
+from memgraph.planning.replan import replanned
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
 from memgraph.profile.copy_overhead import CopyOverhead
@@ -27,7 +28,7 @@ from memgraph.profile.step_timer import Clock, StepTimes, WallTimes
 from memgraph.report.step_times import LENGTH
 from memgraph.runtime.step import Step
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import rates
+from memgraph.storage.async_copy import copy_rates
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.system import measurement_cache
 from memgraph.system.device import return_freed_memory
@@ -155,12 +156,12 @@ def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> 
     for _ in range(3):
         assert same(step(module, x), eager(x))
     assert module._latest is first
-    assert not first.is_due
+    assert not first.needs_replan
     assert first.report.plan
 
 
 def test_a_step_that_fits_as_it_is_is_timed_and_never_planned_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "replanned", lambda *args: pytest.fail("planned anew"))
+    monkeypatch.setattr(replan, "replanned", lambda *args: pytest.fail("planned anew"))
     module = memgraph.compile(net(), 1 << 30, loss=loss)
     step(module, x)
     assert module.plan.measured_us is None
@@ -199,7 +200,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     closed: list[int] = []
     close = DiskTier.close
     monkeypatch.setattr(DiskTier, "close", lambda tier: (closed.append(tier.nbytes), close(tier))[1])  # type: ignore
-    monkeypatch.setattr(planner, "replanned", lambda choice, trace, machine, search: choice)
+    monkeypatch.setattr(replan, "replanned", lambda choice, trace, machine, search: choice)
     monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (FAST, FAST))
     monkeypatch.setattr(
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
@@ -208,7 +209,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     module = memgraph.compile(net(), budget_of(x, 0.75), loss=loss, spill_dir=tmp_path)
     step(module, x)
     step(module, x)
-    tier = module._latest.tier
+    tier = module._latest.parts.tier
     assert isinstance(tier, DiskTier)
     nbytes = tier.nbytes
     del tier
@@ -216,7 +217,7 @@ def test_the_old_tier_closes_itself(x: Tensor, tmp_path: Path, monkeypatch: pyte
     gc.collect()
     assert nbytes in closed
     assert module._latest.times is None
-    assert module._latest.again is None
+    assert not module._latest._replan_due
 
 
 # --- prices
@@ -295,11 +296,11 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
 
 def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     lease = DiskTier([1 << 20] * 2, tmp_path).lease()
-    assert rates(lease.moved) == (0.0, 0.0)
+    assert copy_rates(lease.copies) == (0.0, 0.0)
     sent = torch.ones(1 << 20, dtype=torch.uint8)
     lease.offload(0, sent)
     lease.free(0)
-    out, back = rates(lease.moved)
+    out, back = copy_rates(lease.copies)
     assert out > 0
     assert back == 0.0
     lease.release()
@@ -318,7 +319,7 @@ def test_copies_of_the_update_tell_of_the_links_too(
         seen.append((times, moved, far))
         return with_measured_times(choice, machine, times)
 
-    monkeypatch.setattr(planner, "with_measured_times", note)
+    monkeypatch.setattr(replan, "with_measured_times", note)
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     states = 2 * sum(parameter.nbytes for parameter in module.parameters())
     adam = torch.optim.Adam(module.parameters())
@@ -335,7 +336,7 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
     lease, sent, plain = (
         DiskTier([1 << 20], tmp_path).lease(),
         torch.ones(1 << 20, dtype=torch.uint8),
-        io_threads.transfer,
+        io_threads.transfer_pages,
     )
     lease.offload(0, sent)
     lease.free(0)
@@ -344,13 +345,13 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
         time.sleep(0.1)
         plain(*args)
 
-    monkeypatch.setattr(io_threads, "transfer", slow)
+    monkeypatch.setattr(io_threads, "transfer_pages", slow)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    monkeypatch.setattr(io_threads, "transfer", plain)
+    monkeypatch.setattr(io_threads, "transfer_pages", plain)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    _, back = rates(lease.moved)
+    _, back = copy_rates(lease.copies)
     lease.release()
     assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 

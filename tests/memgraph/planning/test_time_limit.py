@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memgraph
-from memgraph.planning import budget_error, planner
+from memgraph.planning import budget_error, search
 from memgraph.profile import op_profiler
 from memgraph.system.timer import shortest_us
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan
@@ -76,7 +76,7 @@ def test_advice_is_given_where_there_is_time_or_the_step_is_small(
         calls.append(given)
         return error
 
-    monkeypatch.setattr(planner, "suggest_microbatches", noted)
+    monkeypatch.setattr(budget_error, "suggest_microbatches", noted)
     with pytest.raises(memgraph.BudgetError):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=limit)
     assert len(calls) == asked
@@ -90,7 +90,7 @@ def test_what_later_calls_need_is_planned_within_the_same_limit(monkeypatch: pyt
         time.sleep(0.3)
         return make_plan(trace, machine, log=log, seconds=seconds)
 
-    monkeypatch.setattr(planner, "make_plan", spent)
+    monkeypatch.setattr(search, "make_plan", spent)
     with pytest.raises(memgraph.BudgetError, match="adds to gradients"):
         memgraph.plan(net(), torch.ones(64, 16), budget=1000, offload=None, time_limit=1000)
     assert left[0] < 1000 and len(left) >= 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from memgraph.report import saved_plan as saved
 from memgraph.report.saved_plan import saved_plan, with_saved_prices
 from passes import Link, Machine, parse, parse_plan
@@ -65,7 +65,7 @@ def test_the_plan_of_a_large_model_comes_back_and_is_used_again(monkeypatch: pyt
     assert report.plan
     plan = memgraph.SavedPlan.from_json(report.to_json())
     assert plan.to_json() == report.to_json()
-    monkeypatch.setattr(planner, "make_plan", never)
+    monkeypatch.setattr(search, "make_plan", never)
     again = memgraph.plan(model, budget=report.budget, plan=plan, **inputs.kwargs)
     assert again.plan == report.plan
     assert again.peak == report.peak
@@ -96,7 +96,7 @@ def test_a_plan_is_given_as_a_file(form: Callable[[Path], Any], tmp_path: Path) 
 
 def test_a_plan_is_used_again_without_a_search_and_trains_like_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     text, budget = pressed().to_json(), pressed().budget
-    monkeypatch.setattr(planner, "make_plan", never)
+    monkeypatch.setattr(search, "make_plan", never)
     eager, module = net(), net()
     compiled = memgraph.compile(module, budget, plan=text)
     for model in (eager, compiled):
@@ -201,7 +201,7 @@ def test_a_plan_over_the_budget_is_refused_with_the_budget_that_would_do() -> No
 def test_a_plan_that_sends_away_is_refused_where_nothing_may_be_sent() -> None:
     value = next(op.name for op in given().step.ops if "gelu" in op.fn)
     sends = replace(given(), plan=parse_plan(f"offload {value}: out {value}, free {value}"))
-    with pytest.raises(memgraph.PlanError, match="sends values to disk, which offload=None forbids"):
+    with pytest.raises(memgraph.PlanError, match="offloads to disk, which offload=None forbids"):
         memgraph.plan(net(), batch(), budget=pressed().budget, plan=sends, offload=None)
 
 
@@ -261,7 +261,7 @@ def test_a_plan_that_was_sealed_anew_with_something_else_in_it_is_refused_or_pla
             plan = memgraph.SavedPlan.from_json(sealed(*path))
             memgraph.plan(net(), batch(), budget=pressed().budget, plan=plan)
         except memgraph.PlanError as error:
-            assert "plan anew" in str(error)
+            assert "plan again" in str(error)
         else:
             before = reduce(lambda place, name: place[name], path, facts)
             assert type(wrong) in (type(before), int) and wrong == wrong
@@ -283,8 +283,8 @@ def test_a_plan_error_is_memgraphs_and_a_value_error() -> None:
 
 PLAN = """
 import sys
-from passes import Machine, make_plan, parse
-print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), out=1000.0, back=1000.0)).plan, sep="\\n")
+from passes import Link, Machine, make_plan, parse
+print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), link=Link(1000.0, 1000.0))).plan, sep="\\n")
 """
 
 
@@ -338,9 +338,9 @@ def test_the_report_says_what_is_proven_and_of_which_plans() -> None:
     one = next((said,) for said in choice.plan if replace(choice, plan=(said,)).is_single)
     single = memgraph.Report(report.machine, replace(choice, plan=one, bound_us=1.0))
     assert single.lower_bound == choice.captured.us + 1.0
-    assert "proven: no plan in which each value runs again and comes back at most once takes less than" in str(single)
+    assert "proven: no plan in which each value is recomputed and reloaded at most once takes less than" in str(single)
     several = memgraph.Report(report.machine, replace(choice, plan=choice.plan * 2, any_us=2.0))
-    assert "proven: no plan that runs values again in backward only, however often, takes less than" in str(several)
+    assert "proven: no plan that recomputes in backward only, however often, takes less than" in str(several)
     nothing = memgraph.Report(report.machine, replace(choice, plan=one, bound_us=0.0, any_us=0.0))
     assert "proven: only that no plan is faster than the step as it is; this one is" in str(nothing)
     assert "proven" not in str(memgraph.plan(net(), batch(), budget="1GB"))

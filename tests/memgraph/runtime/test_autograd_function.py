@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from passes import make_plan
 from tests.support.compare import ROOM, Fact, assert_alike, batch, both, steps, tight
 from tests.support.forced_plans import all_given_up
@@ -110,7 +110,7 @@ def test_two_forwards_before_their_backwards(order: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("fate", ["room", "tight"])
 def test_two_forwards_of_a_batch_norm_before_their_backwards(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", make_plan if fate == "room" else all_given_up)
+    monkeypatch.setattr(search, "make_plan", make_plan if fate == "room" else all_given_up)
 
     def loop(model: Any) -> list[Fact]:
         losses = [model(batch(seed=seed)).square().mean() for seed in (3, 4)]

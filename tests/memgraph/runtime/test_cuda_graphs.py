@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memgraph
 import passes
-from memgraph.planning import planner
+from memgraph.planning import assembly, replan, search, target
 from memgraph.runtime import cuda_graphs
 from memgraph.runtime.cuda_graphs import CudaGraphPair
 from memgraph.storage.pinned_pool import PinnedPool
@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self) -> None:
         self.late = Late(0)
-        self.slabs = PinnedPool(lambda: 1 << 30, Pinned())
+        self.pool = PinnedPool(lambda: 1 << 30, Pinned())
         self.tapes: list[Tapes] = []
 
     def recorder(self) -> Tapes:
@@ -54,16 +54,16 @@ class Device:
         return self.tapes[-1]
 
     def tier(self, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-        return PinnedTier(slots, device, self.late, self.slabs) if slots else None
+        return PinnedTier(slots, device, self.late, self.pool) if slots else None
 
 
 @pytest.fixture(name="device")
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
-    monkeypatch.setattr(planner, "replanned", lambda *_: None)
-    monkeypatch.setattr(planner, "recorder_of", lambda _: device.recorder)
-    monkeypatch.setattr(planner, "open_tier", device.tier)
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
+    monkeypatch.setattr(replan, "replanned", lambda *_: None)
+    monkeypatch.setattr(target, "recorder_of", lambda _: device.recorder)
+    monkeypatch.setattr(assembly, "open_tier", device.tier)
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     yield device
     device.late.finish()
 
@@ -104,7 +104,7 @@ class Pair:
 def test_replays_are_eager_to_the_bit_however_late_the_streams_are(
     plan: Any, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "make_plan", plan)
+    monkeypatch.setattr(search, "make_plan", plan)
     pair = Pair().begin()
     for seed in SEEDS:
         device.late.seed(seed)
@@ -202,16 +202,16 @@ def test_what_moves_all_the_time_ends_up_op_by_op(device: Device, monkeypatch: p
 def test_another_kind_of_step_has_the_memory_and_a_new_plan_is_recorded_anew(device: Device) -> None:
     pair = Pair().begin()
     assert pair.same(2)
-    assert len(device.slabs.lent) == 1  # the recording's, whose addresses are in it
+    assert len(device.pool.in_use) == 1  # the recording's, whose addresses are in it
     first = weakref.ref(_recording(pair))
     assert pair.same(3, rows=60)
-    assert first() is None and not device.slabs.lent
+    assert first() is None and not device.pool.in_use
     assert pair.same(4, rows=60) and pair.same(5, rows=60) and len(device.tapes) == 2
     assert pair.same(6) and len(device.tapes) == 3
 
 
 def test_a_plan_that_takes_its_place_is_recorded_itself(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "replanned", lambda choice, *_: choice)
+    monkeypatch.setattr(replan, "replanned", lambda choice, *_: choice)
     pair = Pair().begin()
     assert pair.same(2) and pair.same(3) and not device.tapes  # measured and timed anew
     assert pair.same(4) and len(device.tapes) == 1
@@ -253,7 +253,7 @@ def test_what_the_device_cant_record_is_an_error_or_runs_op_by_op(
 
 
 def _recording(pair: Pair) -> CudaGraphPair:
-    replays = pair.ours._latest.replays
+    replays = pair.ours._latest.cuda_graphs
     assert replays is not None and replays.recording is not None
     return replays.recording
 
@@ -318,7 +318,7 @@ def test_gradients_of_inputs_or_that_are_there_and_hooks_and_updates_in_backward
 
 @pytest.mark.usefixtures("device")
 def test_what_a_recording_keeps_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", passes.make_plan)
+    monkeypatch.setattr(search, "make_plan", passes.make_plan)
     plain = memgraph.plan(Layers(), batch(0), budget="1GB", offload=None)
     exact = memgraph.compile(Layers(), plain.peak, cuda_graphs="auto", offload=None, time_limit=0)
     exact(batch(0))
@@ -331,5 +331,5 @@ def test_what_a_recording_keeps_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_cpu_it_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model lies on cpu"):
+    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model is on cpu"):
         memgraph.compile(Layers(), "1GB", cuda_graphs="auto")

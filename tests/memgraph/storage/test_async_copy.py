@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import search
 from tests.support.compare import ROOM, Fact, assert_alike, batch, facts_of, steps, tight
 from tests.support.forced_plans import all_given_up
 from tests.support.models import Net, Plain
@@ -40,12 +40,12 @@ def test_a_copy_after_steps_trains_by_itself() -> None:
 
 
 def test_a_copy_has_files_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", all_given_up)
+    monkeypatch.setattr(search, "make_plan", all_given_up)
     compiled: Any = memgraph.compile(Net(), ROOM)
     compiled(batch()).sum().backward()
     copied: Any = copy.deepcopy(compiled)
     copied(batch()).sum().backward()
-    rooms = [room for model in (compiled, copied) for step in model._steps.values() for room in step.tier.rooms]
+    rooms = [room for model in (compiled, copied) for step in model._steps.values() for room in step.parts.tier.files]
     assert len(set(rooms)) == len(rooms) == 2
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import assembly, replan, search
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_tier import PinnedTier
 from passes.schedule.schedule import Placement
@@ -45,11 +45,11 @@ class Layers(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "replanned", lambda *_: None)
+    monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 
-def tier(cuda: Any, slabs: PinnedPool, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-    return PinnedTier(slots, device, cuda, slabs) if slots else None
+def tier(cuda: Any, pool: PinnedPool, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
+    return PinnedTier(slots, device, cuda, pool) if slots else None
 
 
 def gradients(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
@@ -65,13 +65,13 @@ def batch(turn: int) -> Tensor:
 
 @pytest.fixture(params=[given_up(Placement.OFFLOAD_BLOCKING), all_given_up], ids=["offload", "mixed"], name="planned")
 def _planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", request.param)
+    monkeypatch.setattr(search, "make_plan", request.param)
 
 
 def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
     """Whether all gradients of late steps are eager's, whatever the seed."""
-    slabs = PinnedPool(lambda: 1 << 30, Pinned())
-    monkeypatch.setattr(planner, "open_tier", partial(tier, late, slabs))
+    pool = PinnedPool(lambda: 1 << 30, Pinned())
+    monkeypatch.setattr(assembly, "open_tier", partial(tier, late, pool))
     plain, model = Layers(), Layers()
     ours = memgraph.compile(model, "1GB")
     gradients(model, ours, batch(0))  # plans, and is measured
@@ -84,7 +84,7 @@ def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
             found = gradients(model, ours, batch(seed))
         expected = gradients(plain, plain, batch(seed))
         equal &= len(found) == len(expected) and all(map(torch.equal, found, expected))
-        assert len(slabs.free) == 1 and not slabs.lent
+        assert len(pool.free) == 1 and not pool.in_use
     return equal
 
 
@@ -95,7 +95,7 @@ def test_gradients_are_eagers_however_late_the_streams_are(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("missing", WAITS)
 def test_without_any_one_of_the_waits_they_are_not(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
+    monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     assert not right(monkeypatch, Late(0, frozenset({WAITS[missing]})))
 
 

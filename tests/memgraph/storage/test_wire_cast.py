@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.planning import planner
+from memgraph.planning import replan, search
 from memgraph.profile import link_bandwidth as links
 from memgraph.profile import op_profiler
 from memgraph.profile.copy_overhead import CopyOverhead
@@ -137,7 +137,7 @@ def budget_below(model: nn.Module, *args: Tensor) -> int:
 def test_training_is_eagers_with_the_cast_values_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In eager, what autograd saves of these values is rounded as it is saved."""
     budget = budget_below(Layers(), batch())
-    monkeypatch.setattr(planner, "make_plan", cast_all)
+    monkeypatch.setattr(search, "make_plan", cast_all)
     model = Layers()
     compiled = memgraph.compile(model, budget, wire_dtype=torch.bfloat16)
     ours = trained(model, lambda: compiled(batch()))
@@ -186,7 +186,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
         "memgraph.profile.machine_profile.measure_copy_overhead", lambda folder, links, room: CopyOverhead()
     )
     monkeypatch.setattr("memgraph.profile.machine_profile.measure_casts", lambda device: (fast, fast))
-    monkeypatch.setattr(planner, "replanned", lambda *_: None)
+    monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 
 @pytest.mark.usefixtures("slow_link")
@@ -218,7 +218,7 @@ def test_without_wire_dtype_nothing_is_rounded() -> None:
 def test_what_is_narrow_already_goes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers().bfloat16(), batch().bfloat16()
     budget = budget_below(model, x)
-    monkeypatch.setattr(planner, "make_plan", cast_all)
+    monkeypatch.setattr(search, "make_plan", cast_all)
     assert memgraph.plan(model, x, budget=budget, wire_dtype=torch.bfloat16).plan == ()
 
 
@@ -233,13 +233,13 @@ def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for
 ) -> None:
     budget = budget_below(Layers(), batch())
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "make_plan", cast_all)
+        patch.setattr(search, "make_plan", cast_all)
         report = memgraph.plan(Layers(), batch(), budget=budget, wire_dtype=torch.bfloat16)
     text = report.to_json()
     assert memgraph.SavedPlan.from_json(text).plan == report.plan
     again = memgraph.plan(Layers(), batch(), budget=budget, plan=text, wire_dtype=torch.bfloat16)
     assert again.plan == report.plan and cast_values(again)
-    with pytest.raises(memgraph.PlanError, match="rounds values to bf16 on their way, for which wire_dtype= asks"):
+    with pytest.raises(memgraph.PlanError, match="rounds offloaded values to bf16, which needs wire_dtype="):
         memgraph.plan(Layers(), batch(), budget=budget, plan=text)
 
 

@@ -283,7 +283,7 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
     machine = Machine(1000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500))
     floor = int(problem.PlanProblem(ReuseGaps(CHAIN), machine).floor.max())
-    with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
+    with pytest.raises(BudgetError, match=f"No plan can use less than {floor} bytes"):
         make_plan(CHAIN, machine)
 
 

@@ -157,7 +157,7 @@ def test_nobody_reads_what_is_under_way() -> None:
     late = replace(STEP.op["p"], name="late", reads=("r_part",), makes=(), holds=())
     found = list(place_collectives(STEP).ops)
     at = next(i for i, op in enumerate(found) if op.name == "r_shard")
-    with pytest.raises(BrokenTrace, match="late reads r_part, which is still under way between ranks"):
+    with pytest.raises(BrokenTrace, match="late reads r_part, which a collective has yet to fill"):
         check(Trace((*found[:at], late, *found[at:]), STEP.outputs))
 
 

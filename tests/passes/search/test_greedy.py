@@ -49,7 +49,7 @@ STEP = parse("""
     u = conv_backward(t, x)  # u8[100] | makes u:100 | 900.0 us
     return output o, gradient u
 """)
-GREEDY = (greedy_plan, greedy_plan_no_offload)
+GREEDY = Pass(greedy_plan, offloads=True), Pass(greedy_plan_no_offload)
 NO_LINK, SLOW, FAST = (
     Machine(0),
     Machine(0, link=Link(out=1.0, back=1.0, staging=50)),
@@ -106,7 +106,7 @@ not 4107
 
 def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
     assert_expected_inline(
-        way_down(STEP, SLOW, (greedy_plan,)),
+        way_down(STEP, SLOW, GREEDY[:1]),
         """\
 7108 bytes at q, 4230 us
 6158 bytes at q, 4325 us

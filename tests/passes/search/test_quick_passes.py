@@ -15,7 +15,7 @@ from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, mak
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
 from passes.lp.problem import PlanProblem
-from passes.pipeline import PASSES, QUICK
+from passes.pipeline import PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
@@ -56,9 +56,9 @@ def peak(plan: Plan | Proposal) -> int:
     return predict(apply(TRACE, plan.plan if isinstance(plan, Proposal) else plan), TIGHT).peak
 
 
-@pytest.mark.parametrize("find", PASSES, ids=lambda find: find.__name__)
-def test_every_pass_can_be_told_when_to_end(find: Callable[..., Plan | Proposal]) -> None:
-    assert peak(find(TRACE, TIGHT, -1.0)) == PEAK  # nothing is decided
+@pytest.mark.parametrize("each", PASSES, ids=lambda each: each.name)
+def test_every_pass_can_be_told_when_to_end(each: Pass) -> None:
+    assert peak(each.find(TRACE, TIGHT, -1.0)) == PEAK  # nothing is decided
 
 
 def ticks(most: int) -> range:
@@ -101,8 +101,8 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
         return greedy_plan(trace, machine)
 
     lines: list[str] = []
-    make_plan(TRACE, TIGHT, (by_hand, *QUICK), lines.append, seconds=2.0)
-    make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (by_hand, *PASSES), lines.append, seconds=0.0)
+    make_plan(TRACE, TIGHT, (Pass(by_hand), *QUICK), lines.append, seconds=2.0)
+    make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (Pass(by_hand), *PASSES), lines.append, seconds=0.0)
     assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "greedy_plan"]
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Link, Machine, Plan, Proposal, Streaming, Trace, make_plan, pipeline
+from passes import Link, Machine, Plan, Proposal, Streaming, Trace, make_plan
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp import state_vars
 from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
 from passes.lp.solver import INFINITY, SearchLimits, Solution
+from passes.pipeline import Pass
 from passes.search import optimize, rounding_search
 from passes.search.greedy import greedy_plan_no_offload
 from passes.search.optimize import THRESHOLDS, optimize_no_offload
@@ -58,9 +59,7 @@ def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
 
 
 @pytest.mark.parametrize(("home_us", "asked"), [(0.0, True), (1e6, False)])
-def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(
-    monkeypatch: pytest.MonkeyPatch, home_us: float, asked: bool
-) -> None:
+def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(home_us: float, asked: bool) -> None:
     was = list[str]()
 
     def first(trace: Trace, machine: Machine, until: float) -> Proposal:
@@ -70,10 +69,9 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(
         was.append("asked")
         return ()
 
-    monkeypatch.setattr(pipeline, "WITHOUT_OFFLOAD", (at_home,))
-    make_plan(STEP, replace(LINKED, budget=2 * FLOOR), passes=(first, at_home))
+    make_plan(STEP, replace(LINKED, budget=2 * FLOOR), (Pass(first), Pass(at_home)))
     assert not was  # it fits as it is
-    make_plan(STEP, LINKED, passes=(first, at_home))
+    make_plan(STEP, LINKED, (Pass(first), Pass(at_home)))
     assert bool(was) is asked
 
 

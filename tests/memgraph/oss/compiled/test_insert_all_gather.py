@@ -19,7 +19,7 @@ from memgraph.graph.captured import Captured
 from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.oss.compiled.insert_all_gather import Arrival, insert_all_gathers
+from memgraph.oss.compiled.insert_all_gather import ForwardBucket, insert_all_gathers
 from memgraph.runtime.step_run import StepRun
 from passes import Machine, Network, Trace
 from passes.order.comm_order import place_collectives
@@ -28,15 +28,15 @@ from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
 
-def arriving(its: Subject) -> list[Arrival]:
+def arriving(its: Subject) -> list[ForwardBucket]:
     """Every other parameter in a bucket alone, the rest by threes in packed ones, the last first."""
     named = list(its.model.named_parameters())
-    found = [Arrival(i, (name,), p.numel(), 0) for i, (name, p) in enumerate(named[::2])]
+    found = [ForwardBucket(i, (name,), p.numel(), 0) for i, (name, p) in enumerate(named[::2])]
     rest = named[1::2][::-1]
     for begin in range(0, len(rest), 3):
         some = dict(rest[begin : begin + 3])
         size = sum(parameter.numel() for parameter in some.values())
-        found.append(Arrival(len(found), tuple(some), size, room=4 * size))
+        found.append(ForwardBucket(len(found), tuple(some), size, room=4 * size))
     return found
 
 
@@ -92,7 +92,7 @@ def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
     flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
     its.again()
     if gather:
-        flight.coming = gather(its)
+        flight.gather = gather(its)
     outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
     return [*outputs, *flight.backward([torch.ones_like(outputs[0])], [], keep=False)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memgraph
-from memgraph.runtime.shortage import explain_out_of_memory
+from memgraph.runtime.out_of_memory import explain_out_of_memory
 from memgraph.runtime.step_run import StepRun
 from tests.support.models import net
 
@@ -38,7 +38,7 @@ def test_a_flight_explains_both_its_halves(report: memgraph.Report, monkeypatch:
         raise torch.OutOfMemoryError("no")
 
     step = memgraph.compile(net(), 1 << 30)
-    monkeypatch.setattr(StepRun, "explained", staticmethod(partial(explain_out_of_memory, report, GPU)))
+    monkeypatch.setattr(StepRun, "explain_errors", staticmethod(partial(explain_out_of_memory, report, GPU)))
     loss = step(torch.randn(4, 32)).sum()
     monkeypatch.setattr(StepRun, "_run", refuses)
     for half in (loss.backward, lambda: step(torch.randn(4, 32))):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph.runtime import company
+from memgraph.runtime import concurrent_runs
 from memgraph.runtime.step_run import StepRun
 
 ROOM = "1GB"
@@ -119,7 +119,7 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     backward = StepRun.backward
 
     def noting(self: StepRun, *args: Any) -> Any:
-        found.append(self.shared)
+        found.append(self.is_concurrent)
         return backward(self, *args)
 
     monkeypatch.setattr(StepRun, "backward", noting)
@@ -166,6 +166,6 @@ def test_a_forward_without_a_backward_lets_go_of_what_it_has_saved_when_its_outp
     for _ in range(2):
         model(torch.randn(4, 8))[0].backward()
     outputs = model(torch.randn(4, 8))
-    assert len(company.concurrent_runs(net.parameters())) == 1
+    assert len(concurrent_runs.concurrent_runs(net.parameters())) == 1
     del outputs
-    assert company.concurrent_runs(net.parameters()) == []
+    assert concurrent_runs.concurrent_runs(net.parameters()) == []

@@ -1,0 +1,98 @@
+"""A plan -> the parts of the step that carries it out.
+
+plan   ->   rewritten graph   ->   compiled segments   ->   two halves, slots in the tier   ->   StepParts, Report
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import fx, nn
+
+from passes import Machine, PlanResult, Stream
+
+from ..graph.partition import partition
+from ..graph.rewrite import rewrite
+from ..optim.offloaded_update import OffloadedStates
+from ..optim.tier_slots import OffloadedSlots, TierSlot, tier_slots, unread_parameters
+from ..options.compile_options import CompileOptions
+from ..report.report import Report
+from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
+from ..runtime.step_parts import StepParts
+from ..storage.tiers import open_tier
+from ..system.device import return_freed_memory
+from .lowering import NotLowered, lowering_of
+from .optimizer_state import OptimizerState
+from .pricing import op_profiler
+from .step_graph import StepGraph
+
+
+@dataclass(frozen=True, eq=False)
+class AssembledStep:
+    """The parts of a step, its report, and its compiled segments."""
+
+    parts: StepParts
+    report: Report
+    lowering: NotLowered
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """Makes the parts of one module's steps."""
+
+    module: nn.Module
+    options: CompileOptions
+    state: OptimizerState
+
+    def __call__(self, step: StepGraph, machine: Machine, result: PlanResult, began: float) -> AssembledStep:
+        """Return the parts of the step that carries out a plan; planning began at `began` of `time.perf_counter`.
+
+        Raises:
+            RecordingError: the step has to be recorded, and can't be.
+            LoweringError: all segments have to be compiled, and one can't be.
+        """
+        target, options, captured = step.target, self.options, step.captured
+        trace = result.forecast.trace
+        planned = rewrite(step.graph, trace)
+        profiler = partial(op_profiler, step.graph, self.module, target)
+        lowering = lowering_of(planned, trace, profiler, options.lower, step.lowers)
+        graph, lowered_trace = lowering.lowered(machine)
+        lowered, apart_us = lowering.forecasts(lowered_trace, machine)
+        slots = tier_slots(graph, captured)
+        tier = open_tier(target.device, [slot.nbytes for slot in slots], options.spill_dir, options.pinned)
+        if result.plan and target.device.type == "cpu":
+            return_freed_memory()
+        recording = self._recording(step, graph, result, machine.budget)
+        report = Report(
+            machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
+            counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
+        )  # fmt: skip
+        parts = replace(
+            StepParts.of(captured, partition(graph, captured.graph), trace, tier),
+            state_slots=self._state_slots(step, graph, result, slots),
+            trained=step.trained.parameters,
+            fused_update=self.state.fused_update,
+            sharded_grads=self.state.sharded_grads,
+            pending_gathers=self.state.pending_gathers,
+            recording=recording,
+        )
+        return AssembledStep(parts, report, lowering)
+
+    def _recording(self, step: StepGraph, graph: fx.Graph, result: PlanResult, budget: int) -> Recording:
+        if step.target.recorder is None:
+            return NOT_RECORDED
+        is_required = self.options.cuda_graphs is True
+        return check_recording(step.captured, graph, result.forecast, budget, step.target.recorder, is_required)
+
+    def _state_slots(
+        self, step: StepGraph, graph: fx.Graph, result: PlanResult, slots: tuple[TierSlot, ...]
+    ) -> OffloadedSlots | None:
+        """Return the slots of parameters, gradients and optimizer state, if the plan offloads any."""
+        streams = any(isinstance(decision, Stream) for decision in result.plan)
+        if not streams and not any(slot.key for slot in slots):
+            return None
+        states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.parts)
+        unread = unread_parameters(graph, step.captured)
+        return OffloadedSlots(self.state.placement, slots, step.captured, states, unread)

@@ -1,0 +1,114 @@
+"""The changes that an optimizer makes to a planned step; here for a module without one.
+
+a captured step   ->   what it trains, the ops that are inserted, the states that its trace counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import fx, nn, optim
+
+from passes import Machine, Streaming, Trace
+
+from ..graph.captured import Captured
+from ..optim.fused_update import FusedUpdate
+from ..optim.offloaded_update import OffloadedUpdate
+from ..optim.placement import StatePlacement
+from ..optim.state_parts import TrainedParameters
+from ..oss import OSS
+from ..oss.pending_gathers import PendingGathers
+from ..oss.sharded_grads import ShardedGradients
+from ..runtime.step import Step
+from ..storage.mapped_storage import BufferLocation
+from ..tensors.aliasing import shared_memory
+from ..tensors.loss_outputs import OutputSelector
+from .ranks import Ranks
+
+
+class OptimizerState:
+    """No optimizer; the subclasses in `optimizers.py` override what their kind changes.
+
+    Attributes:
+        placement: which parameters, gradients and states are offloaded.
+        update: the update whose states may be offloaded.
+        keeps_captures: a capture can be used again for the same call with gradients to add to.
+        has_other_ranks: the optimizer is shared with other processes.
+        on_measured: called when the bytes of a step were measured.
+    """
+
+    optimizer: optim.Optimizer | None = None
+    fused_update: FusedUpdate | None = None
+    sharded: OSS | None = None
+    sharded_grads: ShardedGradients | None = None
+    pending_gathers: PendingGathers | None = None
+    keeps_captures = True
+    has_other_ranks = False
+
+    def __init__(self, module: nn.Module, update: OffloadedUpdate) -> None:
+        self.module, self.update, self.placement = module, update, StatePlacement(module)
+        self.on_measured: Callable[[Step], None] = lambda step: None
+
+    def move_to(self, location: BufferLocation) -> None:
+        """Offload to another location from now on."""
+        self.placement.location = self.update.location = location
+
+    def refuse(self, owned_nbytes: int, budget: float) -> None:
+        """
+        Raises:
+            UpdateError: no step with this optimizer can be planned.
+        """
+        self.update.check_fits_on_device(owned_nbytes, budget)
+
+    def announcing_failure(self) -> AbstractContextManager[None]:
+        """Tell the other ranks about an error before they wait for this one."""
+        return nullcontext()
+
+    def before_capture(self) -> None:
+        """Make parameters readable."""
+
+    def outputs(self, outputs: OutputSelector) -> OutputSelector:
+        """Return from which outputs backward starts."""
+        return outputs
+
+    def key(self) -> tuple[Hashable, ...]:
+        """Return what a step depends on: another key needs another plan."""
+        return ()
+
+    def trained(self, captured: Captured) -> TrainedParameters:
+        """Return what a captured step trains."""
+        return TrainedParameters(self._with_gradients(captured), [], captured=captured)
+
+    def _with_gradients(self, captured: Captured) -> list[nn.Parameter]:
+        names = {role.name for role in captured.outputs if role.kind == "gradient"}
+        return [parameter for name, parameter in self.module.named_parameters() if name in names]
+
+    def insert_ops(self, captured: Captured, trained: TrainedParameters) -> tuple[Captured, TrainedParameters]:
+        """Insert updates and collectives into a captured step."""
+        return captured, trained
+
+    def ranks(self, trained: TrainedParameters, device: torch.device) -> Ranks:
+        """Return the ranks that plan a step together."""
+        return Ranks()
+
+    def add_update(self, trace: Trace, graph: fx.Graph, trained: TrainedParameters) -> Trace:
+        """Return the trace with optimizer states and update."""
+        return trace
+
+    def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
+        """Return the trace with the time of the update, where it decides between plans."""
+        return trace
+
+    def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
+        """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""
+        if not machine.link.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
+            return machine
+        return self._with_windows(machine, trained)
+
+    def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
+        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
+        ahead = self.update.nbytes_between(trained.parameters)
+        return replace(machine, streaming=Streaming(True, window=window, update_staging=ahead, host_update_rate=speed))

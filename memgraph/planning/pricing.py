@@ -1,0 +1,105 @@
+"""The graph of a step -> its trace with prices, and the machine that it is planned for.
+
+mm: 512 x 512   ->   mm  # 10 us, workspace 4096          links   ->   Machine(budget, out=880 bytes/us, ...)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from passes import Machine, Trace
+from passes.concurrent_forwards import unplanned_nbytes
+from passes.cuda_graph_memory import add_recording_memory
+from passes.order.comm_order import place_collectives
+
+from ..graph.rewrite import fake_mode
+from ..graph.summarize import summarize
+from ..options.compile_options import CompileOptions
+from ..profile.correct_fakes import apply_profiled_layouts
+from ..profile.library_workspaces import add_library_workspaces, libraries_nbytes
+from ..profile.link_bandwidth import sizes_of
+from ..profile.machine_profile import measure_links
+from ..profile.op_profiler import OpProfiler, room_nbytes
+from ..system.device import return_freed_memory, unused_nbytes
+from .accumulated_step import with_remaining_grads
+from .lowering import lowering_of
+from .optimizer_state import OptimizerState
+from .progress import Progress
+from .step_graph import StepGraph
+from .target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class Pricing:
+    """Measures what steps of one call cost; `until` is in seconds of `time.monotonic`."""
+
+    module: nn.Module
+    options: CompileOptions
+    state: OptimizerState
+    progress: Progress
+    until: float = math.inf
+
+    def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
+        """Return the priced trace and the machine; ranks that plan together get the same."""
+        target, ranks = step.target, step.ranks
+        machine = Machine(ranks.least_budget(target.budget), str(target.device))
+        plain_nbytes = self._plain_nbytes(summarize(step.graph), machine)
+        if target.device.type == "cpu" and plain_nbytes > target.budget:
+            return_freed_memory()  # so that ops are timed as in a step that needs a plan
+        machine = ranks.with_network(machine)
+        with ranks.reporting_errors():
+            libraries_nbytes(target.device)  # loads them before anything is measured
+            # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
+            times = plain_nbytes > machine.budget or step.lowers or ranks.plan_together
+            profiler = op_profiler(step.graph, self.module, target, self.until, times, self.progress)
+            trace = self._trace(step, machine, profiler)
+        trace = ranks.share_trace(trace)
+        if self._plain_nbytes(trace, machine) > machine.budget:
+            trace, machine = self._with_links(step, trace, machine, profiler)
+        return trace, ranks.share_machine(machine)
+
+    def _plain_nbytes(self, trace: Trace, machine: Machine) -> int:
+        return unplanned_nbytes(trace, machine, self.options.forwards)
+
+    def _trace(self, step: StepGraph, machine: Machine, profiler: OpProfiler) -> Trace:
+        """Return the step as it is without a plan, with prices, workspaces and optimizer state."""
+        graph = step.graph
+        self.progress.phase("pricing ops", len(graph.nodes))
+        apply_profiled_layouts(graph, fake_mode(graph), profiler.made)
+        trace = place_collectives(summarize(graph, profiler), not machine.network.overlaps_comm)
+        trace = add_library_workspaces(trace, step.target.device)
+        trace = self.state.add_update(trace, graph, step.trained)
+        if self.options.cuda_graphs is True:
+            trace = add_recording_memory(trace)
+        if step.ranks.plan_together or self.options.plans:
+            return trace
+        return with_remaining_grads(trace, self.module, step.trained.parameters)
+
+    def _with_links(
+        self, step: StepGraph, trace: Trace, machine: Machine, profiler: OpProfiler
+    ) -> tuple[Trace, Machine]:
+        """Return trace and machine with what only a plan needs: times, segments, links and windows."""
+        if not profiler.times:
+            trace = profiler.timed(trace, step.graph)
+        lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
+        trace, target, options = lowering.shared(), step.target, self.options
+        with step.ranks.reporting_errors():
+            sizes = sizes_of(trace)
+            links = target.tier, target.device, options.spill_dir, sizes, options.wire_dtype, options.pinned
+            machine = measure_links(machine, *links, profiler.room)
+            if options.cuda_graphs is not True:  # offloading state is work of the host, which no recording repeats
+                machine = self.state.with_offloaded_state(machine, step.trained)
+        return self.state.price_update(trace, machine, step.trained), machine
+
+
+def op_profiler(
+    graph: fx.Graph, module: nn.Module, target: Target, until: float = math.inf, times: bool = True,
+    progress: Progress | None = None,
+) -> OpProfiler:  # fmt: skip
+    """Return a profiler that takes at most half of the device's free memory."""
+    room = room_nbytes(graph, module, target.budget)
+    counted = progress.done if progress is not None else int
+    return OpProfiler(unused_nbytes(target.device) // 2, room, until, times=times, counted=counted)

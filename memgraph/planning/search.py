@@ -1,0 +1,64 @@
+"""The plan of a priced step: a saved one, one found before, or one that is searched for.
+
+options.plans        ->   the saved plan that fits this call
+an earlier search    ->   the plan that is in the cache
+otherwise            ->   passes in order, until `until`
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import passes
+from passes import Machine, Plan, PlanResult, Trace, make_plan
+from passes.concurrent_forwards import plan_forwards
+
+from ..options.compile_options import CompileOptions
+from ..report.reuse_plan import reuse_plan
+from ..runtime.released_outputs import search_with_released
+from .accumulated_step import or_known
+from .plan_cache import find_plan
+from .progress import Progress
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Finds plans for one call.
+
+    Attributes:
+        until: when planning has to end, in seconds of `time.monotonic`.
+        known: a plan to fall back on.
+    """
+
+    options: CompileOptions
+    progress: Progress
+    until: float
+    known: Plan | None = None
+
+    def __call__(self, trace: Trace, machine: Machine) -> PlanResult:
+        """Return a plan within the budget.
+
+        No cached plan knows what other open forwards hold, so those are always searched for.
+
+        Raises:
+            BudgetError: no plan was found.
+            PlanError: plans were given, and none fits this call.
+        """
+        if self.options.plans:
+            return reuse_plan(self.options.plans, trace, machine)
+        return or_known(self._cached if self.options.forwards == 1 else self.search, self.known)(trace, machine)
+
+    def _cached(self, trace: Trace, machine: Machine) -> PlanResult:
+        return find_plan(trace, machine, self.options.search_key, self.search)
+
+    def search(self, trace: Trace, machine: Machine) -> PlanResult:
+        """Return a new plan."""
+        self.progress.phase("planning, passes tried", len(passes.PASSES))
+        if self.options.forwards > 1:  # while one of them runs, the caller holds the outputs of the others
+            return plan_forwards(trace, machine, self.options.forwards, self._run_passes)
+        return search_with_released(self._run_passes, trace, machine)
+
+    def _run_passes(self, trace: Trace, machine: Machine) -> PlanResult:
+        seconds = max(0.0, self.until - time.monotonic())
+        return make_plan(trace, machine, log=self.progress.done, seconds=seconds)

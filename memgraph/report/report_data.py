@@ -1,0 +1,114 @@
+"""The facts of a planned step: its plan, its forecast, and its measurements.
+
+report.peak        649216392     bytes, forecast
+report.measured    649216392     bytes, once a step has run
+report.overhead    0.032         of the time of the step without decisions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes import Forecast, Machine, Plan, PlanResult
+
+
+@dataclass(frozen=True, eq=False)
+class ReportData:
+    """The plan of one call signature, its forecast, and its measurements.
+
+    Attributes:
+        machine: the budget and the links that the plan was made for.
+        choice: the decisions, and the forecasts with and without them.
+        measured: peak bytes on the device while the first step ran; None before, or while a profiler was active.
+        measured_us: microseconds of the first step that ran without the memory meter; None before.
+        repriced_us: forecast in microseconds from the times of that step's own ops; None before.
+        recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
+            without the time between the two; None while there are fewer.
+        flight_us: forecast of those steps in microseconds; set together with `recent_us`.
+        pages_us: microseconds that page faults add to the step and `forecast` leaves out.
+        planned_us: microseconds of capture, pricing and planning.
+        counted: True if an optimizer was given, so that its states are part of the forecast.
+        beyond: reason why the measured step exceeded its forecast, if it did.
+        lowered: forecast of the step as it runs with parts compiled by Inductor; None if nothing is compiled.
+        apart_us: microseconds of the same plan with nothing compiled.
+        uncompiled: number of segments that Inductor could not compile, and that run op by op.
+        recorded: what to print about CUDA graphs; empty if they were not asked for.
+        blocks: on a GPU, peak bytes that torch's allocator had given out in the measured step.
+        held: on a GPU, peak bytes that it held of the device in that step, free blocks included.
+        adding: bytes that the call needs if it adds to gradients; 0 if that was not asked.
+        forwards: largest number of forwards that were open at once.
+        together: bytes forecast for these together; 0 if there was never more than one.
+        unmeasured: reason why the last step that should have been measured was not; empty otherwise.
+    """
+
+    machine: Machine
+    choice: PlanResult
+    measured: int | None = None
+    measured_us: float | None = None
+    repriced_us: float | None = None
+    recent_us: float | None = None
+    flight_us: float = 0.0
+    pages_us: float = 0.0
+    planned_us: float = 0.0
+    counted: bool = True
+    beyond: str = ""
+    lowered: Forecast | None = None
+    apart_us: float = 0.0
+    uncompiled: int = 0
+    recorded: str = ""
+    blocks: int = 0
+    held: int = 0
+    adding: int = 0
+    forwards: int = 1
+    together: int = 0
+    unmeasured: str = ""
+
+    @property
+    def predicted_us(self) -> float:
+        """Forecast of a step in microseconds, page faults included, before any step has run."""
+        return self.forecast.us + self.pages_us
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions, in the order in which they were made."""
+        return self.choice.plan
+
+    @property
+    def decisions(self) -> Plan:
+        """The same, for `model.plan.decisions`."""
+        return self.choice.plan
+
+    @property
+    def forecast(self) -> Forecast:
+        """Forecast of the step as it runs, with compiled parts if there are any."""
+        return self.choice.forecast if self.lowered is None else self.lowered
+
+    @property
+    def budget(self) -> int:
+        """The budget in bytes."""
+        return self.machine.budget
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of the forecast."""
+        return self.forecast.peak
+
+    @property
+    def overhead(self) -> float:
+        """Time that the plan adds, as a share of the step without decisions: 0.1 is 10 %."""
+        return self.choice.overhead
+
+    @property
+    def lower_bound(self) -> float:
+        """Proven lower bound in microseconds on the step time of any plan of this plan's class."""
+        return self.choice.lower_bound
+
+    @property
+    def gap(self) -> float:
+        """Distance of the plan's time from `lower_bound`, as a share of the bound."""
+        return self.choice.gap
+
+    @property
+    def bound_us(self) -> float:
+        """Proven microseconds that every plan adds in which each value is recomputed and reloaded at most once."""
+        return self.choice.bound_us
