@@ -2,9 +2,8 @@
 
     bound 12.39 %   ->   rounded 12.82 %, over the budget at two positions   ->   their rows   ->   12.83 %, fits
 
-The simulator has the last word.  A position that it finds over the budget gets its rows.  If it has them, what a
-recomputation takes while it runs is the reason, and a transient row says so.  While there are such rows, nothing is
-proven.
+The simulator has the last word.  A position that it finds over the budget gets its rows.  If it has them, a
+recomputation takes the bytes while it runs; the greedy pass alone can repair that.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from ..lp.problem import PlanProblem
 from ..lp.relax import ROUNDS, Relaxed, relax, spread_out
 from ..lp.rounding import placements, round_to_integers
 from ..lp.solver import INFINITY, SearchLimits, Solution
-from ..lp.transient_rows import add_recompute_row, add_reload_rows, positions_over_budget
+from ..lp.state_rows import add_reload_rows
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.copy_timing import retime_copies
 from ..schedule.schedule import Placement
+from ..simulate.forecast import Forecast
 from .greedy import greedy_from
 from .incumbent import FAIR_GAP, GAP, Incumbent
 from .work import WorkLimits
@@ -69,8 +69,7 @@ class RoundingSearch:
         self.relaxed: Solution
         self.best_solution: Solution | None = None  # of the best plan: the next search begins with it
         self.solved_rows = 0  # rows that the relaxed solution keeps
-        self.unproven_rows: list[int] = []  # rows that are no part of a proof
-        self.reload_rows: list[int] = []
+        self.reload_rows: list[int] = []  # rows that are no part of a proof
         self.charges_reloads = not problem.states
 
     def start(self, relax_work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
@@ -109,14 +108,13 @@ class RoundingSearch:
             repairs = last or solutions[0].us <= limits.target
             if not self._simulate(solutions, threshold, repairs, last):
                 break
-        self._drop_unproven_rows()
+        self._drop_reload_rows()
 
     def charge_reloads(self) -> bool:
         """Let recomputations pay for reloads of the state that they read; return True if any reads some."""
-        self.reload_rows = self.reload_rows or add_reload_rows(self.model)
+        self.reload_rows = self.reload_rows or add_reload_rows(self.model.lp, self.model.columns)
         for row in self.reload_rows:
             self.model.lp.set_row_upper(row, 1.0)
-        self.unproven_rows += self.reload_rows
         self.charges_reloads = True
         if self.reload_rows:
             self.solved_rows = 0
@@ -182,7 +180,10 @@ class RoundingSearch:
         return min(candidates, key=lambda each: (max(0, each.peak - self.machine.budget), each.forecast.us))
 
     def _repair(self, candidates: list[Candidate], retimed: Candidate, last: bool) -> bool:
-        """Return True if the greedy pass makes a plan that is near; if not, add rows where the first is over budget."""
+        """Repair plans with the greedy pass, and add rows where the first is over the budget.
+
+        Returns True if the best plan is near its bound then, or if there are no rows to add.
+        """
         most = 1 + self.repair.ops // max(1, self.problem.size)
         if self.repair.only_last:
             most = int(last and self.incumbent.rounded is None)
@@ -192,14 +193,11 @@ class RoundingSearch:
                 self.incumbent.take(self.with_copies_retimed(lower))
         # Other times for its copies may make it fit, and cost too much.
         worst = (retimed if retimed.peak > self.machine.budget else candidates[0]).forecast
-        over = sorted(positions_over_budget(self.problem, worst, self.machine.budget), key=lambda each: -each[1])
-        new = [position for position, _, _ in over if position not in self.model.memory.positions]
+        over = _positions_over_budget(self.problem, worst, self.machine.budget)
+        new = [position for position in over if position not in self.model.memory.positions]
         for position in spread_out(new, POSITIONS):
             self.model.memory.add(position)
-        if not new:
-            rows = [add_recompute_row(self.model, worst, index, position) for position, _, index in over]
-            self.unproven_rows += rows
-        return self.incumbent.is_near()
+        return self.incumbent.is_near() or not new
 
     def _waits(self, candidate: Candidate, solution: Solution) -> bool:
         """Return True if a plan that fits takes far longer than its solution says."""
@@ -232,14 +230,29 @@ class RoundingSearch:
         return True
 
     def _prove(self, us: float) -> None:
-        if not self.unproven_rows:
+        if not (self.reload_rows and self.charges_reloads):
             self.incumbent.prove(us)
 
-    def _drop_unproven_rows(self) -> None:
-        kept = {*self.reload_rows} if self.repair.only_last else set[int]()
-        for row in (dropped := {*self.unproven_rows} - kept):
+    def _drop_reload_rows(self) -> None:
+        """Let recomputations reload state for nothing again, unless the search is for a plan alone."""
+        if self.repair.only_last or not (self.reload_rows and self.charges_reloads):
+            return
+        for row in self.reload_rows:
             self.model.lp.set_row_upper(row, INFINITY)
-        if dropped:
-            self.solved_rows = 0  # the relaxed solution may be another without them
-        self.unproven_rows = [*kept]
-        self.charges_reloads = bool(kept) or not self.problem.states
+        self.solved_rows = 0  # the relaxed solution may be another without them
+        self.charges_reloads = False
+
+
+def _positions_over_budget(problem: PlanProblem, forecast: Forecast, budget: int) -> list[int]:
+    """Return the captured positions at which a simulated step is over the budget, the fullest first.
+
+    An op that is not in the captured trace counts for the position behind it.
+    """
+    positions, worst = problem.gaps.index, dict[int, int]()
+    position = problem.size - 1
+    for index in reversed(range(len(forecast.trace.ops))):
+        position = positions.get(forecast.trace.ops[index].name, position)
+        nbytes = int(forecast.total[index])
+        if nbytes > max(budget, worst.get(position, 0)):
+            worst[position] = nbytes
+    return sorted(worst, key=lambda position: -worst[position])

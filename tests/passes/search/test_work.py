@@ -94,4 +94,4 @@ def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: 
     monkeypatch.setattr(RoundingSearch, "start", lambda *args: pytest.fail("searched again"))
     assert plan_with_state(search, work, 0.0) is None
     assert search.problem.states and not search.charge_reloads()
-    assert not search.unproven_rows and search.charges_reloads
+    assert not search.reload_rows and search.charges_reloads
