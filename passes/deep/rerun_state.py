@@ -79,7 +79,7 @@ class RerunState:
         return self
 
     def has(self, key: int) -> bool:
-        """Whether a re-run has this key."""
+        """Return True if a recomputation has this key."""
         place = bisect_left(self.reruns, key)
         return place < len(self.reruns) and self.reruns[place] == key
 

@@ -67,7 +67,7 @@ class Incumbent:
 
     @property
     def near_us(self) -> float:
-        """What a plan may add to be near its bound."""
+        """The time that a plan may add to be near its bound."""
         return self.bound_us + max(GAP * (self.step_us + self.bound_us), NEGLIGIBLE_US)
 
     @property

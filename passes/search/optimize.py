@@ -136,7 +136,7 @@ class Optimizer:
         return lp_preferences(self.search.model, self.search.relaxed)
 
     def _without_retimed_copies(self, candidate: Candidate) -> list[Candidate]:
-        """Return the start of a local search that does not time copies anew for each try.
+        """Return the start of a local search, which does not retime copies for each try.
 
         If the plan fits only with other times for its copies, it begins without offload.
         """

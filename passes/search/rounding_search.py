@@ -35,7 +35,7 @@ ABS_GAP = 0.001  # of the step: what a search with fixed columns leaves
 
 @dataclass(frozen=True)
 class RepairLimits:
-    """How far to repair plans that do not fit, with the greedy pass.
+    """Limits of repairing plans that do not fit, with the greedy pass.
 
     Attributes:
         ops: of all plans that are repaired beside the best, in one round.

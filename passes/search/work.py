@@ -21,7 +21,7 @@ AIMING = {True: 1 / 2, False: 1.0}  # where only a plan is sought, by whether ac
 
 @dataclass(frozen=True)
 class WorkLimits:
-    """How much a pass may search.
+    """The work that a pass may take.
 
     Attributes:
         total: work of all its integer searches.
