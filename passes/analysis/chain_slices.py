@@ -36,7 +36,7 @@ class Slices:
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """The op (by index) that makes each storage that may be made again."""
+        """The op (by index) that makes each storage that may be recomputed."""
         once = {storage for op in self.gaps.trace.ops if op.once for storage in op.holds}
         return {storage: self.gaps.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
 
