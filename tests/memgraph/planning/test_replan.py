@@ -160,7 +160,9 @@ def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> 
     assert first.report.plan
 
 
-def test_a_step_that_fits_without_a_plan_is_timed_and_never_planned_again(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fits_without_a_plan_is_timed_and_never_planned_again(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replan, "replanned", lambda *args: pytest.fail("planned again"))
     module = memgraph.compile(net(), 1 << 30, loss=loss)
     step(module, x)
