@@ -200,7 +200,7 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
     owned = set(model.parameters())
     if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
-    if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.exchange.is_alone:
+    if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
         raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
     if isinstance(optimizer, OSS) and options.forwards > 1:
         raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")

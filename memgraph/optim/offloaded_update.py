@@ -178,10 +178,10 @@ class OffloadedStates:
     def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
         """Read from a planned step which `parts` of the states it offloads."""
         states = [
-            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.offloaded and op.fn == "state"
         ]
         owners = tuple(owner for _, part in states for owner in part.owners)
-        host_owners = tuple(owner for op, part in states if op.hosted for owner in part.owners)
+        host_owners = tuple(owner for op, part in states if op.on_host for owner in part.owners)
         return cls(update, owners, host_owners, update.window)
 
     @property

@@ -31,7 +31,7 @@ from .step_graph import StepGraph
 
 @dataclass(frozen=True, eq=False)
 class AssembledStep:
-    """What a step is made of, its report, and its compiled segments."""
+    """The parts of a step, its report, and its compiled segments."""
 
     parts: StepParts
     report: Report
@@ -75,6 +75,7 @@ class Assembly:
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,
             sharded_grads=self.state.sharded_grads,
+            pending_gathers=self.state.pending_gathers,
             recording=recording,
         )
         return AssembledStep(parts, report, lowering)

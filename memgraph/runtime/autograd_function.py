@@ -205,7 +205,7 @@ class BackwardPass:
             run.update = self.fused_update.begin(self.updated, self.tangents, self.keep)
         if parts.sharded_grads is not None and self.roles.shards:
             run.check_ranks()
-            run.exchange = parts.sharded_grads.begin(
+            run.exchange = parts.sharded_grads.begin_backward(
                 {
                     name: _owner(self.next_nodes[i][0])
                     for name, i in self.roles.exchanged.items()
@@ -230,7 +230,7 @@ class BackwardPass:
         """Return the gradients; this rank's shards of averaged buckets go to the sharded optimizer."""
         count = len(self.roles.gradients)
         if self.parts.sharded_grads is not None and self.roles.shards:
-            self.parts.sharded_grads.give(dict(zip(self.roles.shards, results[count:], strict=True)))
+            self.parts.sharded_grads.add_shards(dict(zip(self.roles.shards, results[count:], strict=True)))
         return results[:count]
 
     def _assigned(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from passes.concurrent_forwards import waiting_nbytes
+from passes.concurrent_forwards import pending_gradient_nbytes
 
 from ..errors import MemgraphError, RecordingError
 from ..profile.memory_meter import Allocation, Meter, meter_of
@@ -125,15 +125,15 @@ class Step:
                 if tier is not None:
                     tier.bind(places)
             if sharded is not None:
-                sharded.sweep()  # frees shards whose gradients are gone
+                sharded.drop_cleared()  # frees shards whose gradients are gone
             run = StepRun(self.parts.halves, tier, self._recording(tensors))
             if self.device.type != "cpu":
                 run.explain_errors = partial(explain_out_of_memory, self.report, self.device)
         except MemgraphError:
             self.parts.rank_check.announce_failure()
             raise
-        if sharded is not None:
-            run.gather = sharded.optimizer.awaited.coming(self.parts.captured, tensors)
+        if self.parts.pending_gathers is not None:
+            run.gather = self.parts.pending_gathers.begin_forward(self.parts.captured, tensors)
         return run
 
     def _note_concurrent(self, run: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:
@@ -141,8 +141,8 @@ class Step:
         run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
         adds = self.parts.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
-        gradients = waiting_nbytes(trace) * (2 if adds else 1)
-        together = self.report.peak - trace.others + run.others_nbytes + gradients
+        gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
+        together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
             warn_user(
