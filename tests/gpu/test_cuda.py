@@ -87,12 +87,14 @@ def test_the_block_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPa
     model, x = subject("gpt2-xl")
     ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
-    before = [id(slab) for slab in PINNED_POOL.free]
+    before = [id(block) for block in PINNED_POOL.free]
     assert (
-        before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.in_use
+        before
+        and all(block.pinned and block.bytes.is_pinned() for block in PINNED_POOL.free)
+        and not PINNED_POOL.in_use
     )
     trained(model, ours, x)
-    assert [id(slab) for slab in PINNED_POOL.free] == before
+    assert [id(block) for block in PINNED_POOL.free] == before
 
 
 def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
