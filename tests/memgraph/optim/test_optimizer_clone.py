@@ -1,4 +1,4 @@
-"""An optimizer that keeps something beside its groups and states is tried, and run in windows, with what it keeps."""
+"""A clone of an optimizer, in profiles and windows, has the attributes that it keeps beside its groups and states."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_streams_and_is_eagers() -> None:
     assert "state" in far(twins.module, twins.ours)
 
 
-def test_a_twin_has_numbers_of_its_own_and_reaches_nothing_of_the_first() -> None:
+def test_a_clone_has_scalars_of_its_own_and_reaches_nothing_of_the_original() -> None:
     first: Any = Momentum([nn.Parameter(torch.ones(2))])
     first.inner = optim.SGD(first.parameters(), lr=0.1)
     one: Any = clone_optimizer(first, [], {})
@@ -102,13 +102,13 @@ def test_nor_is_it_updated_in_backward_one_parameter_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
-def test_what_a_step_of_torchs_own_notes_of_itself_does_not_count(kind: Any) -> None:
+def test_flags_that_torchs_own_step_sets_do_not_count(kind: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     for optimizer in [kind([parameter]), *([kind([parameter], fused=True)] if kind in FUSED else [])]:
         ClonedOptimizer(optimizer).state_dtypes(0, torch.float32)
 
 
-def test_what_a_twin_copies_is_in_the_forecast_of_an_update_in_backward() -> None:
+def test_what_a_clone_copies_is_in_the_forecast_of_an_update_in_backward() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     optimizer = Momentum(model.parameters())
     optimizer.rates |= {f"more {i}": torch.tensor(0.5) for i in range(1000)}

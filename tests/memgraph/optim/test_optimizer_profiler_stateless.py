@@ -1,4 +1,4 @@
-"""An optimizer whose step makes no states, as torch 2.11's Adagrad, whose constructor has made them."""
+"""An optimizer whose step creates no states, as torch 2.11's Adagrad, whose constructor has created them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `fuse_update`, what is frozen asks for no room but its own, whenever that is and whoever has it."""
+"""With `fuse_update`, frozen parameters need no memory but their own, whenever they are frozen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
-def test_a_frozen_parameter_asks_for_no_room(kind: str) -> None:
+def test_a_frozen_parameter_needs_no_memory(kind: str) -> None:
     frozen, absent, buffer = (
         least(kind, partial(Beside, made), fuse_update=True) for made in ("parameter", "absent", "buffer")
     )

@@ -34,7 +34,7 @@ def test_parameters_of_four_times_the_budget_under_a_hard_limit() -> None:
 
 def run_child(name: str) -> tuple[int, str]:
     """How a child ends, and its last line."""
-    code = f"from tests.memgraph.optim.test_stream_process import child; child({name!r})"
+    code = f"from tests.memgraph.optim.test_offloaded_update_process import child; child({name!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = (ended.stdout or ended.stderr).strip().splitlines()
     return ended.returncode, lines[-1] if lines else ""

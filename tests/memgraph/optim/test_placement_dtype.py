@@ -1,4 +1,4 @@
-"""A model whose parameters have another dtype after `model.to` trains on, with gradients that find new homes on disk."""
+"""A model whose parameters change dtype by `model.to` trains on, with new buffers for its gradients on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update in windows that the disk or Ctrl-C interrupts goes on where it was, and leaves nothing behind."""
+"""An update in windows that the disk or Ctrl-C interrupts resumes where it was, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def transfers(tmp_path: Path, make: Make, first: bool) -> int:
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "NAdam", "AdamW fused"])
-def test_an_update_goes_on_where_the_disk_failed(tmp_path: Path, name: str, first: bool, lasting: bool) -> None:
+def test_an_update_resumes_where_the_disk_failed(tmp_path: Path, name: str, first: bool, lasting: bool) -> None:
     make = OPTIMIZERS[name]
     plain = training(tmp_path, make, None).steps(3)
     begin = 1 + 6 * lasting + 3 * first  # each tries other places
@@ -104,7 +104,7 @@ def test_the_loss_of_an_interrupted_update_is_returned_at_its_end(tmp_path: Path
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_an_update_goes_on_after_ctrl_c(tmp_path: Path, first: bool) -> None:
+def test_an_update_resumes_after_ctrl_c(tmp_path: Path, first: bool) -> None:
     plain = training(tmp_path, OPTIMIZERS["AdamW"], None).steps(3)
     handler, went_on = signal.getsignal(signal.SIGINT), 0
     for at in range(1, transfers(tmp_path, OPTIMIZERS["AdamW"], first) + 1, 7):
@@ -165,7 +165,7 @@ def test_other_gradients_do_not_finish_an_interrupted_update(tmp_path: Path, way
     assert all(map(torch.equal, before, one.parameters))
 
 
-def test_a_disk_without_room_for_states_leaves_everything_as_it_was(
+def test_a_disk_without_space_for_states_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = training(tmp_path, OPTIMIZERS["AdamW"], ALL)

@@ -1,4 +1,4 @@
-"""Backward updates once all parts of a batch have had their say."""
+"""Backward updates once all micro-batches have contributed their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that fails, fills up or is none is an error that says where and what to do."""
+"""A disk that fails, fills up or does not exist is an error that says where and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pinned=` bounds what a model's steps pin: in the plan, in pool, and for state."""
+"""`pinned=` bounds what a model's steps pin: in the plan, in blocks, and for state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer that says of itself that it changes each element by itself is streamed, whatever its states are."""
+"""An optimizer whose class declares that it is elementwise is offloaded, whatever its states are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference, large models, several models in one process, faults of the disk, and what is left behind."""
+"""Inference, large models, several models in one process, disk faults, and cleanup."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_module_is_compiled_twice() -> None:
         assert streams(twins.model)
 
 
-def test_a_module_is_compiled_anew_with_more_room() -> None:
+def test_a_module_is_compiled_again_with_more_memory() -> None:
     twins = Twins()
     twins.train(2)
     twins.model, twins.budget = streamed(twins.module, 10**9, optimizer=twins.ours), 10**9
@@ -208,7 +208,7 @@ def test_a_state_is_loaded_after_the_disk_failed_in_mid_update() -> None:
     twins.train(3)
 
 
-def test_the_disk_is_full_when_homes_are_made() -> None:
+def test_the_disk_is_full_when_buffers_are_allocated() -> None:
     twins = Twins()
     begin, twins_files = facts(twins.model), open_files()
     with failing("posix_fallocate", errno.ENOSPC), pytest.raises(SpillError, match="No space left"):
@@ -219,7 +219,7 @@ def test_the_disk_is_full_when_homes_are_made() -> None:
     twins.train(3)
 
 
-def test_the_disk_refuses_what_moves_home() -> None:
+def test_the_disk_refuses_what_is_offloaded() -> None:
     twins = Twins()
     begin = facts(twins.model)
     twins.model._planner.step((batch(),), {}, twins.model._outputs)  # links are measured, and workers there
@@ -244,7 +244,7 @@ def test_files_go_with_the_model() -> None:
         assert open_files() <= gone
 
 
-def test_with_room_nothing_streams() -> None:
+def test_with_enough_memory_nothing_is_streamed() -> None:
     twins = Twins(budget=10**9)
     for seed in range(3):
         twins.step(seed=seed)

@@ -1,4 +1,4 @@
-"""A copy that fails in its second part has failed: nothing goes on with half of the numbers."""
+"""A copy fails as a whole if its second chunk fails: nothing continues with half of the numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_whole_copy_has_failed(tmp_path: Path) -> None:
         copy.end()
 
 
-def test_what_was_sent_in_part_does_not_come_back(tmp_path: Path) -> None:
+def test_a_partial_offload_is_not_reloaded(tmp_path: Path) -> None:
     lease = DiskTier([NBYTES], tmp_path).lease()
     with files_of_at_most(NBYTES // 2):
         lease.offload(0, numbers(0))
@@ -61,7 +61,7 @@ def test_what_waits_for_a_copy_is_not_read_if_its_second_part_has_failed(tmp_pat
 
 @pytest.mark.parametrize("window", [NBYTES, 4 * NBYTES])
 @pytest.mark.parametrize("half", [0, 1])
-def test_large_windows_go_on_after_an_error_with_all_that_was_not_written(
+def test_large_windows_resume_after_an_error_with_all_that_was_not_written(
     tmp_path: Path, window: int, half: int
 ) -> None:
     plain, far = nn.Parameter(numbers(0)), nn.Parameter(numbers(0))

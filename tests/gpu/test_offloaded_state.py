@@ -29,7 +29,7 @@ def loss(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
+def test_a_tensor_of_the_gpu_is_stored_on_the_host() -> None:
     before = torch.cuda.memory_allocated()
     home = MappedBuffer([TensorSpec((300, 50), (50, 1), torch.bfloat16)], PinnedBufferAllocator(GPU))
     tensor = home.tensor(0)

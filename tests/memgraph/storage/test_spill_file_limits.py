@@ -1,4 +1,4 @@
-"""A limit of the process on files is told as such, whatever meets it, and the next call is right."""
+"""An error at a file limit of the process names the limit, and the next call is right."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_too_many_open_files_are_told_by_saving_and_loading(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_home_that_finds_no_file_is_an_error_of_the_disk(tmp_path: Path, count: int) -> None:
+def test_a_buffer_without_a_file_is_an_error_of_the_disk(tmp_path: Path, count: int) -> None:
     forms = [TensorSpec((1000,), (1,), torch.float32)]
     with files_left(count), pytest.raises(SpillError, match=r"too many files are open: raise the limit \(ulimit -n"):
         MappedBuffer(forms, tmp_path)

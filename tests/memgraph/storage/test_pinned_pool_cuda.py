@@ -1,4 +1,4 @@
-"""How CUDA is asked to pin pages, as far as it can be told without one."""
+"""The calls that pin pages with CUDA, as far as they can be tested without it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def covers(span: str, address: int) -> bool:
     return bool(dash) and int(begin, 16) <= address < int(end, 16)
 
 
-def test_a_home_is_pages_of_the_process_alone() -> None:
+def test_a_buffer_is_private_pages_of_the_process() -> None:
     """Shared ones take several times as long to be had; after a fork, the device would be left with the old ones."""
     host = PinnedBufferAllocator(torch.device("cpu"), Late(0), PinnedPool(lambda: 1 << 30, Pinned()))
     home = MappedBuffer([TensorSpec((1 << 20,), (1,), torch.float32)], host)

@@ -1,4 +1,4 @@
-"""A parameter that a step has no use for lives far if the plan says so, and comes when another step wants it."""
+"""A parameter that a step does not use is offloaded if the plan says so, and reloaded when another step needs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_what_is_not_used_lives_far_and_the_budget_is_kept(grad: bool) -> None:
+def test_unused_parameters_are_offloaded_and_the_budget_is_kept(grad: bool) -> None:
     model = Heads()
     with torch.set_grad_enabled(grad):
         with pytest.raises(memgraph.BudgetError) as caught:

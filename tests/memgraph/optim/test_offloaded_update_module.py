@@ -1,4 +1,4 @@
-"""A module whose state lives on disk stays what it was: its parameters, its state_dict, its hooks, its buffers."""
+"""A module with offloaded state keeps its parameters, its state_dict, its hooks and its buffers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_state_is_loaded_by_assignment() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
-def test_copies_of_a_compiled_module_go_on_by_themselves(copied: Callable[[Any], Any]) -> None:
+def test_copies_of_a_compiled_module_train_independently(copied: Callable[[Any], Any]) -> None:
     twins = Twins()
     twins.train(2)
     begin = facts(twins.model, twins.ours)
@@ -232,7 +232,7 @@ def test_a_parameter_that_is_changed_before_backward_is_an_error_as_in_eager() -
         made.backward()
 
 
-def test_parameters_that_are_bound_anew_while_a_step_is_under_way() -> None:
+def test_parameters_that_are_rebound_while_a_step_runs() -> None:
     """Backward takes what forward took, also if another forward has run since."""
     twins = Twins()
     twins.train(2)

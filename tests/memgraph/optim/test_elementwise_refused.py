@@ -1,4 +1,4 @@
-"""An optimizer that can't be planned is refused by `compile`, with what to do instead, and that works."""
+"""`compile` refuses an optimizer that can't be planned, with advice that works."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_no_step_can_be_planned_with_is_refused_before_there_is_one(
         memgraph.compile(model, ROOM, optimizer=kind(model.parameters(), **options), offload=offload)
 
 
-def test_with_a_closure_a_model_trains_far_once_its_optimizer_is_left_out() -> None:
+def test_with_a_closure_a_model_trains_offloaded_once_its_optimizer_is_left_out() -> None:
     plain = chain()
     model = copy.deepcopy(plain)
     theirs, ours = (optim.LBFGS(module.parameters(), max_iter=2) for module in (plain, model))
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], torch.dtype, str]] = 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_can_not_live_far_and_does_not_fit_is_refused_before_there_is_a_step(name: str) -> None:
+def test_state_that_can_not_be_offloaded_and_does_not_fit_is_refused_before_the_first_step(name: str) -> None:
     make, dtype, why = REFUSED[name]
     model = chain(2).to(dtype)
     optimizer = make(model.parameters())

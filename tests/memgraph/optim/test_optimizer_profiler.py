@@ -1,4 +1,4 @@
-"""The states and the workspace of an update are what was said, and little less."""
+"""The states and the workspace of an update are as forecast, and little less."""
 
 from __future__ import annotations
 

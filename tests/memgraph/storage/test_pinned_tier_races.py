@@ -120,7 +120,7 @@ def test_what_comes_back_has_left_before(deaf: frozenset[tuple[str, str]]) -> No
 
 
 @pytest.mark.parametrize("deaf", [frozenset(), frozenset({("other", "back")})], ids=["waits", "deaf"])
-def test_a_step_on_another_stream_takes_the_slab_only_when_the_last_one_has_read_it(
+def test_a_step_on_another_stream_uses_the_block_only_when_the_last_one_has_read_it(
     deaf: frozenset[tuple[str, str]],
 ) -> None:
     equal = True
@@ -144,7 +144,7 @@ def test_a_step_on_another_stream_takes_the_slab_only_when_the_last_one_has_read
     assert equal == (not deaf)
 
 
-def test_a_step_that_is_left_in_the_middle_ends_its_copies_before_their_bytes_are_somebody_elses() -> None:
+def test_a_step_that_is_left_in_the_middle_ends_its_copies_before_their_bytes_are_reused() -> None:
     for seed in SEEDS:
         late = Late(seed)
         tier = PinnedTier([40_000], CPU, late, PinnedPool(lambda: 1 << 30, Pinned()))

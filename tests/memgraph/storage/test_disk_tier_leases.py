@@ -1,4 +1,4 @@
-"""Leases of one tier do not meet, give their room back, and hold a tensor for as long as its copy runs."""
+"""Leases of one tier are separate, return their files, and reference a tensor for as long as its copy runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_leases_do_not_meet(folder: Path) -> None:
         assert torch.equal(back, tensor)
 
 
-def test_a_released_room_is_used_again(folder: Path) -> None:
+def test_a_released_file_is_used_again(folder: Path) -> None:
     tier = DiskTier([100], folder)
     first, second = tier.lease(), tier.lease()
     rooms = {first.file, second.file}
@@ -50,7 +50,7 @@ def test_a_released_lease_does_nothing_more(folder: Path) -> None:
         lease.offload(0, torch.zeros(1))
 
 
-def test_a_forgotten_lease_gives_its_room_back(folder: Path) -> None:
+def test_a_forgotten_lease_returns_its_file(folder: Path) -> None:
     tier = DiskTier([MANY], folder)
     lease = tier.lease()
     room = lease.file
@@ -60,7 +60,7 @@ def test_a_forgotten_lease_gives_its_room_back(folder: Path) -> None:
     assert tier.files == [room]
 
 
-def test_a_tensor_is_held_until_its_copy_has_ended_and_no_longer(folder: Path) -> None:
+def test_a_tensor_is_referenced_until_its_copy_has_ended_and_no_longer(folder: Path) -> None:
     lease = DiskTier([MANY], folder).lease()
     sent = noise(MANY)
     seen = weakref.ref(sent)
@@ -93,7 +93,7 @@ def test_a_lease_that_is_dropped_in_the_middle_keeps_the_tensor_for_the_workers(
     assert tier.lease().file == room
 
 
-def test_a_lease_that_the_collector_releases_in_a_worker_gives_its_room_back(
+def test_a_lease_that_the_collector_releases_in_an_io_thread_returns_its_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier([MANY], folder)

@@ -1,4 +1,4 @@
-"""What `fuse_update` refuses, before anything has changed; and what fails, is copied or changed meanwhile."""
+"""`fuse_update` refuses what it can't do before anything has changed; failures, copies and changes in between."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("after", [1, 5, 11])
-def test_nothing_goes_on_after_half_an_update_until_a_state_is_loaded(
+def test_nothing_runs_after_a_partial_update_until_a_state_is_loaded(
     after: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     twins = fused(kind="momentum", budget=ROOM)
@@ -259,7 +259,7 @@ def test_ctrl_c_before_the_first_update_leaves_nothing(monkeypatch: pytest.Monke
     steps(twins, 2)
 
 
-def test_a_copy_of_what_is_half_updated_is_nobodys_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_partially_updated_module_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = fused(kind="momentum", budget=ROOM)
     made = twins.model(batch())
     with interrupted(monkeypatch, 3):
@@ -300,7 +300,7 @@ def test_a_copy_has_no_optimizer_and_ordinary_gradients(copied: Callable[[Any], 
     steps(twins, 2)
 
 
-def test_parameters_may_be_bound_anew_and_changed_between_steps() -> None:
+def test_parameters_may_be_rebound_and_changed_between_steps() -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     for turn in range(3):
         for model in (twins.plain, twins.module):
