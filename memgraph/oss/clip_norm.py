@@ -106,7 +106,6 @@ class NormLimit:
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a number or its text, as torch takes "inf"."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor with several elements

@@ -109,7 +109,6 @@ class PendingGathers:
             )
 
     def reset(self) -> None:
-        """Forget all buckets before the layout changes."""
         if self.buckets:
             raise ShardError(f"parameters were replaced while ranges of them were on other ranks: {ADVICE}")
         self.ever, self.by_forward = set(), set()

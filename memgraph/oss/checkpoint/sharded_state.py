@@ -97,7 +97,6 @@ def placement_mismatch(own: OwnState, parameter: Tensor, value: Any) -> str | No
 
 
 def empty_dtensor(own: OwnState, item: int, dtype: torch.dtype) -> DTensor:
-    """Allocate an entry of the shape of its parameter."""
     kind = _like(own.layout.parameters[item], dtype)
     rows = rows_of(kind, len(own.watchdog.members))
     return _dtensor(_mesh(own), kind, rows, rows.local(own.rank, kind, own.watchdog.device).zero_())

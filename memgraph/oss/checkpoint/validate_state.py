@@ -36,7 +36,6 @@ def find_mismatch(own: OwnState, groups: Sequence[Group], given: object, sharded
 
 
 def by_index(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the states by the index of their parameter, whatever numbers they have."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     return {index: given["state"][number] for index, number in enumerate(numbers) if number in given["state"]}
 

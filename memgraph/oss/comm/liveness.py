@@ -92,17 +92,14 @@ def _ranks_are(ranks: Sequence[int]) -> str:
 
 
 def life_key(rank: int) -> str:
-    """Key of a rank's sign of life."""
     return f"memgraph/life/{rank}"
 
 
 def came_key(rank: int) -> str:
-    """Key of the collective that has failed on a rank."""
     return f"memgraph/came/{rank}"
 
 
 def left_key(rank: int) -> str:
-    """Key of the reason why a rank could not go on."""
     return f"memgraph/left/{rank}"
 
 

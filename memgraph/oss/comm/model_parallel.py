@@ -64,7 +64,6 @@ class ModelParallel:
 
 
 def replicated_tensors(replicated: object) -> list[Tensor]:
-    """Return the argument `replicated` as a list."""
     is_list = isinstance(replicated, Iterable) and not isinstance(replicated, Tensor)
     tensors: list[Any] = [*replicated] if is_list else [replicated]  # type: ignore[misc]
     if not is_list or not all(isinstance(each, Tensor) for each in tensors):

@@ -40,7 +40,6 @@ class RankGroup:
         return numbers
 
     def all_gather(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, one row for each."""
         return numbers[None] if self.is_alone else self.start_all_gather(numbers, "exchange of numbers")()
 
     def start_all_gather(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:

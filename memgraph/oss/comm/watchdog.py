@@ -95,7 +95,6 @@ class CollectiveWatchdog:
                 work.wait(timedelta(milliseconds=1))
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective within the group's timeout."""
         if work is None:  # this rank is not in the group
             return
         if self.is_gloo:

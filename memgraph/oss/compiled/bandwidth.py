@@ -34,7 +34,6 @@ _speeds: dict[str, Speed] = {}
 
 
 def measure_network(machine: Machine, oss: OSS, planner: JointPlanner) -> Machine:
-    """Return the machine with the network between the ranks; a collective."""
     device, comm, reduction = torch.device(machine.device), oss.comm, GradReduction(oss.layout, oss.comm)
     where = f"{dist.get_backend(comm.group)} {comm.ranks} ranks on {planner.count_distinct(platform.node())} hosts"
     key = f"net {SIZES} {WIDTH} {where} {comm.wire} {reduction.shared_memory is not None} {environment_key(device)}"

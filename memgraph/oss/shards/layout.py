@@ -39,7 +39,6 @@ class ShardLayout:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all parameters."""
         self.parameters: list[Tensor] = []
         self.buckets: list[BucketViews] = []
         self.items: list[Item] = []
@@ -48,7 +47,6 @@ class ShardLayout:
         self._marks: list[Mark] = []
 
     def add_group(self, index: int, group: Mapping[str, Any]) -> None:
-        """Lay out the parameters of one more group."""
         parameters, fused = list(group["params"]), bool(group.get("fused"))
         _refuse_overlap([*self.parameters, *parameters])
         kinds: dict[object, int] = {}
@@ -93,7 +91,6 @@ class ShardLayout:
         return [view for _, view in sorted(own, key=lambda one: (one[0].item, one[0].begin))]
 
     def shards_by_parameter(self) -> list[list[Piece]]:
-        """The shards of each parameter on all ranks, in order."""
         each: list[list[Piece]] = [[] for _ in self.parameters]
         for bucket in self.buckets:
             for shard in bucket.bucket.pieces:
@@ -167,7 +164,6 @@ def _refuse_overlap(parameters: Sequence[Tensor]) -> None:
 
 
 def _extent(parameter: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return (last + 1) * parameter.element_size()
 
