@@ -39,7 +39,7 @@ class AveragedGrads:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Note the parameters' own gradients as those of which these are the averages."""
+        """Note which gradients of the parameters these are the averages of."""
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in self.parameters]
 
     def of_bucket(self, bucket: BucketViews) -> list[Tensor]:

@@ -104,8 +104,8 @@ class PendingGathers:
         pending = [self.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets)]
         if items := [i for bucket in pending for i in bucket.items if id(self.layout.parameters[i]) in ids]:
             raise ShardError(
-                f"{call} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
-                f"that are NaN here: {ADVICE}"
+                f"{call} reads {op_name(items)}, but other ranks have updated ranges of them that are NaN here: "
+                f"{ADVICE}"
             )
 
     def reset(self) -> None:

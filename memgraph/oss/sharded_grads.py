@@ -195,7 +195,7 @@ def _joined_stretches(bucket: Bucket, ranks: int) -> list[Piece]:
 def _workspace_nbytes(comm: BucketComm, part: int, like: Tensor) -> int:
     """Return the bytes that a reduction allocates besides what is sent and this rank's part of the mean.
 
-    On the CPU: the parts received from other ranks, in one of which the mean is computed; with a cast all of these,
+    On the CPU: the parts received from other ranks, one of them for the mean; with a cast all of these,
     what is sent, and what one of them is cast back to.
     """
     others, itemsize = comm.ranks - 1, like.element_size()

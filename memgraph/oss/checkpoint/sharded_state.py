@@ -30,7 +30,7 @@ from .own_state import Entries, Key, OwnState, copied, key
 from .reshard import Rows, Transfer, rows_of
 from .state_outline import Kind, Outline, kinds
 
-CHUNK = 64 << 20  # bytes of a file, of which a process may have only so many open
+CHUNK = 64 << 20  # bytes of a file: a process may open only so many
 
 
 def to_dtensors(own: OwnState, buffers: DiskBuffers | None, incomplete: bool) -> dict[int, dict[str, Any]]:

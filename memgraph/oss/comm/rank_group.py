@@ -29,7 +29,7 @@ class RankGroup:
     def is_alone(self) -> bool:
         return self.ranks == 1
 
-    def maximum(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
+    def maximum(self, numbers: Tensor, name: str = "exchange of gradient flags") -> Tensor:
         """Replace each number by its maximum over all ranks."""
         if self.is_alone:
             return numbers

@@ -27,7 +27,7 @@ from .joint_planning import JointPlanner
 
 SIZES = (1 << 10, 4 << 20)  # bytes of a small bucket, and of a large one
 WIDTH = 512  # of the matrices that are multiplied meanwhile
-TRIES = 4  # of which the fastest counts: the first one opens connections
+TRIES = 4  # the fastest counts: the first one opens connections
 
 Speed = tuple[float, float, float]  # bytes per microsecond, microseconds of latency, strain
 _speeds: dict[str, Speed] = {}

@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank owns, for all parameters of an optimizer.
+"""Map the elements of an optimizer's parameters to the ranks that own them.
 
     layout.add_group(group)    buckets for the parameters of a group, behind those of earlier groups
     layout.refresh()           new views where the caller has assigned `p.data`

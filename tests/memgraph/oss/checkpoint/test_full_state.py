@@ -205,7 +205,7 @@ def test_what_is_no_state_dict_of_it_is_refused_on_all_ranks_and_changes_nothing
     assert told["twice"] == "it has a parameter twice"
     assert told["order"] == "'exp_avg' of parameter 0 is float32[7], which does not fit into Adam's float32[7, 11]"
     assert told["dtype"] == "'exp_avg' of parameter 1 is float64[5, 7], which does not fit into Adam's float32[5, 7]"
-    assert told["strange"] == "it has a state of parameter 77, which is in none of its groups"
+    assert told["strange"] == "it has a state of parameter 77, which is in no group"
     assert told["kind"] == "its group 0 has no 'betas', so it is of another optimizer than Adam"
     assert told["state"] == "'exp_avg' of parameter 2 is float32[3], which does not fit into Adam's float32[3, 5]"
     assert (

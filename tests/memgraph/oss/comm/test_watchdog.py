@@ -96,7 +96,7 @@ def _apart(rank: int) -> tuple[tuple[int, ...], str]:
 
 def test_ranks_that_make_different_calls_are_told_which() -> None:
     wanted = (
-        "has failed: every rank has come, but rank 0 was in the exchange of which gradients there are, rank 1 was in the "
+        "has failed: every rank has come, but rank 0 was in the exchange of gradient flags, rank 1 was in the "
         "comparison of what the ranks were given: see that all ranks make the same calls; look into the first error of each"
     )
     for ranks, text in on_ranks(2, _apart, meet=False):
