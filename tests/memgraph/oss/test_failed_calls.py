@@ -68,7 +68,7 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("gather", ["step", "forward"])
-def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: str) -> None:
+def test_a_call_that_fails_before_it_is_planned_is_an_error_on_all_ranks(gather: str) -> None:
     (told, first), (own, second) = on_ranks(2, _failing, gather)
     assert own[0].startswith("UpdateError: Fussy can't be planned")
     assert told[0].startswith("AgreementError: the ranks disagree on the planning of the step: without error on rank")

@@ -16,7 +16,7 @@ from memgraph.oss.checkpoint.full_state import TensorSender
 from memgraph.oss.comm.liveness import VERDICT
 from memgraph.oss.comm.p2p import P2PComm
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
-from tests.memgraph.oss.test_gradients import give, go, same, tensors
+from tests.memgraph.oss.test_gradients import give, same, tensors, use_transport
 from tests.support.ranks import on_ranks
 
 SHAPES = ((400, 700), (5, 7), (3,), (41,))
@@ -40,7 +40,7 @@ def _starving(kind: type[optim.Optimizer], calls: int) -> Callable[..., Any]:
 
 
 def _failed(rank: int, path: Path, way: str, kind: type[optim.Optimizer], wire: torch.dtype | None) -> list[str]:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, kind, wire_dtype=wire, bucket_bytes=1 << 18), optim.Adam(plain)
     give(ours, 0, 3, rank)
@@ -77,15 +77,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "way, kind, wire",
     [
-        ("near", optim.Adam, None),
-        pytest.param("near", Whole, None, marks=SLOW),
-        pytest.param("pairs", optim.Adam, None, marks=SLOW),
-        ("pairs", Whole, None),
-        ("pairs", optim.Adam, torch.float16),
+        ("shared_memory", optim.Adam, None),
+        pytest.param("shared_memory", Whole, None, marks=SLOW),
+        pytest.param("p2p", optim.Adam, None, marks=SLOW),
+        ("p2p", Whole, None),
+        ("p2p", optim.Adam, torch.float16),
         pytest.param("collectives", optim.Adam, None, marks=SLOW),
     ],
 )
-def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_loaded_state(
+def test_an_optimizer_that_fails_on_one_rank_is_an_error_on_all_and_trains_on_after_loading(
     way: str, kind: type[optim.Optimizer], wire: torch.dtype | None, tmp_path: Path
 ) -> None:
     first, own, last = on_ranks(3, _failed, tmp_path / "saved", way, kind, wire)
@@ -100,7 +100,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_l
 
 def _left(rank: int, in_step: bool) -> list[Any]:
     """No memory for what comes of other ranks, so that one can't send either."""
-    go("pairs")
+    use_transport("p2p")
     ours = tensors(*SHAPES)
     spread = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
     give(ours, 0, 3, rank)
@@ -162,7 +162,7 @@ def _no_direction(*_: object) -> None:
     raise ArithmeticError("no direction")
 
 
-def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
+def test_an_lbfgs_step_that_fails_on_one_rank_is_an_error_on_all() -> None:
     leads, follows = on_ranks(2, _searched)
     wants = "LBFGS evaluates its closure several times; call step(closure)"
     assert follows[0] == wants and leads[0] == f"another rank can't step, so none does: TypeError: {wants} on rank 1"
@@ -189,7 +189,7 @@ def _returned(rank: int) -> list[str]:
     return [refusal(KeyError if rank else ShardError, spread.step, failing)]
 
 
-def test_what_one_rank_can_not_step_with_is_told_by_name() -> None:
+def test_what_one_rank_can_not_step_with_is_named() -> None:
     first, own = on_ranks(2, _returned)
     assert own == ["'no batch'"]
     assert first == ["another rank can't step, so none does: KeyError: 'no batch' on rank 1"]

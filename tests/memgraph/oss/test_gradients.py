@@ -45,19 +45,19 @@ BUCKET = 1 << 16  # bytes, a fiftieth of the gradients
 SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 
 
-def go(way: str) -> None:
+def use_transport(way: str) -> None:
     """How this process exchanges buckets from now on."""
-    if way != "near":
+    if way != "shared_memory":
         pytest.MonkeyPatch().setattr(optimizer, "shared_memory_comm", lambda exchange: None)
     if way == "collectives":
         pytest.MonkeyPatch().setattr(exchange, "_on_cpu", lambda sources: False)
 
 
 def _averaged(rank: int, ranks: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
-    assert spread.comm.shared_memory is None or way == "near"
+    assert spread.comm.shared_memory is None or way == "shared_memory"
     for step in range(4):
         give(ours, step, ranks, rank)
         give(plain, step, ranks)
@@ -72,19 +72,19 @@ def _averaged(rank: int, ranks: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p", "collectives"])
 def test_a_step_averages_over_ranks_and_leaves_gradients_as_they_are(ranks: int, way: str) -> None:
     on_ranks(ranks, _averaged, ranks, way)
 
 
 def _some_missing(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
     for step in range(3):
         give(ours, step, 2, rank)
         give(plain, step, 2)
-        ours[1].grad = plain[1].grad = None  # nobody has it: AdamW would let it decay
+        ours[1].grad = plain[1].grad = None  # no rank has it: AdamW would let it decay
         if rank:
             ours[0].grad = None
         plain[0].grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(1000 * step)) / 2
@@ -94,13 +94,13 @@ def _some_missing(rank: int, way: str) -> None:
     assert not any(view.shape == (3,) for view in spread.inner.state)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_gradient_that_one_rank_has_counts_and_one_that_none_has_does_not(way: str) -> None:
     on_ranks(2, _some_missing, way)
 
 
 def _clipped(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     for order in (2.0, 1.0, 3.0, 0.5, -1.0, 0.0, math.inf, "inf"):
         for most in (0.3, 1e6):
             ours, plain = tensors(*SHAPES), tensors(*SHAPES)
@@ -120,7 +120,7 @@ def _clipped(rank: int, way: str) -> None:
             torch.testing.assert_close(list(ours), list(plain))
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice(way: str) -> None:
     on_ranks(2, _clipped, way)
 
@@ -300,8 +300,8 @@ def _sparse(rank: int) -> None:
             spread.zero_grad()
             alone.zero_grad()
             # SGD and Adagrad add the rows of a sparse gradient by kernels of their own, which round otherwise.
-            near = 0 if kind is optim.SparseAdam else 1e-6
-            torch.testing.assert_close(ours.weight, plain.weight, rtol=near, atol=near)
+            tolerance = 0 if kind is optim.SparseAdam else 1e-6
+            torch.testing.assert_close(ours.weight, plain.weight, rtol=tolerance, atol=tolerance)
     dense = memgraph.OSS([ours.weight], optim.Adam)
     ours(torch.tensor([1])).sum().backward()
     with pytest.raises(memgraph.ShardError, match="SparseAdam"):
@@ -313,24 +313,24 @@ def test_sparse_gradients_update_the_rows_that_any_rank_has_touched() -> None:
 
 
 def _allocates(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours = tensors((1000, 500), (300, 1000), *[(1000,)] * 200)
     spread = memgraph.OSS(ours, optim.SGD, bucket_bytes=BUCKET)
     give(ours, 0, 2, rank)
     _, seen = measure_peak(spread.step)
     assert seen is not None
-    way = way if spread.comm.shared_memory or way != "near" else "pairs"  # where the kernel lets nobody read
-    assert 0 < seen.peak < {"near": 2, "pairs": 8}[way] * BUCKET
+    way = way if spread.comm.shared_memory or way != "shared_memory" else "p2p"  # where the kernel forbids reading
+    assert 0 < seen.peak < {"shared_memory": 2, "p2p": 8}[way] * BUCKET
 
 
 # Collectives end on gloo's own threads, and what is freed there, the meter does not see.
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_step_takes_the_memory_of_a_few_buckets(way: str) -> None:
     on_ranks(2, _allocates, way)
 
 
 def _drawn(rank: int, ranks: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     numbers = random.Random(5)
     types = [torch.float32, torch.float64, torch.bfloat16]
     for turn in range(12):
@@ -354,6 +354,6 @@ def _drawn(rank: int, ranks: int, way: str) -> None:
         assert same(ours, plain), (turn, kind, shapes, kinds)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_whatever_the_shapes_the_bits_are_those_of_the_plain_optimizer(way: str) -> None:
     on_ranks(3, _drawn, 3, way)

@@ -132,11 +132,11 @@ def _called(rank: int) -> None:
     assert all(p.grad is None for p in ours)
     spread.step()
     give(ours, 0, 2)
-    torn = memgraph.OSS(ours, Twice)
+    twice = memgraph.OSS(ours, Twice)
     with pytest.raises(memgraph.ShardError, match="twice"):
-        torn.step(lambda: 1.0)
+        twice.step(lambda: 1.0)
     with pytest.raises(memgraph.ShardError, match="ranks may differ"):
-        torn.step(lambda: 1.0)
+        twice.step(lambda: 1.0)
     adam = memgraph.OSS(ours, optim.Adam)
     assert adam.step(lambda: 7.0) == 7.0
     for copied in (copy.deepcopy, pickle.dumps):
@@ -249,5 +249,5 @@ def _disagree(rank: int) -> None:
         spread.step()
 
 
-def test_ranks_whose_parameters_differ_are_told_so() -> None:
+def test_ranks_with_different_parameters_raise_an_error() -> None:
     on_ranks(2, _disagree)

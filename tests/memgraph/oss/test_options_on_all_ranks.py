@@ -39,7 +39,7 @@ def _asked(rank: int) -> list[str]:
     return said
 
 
-def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
+def test_a_call_with_other_arguments_on_one_rank_is_an_error_on_all() -> None:
     first, own = on_ranks(2, _asked)
     assert first[:3] == own[:3] and first[4:] == own[4:]
     clip = "the ranks disagree on what is called: clip_grad_norm_({}, error_if_nonfinite={}) on rank 0; "

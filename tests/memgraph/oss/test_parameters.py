@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import memgraph
-from tests.memgraph.oss.test_gradients import give, go, gradient, same, tensors
+from tests.memgraph.oss.test_gradients import give, gradient, same, tensors, use_transport
 from tests.support.ranks import on_ranks
 
 
@@ -33,7 +33,7 @@ def _frozen(rank: int) -> None:
     for parameters in (ours, plain):
         parameters[0].requires_grad_(False)
     spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
-    trained = [piece.count for laid in spread.layout.buckets for piece, _ in laid.own if piece.item > 0]
+    trained = [piece.count for bucket in spread.layout.buckets for piece, _ in bucket.own if piece.item > 0]
     assert sum(trained) == 8  # a frozen parameter does not unbalance the others
     for step in range(6):
         for parameters, optimizer in ((ours, spread), (plain, alone)):
@@ -99,7 +99,7 @@ def _moved(rank: int) -> None:
         spread.step()
 
 
-def test_a_parameter_that_was_bound_anew_keeps_its_state_and_one_of_another_type_is_refused() -> None:
+def test_a_parameter_with_new_memory_keeps_its_state_and_one_of_another_type_is_refused() -> None:
     on_ranks(2, _moved)
 
 
@@ -181,7 +181,7 @@ def _refused(rank: int) -> None:
         memgraph.OSS([w], lr=-1.0)
 
 
-def test_what_cannot_be_spread_is_refused() -> None:
+def test_what_cannot_be_sharded_is_refused() -> None:
     on_ranks(1, _refused)
 
 
@@ -250,7 +250,7 @@ def test_what_is_rounded_on_its_way_is_the_same_on_all_ranks(kind: torch.dtype) 
 
 
 def _exchanged(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     for kind, last in ((optim.Adam, 0), (optim.Adafactor, 9)):
         for shapes in (((600_000,), (5, 7), (3,)), ((5, 7), (3,), (last,), ())):
             ours, plain = pairs(*shapes)
@@ -267,8 +267,8 @@ def _exchanged(rank: int, way: str) -> None:
     assert torch.equal(*every)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
-def test_every_way_between_ranks_gives_the_same(way: str) -> None:
+@pytest.mark.parametrize("way", ["shared_memory", "p2p", "collectives"])
+def test_every_transport_gives_the_same(way: str) -> None:
     on_ranks(2, _exchanged, way)
 
 

@@ -54,7 +54,7 @@ def _told(rank: int) -> list[str]:
     said.append(
         refusal(ShardError, memgraph.load_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
-    if rank:  # which asks nobody any more
+    if rank:  # which sends nothing any more
         optimizer.sharded_step.is_half_updated = True
         for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
             assert refusal(ShardError, call).startswith("a step failed when some parameters were updated")
@@ -80,7 +80,7 @@ def _at_a_step(optimizer: memgraph.OSS, rank: int) -> list[str]:
     return said
 
 
-def test_what_one_rank_is_refused_is_told_on_the_others() -> None:
+def test_what_one_rank_refuses_is_an_error_on_the_others() -> None:
     others, own = on_ranks(2, _told)
     for told, (_, _, text) in zip(others, OWN, strict=False):
         assert told.startswith("the ranks disagree on the optimizer: Adam on rank 0; ") and text in told

@@ -1,4 +1,4 @@
-"""Started with torchrun, whose report names a rank that dies; one that is stopped, and wakes, is told that it was away."""
+"""Started with torchrun, whose report names a rank that dies; one that is stopped, and wakes, learns that the others went on."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _stopped(rank: int, told: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_stopped_is_told_that_the_others_have_gone_on(tmp_path: Path) -> None:
+def test_a_rank_that_was_stopped_learns_that_the_others_have_gone_on(tmp_path: Path) -> None:
     first, own, last = on_ranks(3, _stopped, tmp_path / "told", seconds=SECONDS, meet=False)
-    fate = "rank 1 is gone or stopped: no sign of life for 3 s"
+    reason = "rank 1 is gone or stopped: no sign of life for 3 s"
     for text in (first, last):
-        assert f"has failed: {fate}; look into the log of that process and start again" in text
-    assert f"the others have gone on without rank 1, which is this process ({fate}); see why it was stopped" in own
+        assert f"has failed: {reason}; look into the log of that process and start again" in text
+    assert f"the others have gone on without rank 1, which is this process ({reason}); see why it was stopped" in own

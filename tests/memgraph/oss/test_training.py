@@ -17,7 +17,7 @@ from tests.support.ranks import on_ranks
 
 
 class Tied(nn.Module):
-    """One weight at both ends, and one that nobody uses."""
+    """One weight at both ends, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()

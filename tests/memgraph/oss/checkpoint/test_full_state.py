@@ -118,7 +118,7 @@ def _only_after_consolidation(rank: int) -> list[str]:
         kept = ours.state_dict()
         assert kept["param_groups"][0]["lr"] == 0.5  # options are those of now
         on(module, ours, 1)
-        assert before is not None and same(kept["state"], before["state"])  # the tensors are nobody else's
+        assert before is not None and same(kept["state"], before["state"])  # the tensors are copies
     else:
         on(module, ours, 1)
     said.append(refusal(StateError, ours.state_dict))
@@ -139,7 +139,7 @@ def test_a_rank_without_a_whole_state_says_so() -> None:
 
 
 class Odd(optim.SGD):
-    """Its state has something in it that nobody can write down."""
+    """Its state has something in it that JSON can not express."""
 
     def step(self, closure: Any = None) -> Any:
         self.state[self.param_groups[0]["params"][0]]["seen"] = {1}

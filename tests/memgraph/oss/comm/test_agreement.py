@@ -58,7 +58,7 @@ def _told(rank: int) -> list[str]:
     return said
 
 
-def test_what_differs_is_told_on_all_ranks() -> None:
+def test_a_difference_is_an_error_on_all_ranks() -> None:
     first, *others = on_ranks(3, _told)
     assert others == [first, first]
     told = dict(zip(NAMES, first, strict=False))

@@ -49,6 +49,6 @@ def _wrong(rank: int, folder: str) -> None:
     memgraph.load_sharded(**right)
 
 
-def test_a_wrong_argument_on_one_rank_is_told_on_all() -> None:
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(2, _wrong, str(Path(folder) / "run"), seconds=SECONDS)
