@@ -172,7 +172,7 @@ class HostCopy(StreamCopy):
 
 
 def _has_fused_kernel(optimizer: optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether the fused kernel takes it and is deterministic, which SGD's is not in low precision."""
+    """Return True if the fused kernel takes it and is deterministic: SGD's is not in low precision."""
     low = parameter.is_floating_point() and type(optimizer) is not optim.SGD
     return low or parameter.dtype in EXACT_DTYPES
 

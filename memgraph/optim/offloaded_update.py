@@ -75,7 +75,7 @@ class OffloadedUpdate:
 
     @property
     def can_stream(self) -> bool:
-        """Whether any of the state may be offloaded."""
+        """True if any of the state may be offloaded."""
         return self.unsupported_reason is None
 
     @property
@@ -148,7 +148,7 @@ class OffloadedUpdate:
         return is_offloaded and self.planned_window == window
 
     def deactivate(self, owners: Collection[Owner], host_owners: Collection[Owner]) -> None:
-        """Create the states of `owners` on the device from now on, and let the host update none of `host_owners`."""
+        """Create the states of `owners` on the device from now on, and update `host_owners` there."""
         self.offloaded_owners.difference_update(owners)
         self.host_owners.difference_update(host_owners)  # a plan that replaces this one adds its own
 
@@ -178,10 +178,10 @@ class OffloadedStates:
     def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
         """Read from a planned step which `parts` of the states it offloads."""
         states = [
-            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.offloaded and op.fn == "state"
         ]
         owners = tuple(owner for _, part in states for owner in part.owners)
-        host_owners = tuple(owner for op, part in states if op.hosted for owner in part.owners)
+        host_owners = tuple(owner for op, part in states if op.on_host for owner in part.owners)
         return cls(update, owners, host_owners, update.window)
 
     @property

@@ -232,6 +232,6 @@ def kinds_of(rows: Iterable[Iterable[Tensor]]) -> list[ParameterKind]:
 
 
 def _uses_foreach(group: dict[str, Any], device: torch.device) -> bool:
-    """Whether the update treats all parameters at once, as torch does on a GPU unless told otherwise."""
+    """Return True if the update treats all parameters at once, as torch does on a GPU unless told otherwise."""
     foreach = group.get("foreach")
     return bool(foreach) if foreach is not None else device.type != "cpu" and not group.get("fused")

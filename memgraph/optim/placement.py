@@ -46,7 +46,7 @@ class StatePlacement:
         gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
         missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
         if resident and (shared := overlap(named | dict(self.module.named_buffers()), _parameter_names(fakes))):
-            raise UpdateError(f"{shared}, or compile anew, which leaves them on the device")
+            raise UpdateError(f"{shared}, or compile again, which leaves them on the device")
         if resident or missing:
             self._offload(resident, missing)
         self._offload_states(states)
@@ -85,7 +85,7 @@ class StatePlacement:
         return {name: buffer.tensor(i) for i, name in enumerate(fakes)}
 
     def _has_slice(self, name: str, fake: Tensor) -> bool:
-        """Whether a gradient has a slice, made for its present size and in this process."""
+        """Return True if a gradient has a slice that was made for its present size and in this process."""
         mapped = self.gradients.get(name)
         return mapped is not None and mapped.nbytes == fake.nbytes and buffer_slice_of(mapped) is not None
 

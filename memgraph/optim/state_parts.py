@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from passes.ir.machine import SMALLEST_HOME
+from passes.ir.machine import SMALLEST_STREAMED
 
 from ..graph.captured import Captured
 from .elementwise import is_elementwise
@@ -71,7 +71,7 @@ def partition_states(sizes: Iterable[tuple[Owner, int]], count: int) -> list[Sta
 
 def is_large(parameter: Tensor) -> bool:
     """Return True if a parameter is worth the copies to a tier, and so are its gradient and its states."""
-    return parameter.nbytes >= SMALLEST_HOME
+    return parameter.nbytes >= SMALLEST_STREAMED
 
 
 def _states_nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:

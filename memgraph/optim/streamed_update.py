@@ -73,7 +73,7 @@ class StreamedUpdate(WindowedUpdate):
         self._finish_copies()
 
     def _is_computed(self, row: int) -> bool:
-        """Whether all windows of the parameter are computed."""
+        """Return True if all windows of the parameter are computed."""
         return self.computed == len(self.windows) or self.windows[self.computed][0].row > row
 
     def _compute(self, at: int) -> None:

@@ -135,7 +135,7 @@ def _mismatches(optimizer: optim.Optimizer, given: Any) -> Iterator[str]:
     places, first = dict(zip(numbers, owners, strict=True)), FirstState(kind, {})
     for number, entries in given["state"].items():
         if number not in places:
-            yield f"it has a state of parameter {number!r}, which is in none of its groups"
+            yield f"it has a state of parameter {number!r}, which no group of it has"
         elif not isinstance(entries, Mapping):
             yield f"the state of parameter {number} is a {type(entries).__name__}, and has to be a dict"
         else:

@@ -142,7 +142,7 @@ def _bytes(updates: Sequence[PlannedUpdate], nbytes: int, separate: bool) -> Win
 
 
 def _temporaries(updates: Sequence[PlannedUpdate], window: Window) -> int:
-    """What the optimizer's step on a window allocates, group after group."""
+    """Bytes that the optimizer's step on a window allocates, group after group."""
     of_groups = [0]
     for _, group in itertools.groupby(window, key=lambda chunk: updates[chunk.row].group):
         chunks = list(group)

@@ -114,7 +114,7 @@ class WindowedOptimizer:
         return changed is None
 
     def _is_offloaded(self) -> bool:
-        """Whether the step needs anything that is offloaded, or has to be."""
+        """Return True if the step needs anything that is offloaded, or has to be."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return any(
             self.offloaded(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
@@ -126,7 +126,7 @@ class WindowedOptimizer:
 
 
 def _what_is_left(update: WindowedUpdate) -> str:
-    """What an update that has ended early still has to do, and how."""
+    """Say how many windows are done, and how to continue."""
     if update.is_done:
         return "this update is done"
     done = f"{update.finished} of {len(update.windows)} windows of this update are done"

@@ -125,7 +125,7 @@ class WindowedUpdate:
 
     @property
     def is_started(self) -> bool:
-        """Whether anything may have changed."""
+        """True if anything may have changed."""
         return self.computed > 0
 
     def run(self) -> None:

@@ -99,14 +99,14 @@ class GradAverager:
         return [(bucket, self._with_sparse(bucket, grads, kinds)) for bucket, grads in averages]
 
     def _with_sparse(self, bucket: BucketViews, grads: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
-        of_item = dict(zip((shard.item for shard, _ in bucket.own), grads, strict=True))
-        for shard in bucket.bucket.pieces:
-            if kinds[shard.item] != SPARSE:
+        of_item = dict(zip((shard.param for shard, _ in bucket.own), grads, strict=True))
+        for shard in bucket.bucket.shards:
+            if kinds[shard.param] != SPARSE:
                 continue
-            parameter = self.layout.parameters[shard.item]
+            parameter = self.layout.parameters[shard.param]
             grad = parameter.grad if self.replicated else average_sparse(self.comm, parameter, shard.rank)
             if shard.rank == self.comm.rank and grad is not None:
-                of_item[shard.item] = grad
+                of_item[shard.param] = grad
         return list(of_item.values())
 
     def buckets_with_grads(self, kinds: Sequence[int]) -> list[BucketViews]:
@@ -114,7 +114,7 @@ class GradAverager:
         if self.optimizer.splits and SPARSE in kinds and self.optimizer.kind not in DENSIFIED:
             name = self.optimizer.name
             raise ShardError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
-        return [bucket for bucket in self.layout.buckets if any(kinds[item] for item in bucket.bucket.items)]
+        return [bucket for bucket in self.layout.buckets if any(kinds[item] for item in bucket.bucket.params)]
 
 
 def average_sparse(comm: BucketComm, parameter: Tensor, owner: int) -> Tensor | None:

@@ -49,8 +49,8 @@ class AveragedGrads:
         """Yield the index of each parameter with a gradient, and the gradient of a shard of it."""
         for bucket, grads in self.grads:
             for (shard, _), grad in zip(bucket.own, grads, strict=True):
-                if self.kinds[shard.item]:
-                    yield shard.item, grad
+                if self.kinds[shard.param]:
+                    yield shard.param, grad
 
     def scale(self, factor: Tensor) -> None:
         for _, grad in self.own():

@@ -102,7 +102,7 @@ class PendingGathers:
     def refuse_reads(self, tensors: Iterable[Tensor], call: str, buckets: Iterable[int] | None = None) -> None:
         ids = set(map(id, tensors)) if self.buckets else set()
         pending = [self.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets)]
-        if items := [i for bucket in pending for i in bucket.items if id(self.layout.parameters[i]) in ids]:
+        if items := [i for bucket in pending for i in bucket.params if id(self.layout.parameters[i]) in ids]:
             raise ShardError(
                 f"{call} reads {op_name(items)}, but other ranks have updated ranges of them that are NaN here: "
                 f"{ADVICE}"

@@ -221,7 +221,7 @@ def _refuse_other_model(metadata: Metadata, model: Mapping[str, Any]) -> None:
 
 def _allocate_state(own: OwnState, metadata: Metadata) -> dict[str, Any]:
     """Return a state dict that torch.distributed.checkpoint fills with this rank's part of a checkpoint."""
-    owned = {shard.item for shard, _ in own.layout.own_shards()}
+    owned = {shard.param for shard, _ in own.layout.own_shards()}
     tree: dict[Any, Any] = {"state": {}, "param_groups": {}}
     for name, entry in metadata.state_dict_metadata.items():
         top, *path = metadata.planner_data[name]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
-from passes.shards import Bucket, Piece
+from passes.ir.machine import CAST_WORKSPACE
+from passes.shards import Bucket, ShardRange
 
 from ..errors import ShardError
 from ..guards.signature import has_hooks
@@ -71,14 +71,14 @@ class ShardedGradients:
         grad_buckets = []
         for views in layout.buckets:
             bucket = views.bucket
-            if bucket.owner is None and bucket.part:
+            if bucket.owner is None and bucket.shard_size:
                 stretches = tuple(
-                    Stretch(names.get(layout.parameters[one.item], ""), one.begin, one.end, one.at)
+                    Stretch(names.get(layout.parameters[one.param], ""), one.begin, one.end, one.offset)
                     for one in _joined_stretches(bucket, comm.ranks)
                 )
-                room = _workspace_nbytes(comm, bucket.part, layout.parameters[bucket.items[0]])
-                size = bucket.part * comm.ranks
-                grad_buckets.append(GradBucket(views.number, stretches, size, bucket.part, room))
+                room = _workspace_nbytes(comm, bucket.shard_size, layout.parameters[bucket.params[0]])
+                size = bucket.shard_size * comm.ranks
+                grad_buckets.append(GradBucket(views.number, stretches, size, bucket.shard_size, room))
         return grad_buckets
 
     def begin_backward(self, parameters: Mapping[str, Tensor | None]) -> GradReduction:
@@ -112,14 +112,14 @@ class ShardedGradients:
 
     def start(self, bucket: BucketViews) -> Callable[[], list[Tensor]] | None:
         """Start to complete the averages of a bucket that backward has reduced on any rank; None for other buckets."""
-        kinds = [self.kinds[item] for item in bucket.bucket.items]
+        kinds = [self.kinds[item] for item in bucket.bucket.params]
         if SHARDED not in kinds:
             return None
-        layout, first = self.layout, self.layout.rank * bucket.bucket.part
+        layout, first = self.layout, self.layout.rank * bucket.bucket.shard_size
         shard = self.shards.get(bucket.number)
         if shard is None:  # only other ranks have gradients
-            shard = layout.parameters[bucket.bucket.items[0]].detach().new_zeros(bucket.bucket.part)
-        own = [shard[one.at - first : one.at - first + one.count] for one in bucket.stretches[layout.rank]]
+            shard = layout.parameters[bucket.bucket.params[0]].detach().new_zeros(bucket.bucket.shard_size)
+        own = [shard[one.offset - first : one.offset - first + one.count] for one in bucket.stretches[layout.rank]]
         if max(kinds) < DENSE:
             return lambda: bucket.shard_grads(own)
         wait = self.comm.reduce(bucket.bucket, layout.all_stretch_grads(bucket, {}))
@@ -151,12 +151,12 @@ class ShardedGradients:
         items = {i for i, parameter in enumerate(layout.parameters) if parameter in parameters}
         for number, shard in list(self.shards.items()):
             views = layout.buckets[number]
-            if not any(layout.parameters[item] in self.placeholders for item in views.bucket.items):
+            if not any(layout.parameters[item] in self.placeholders for item in views.bucket.params):
                 del self.shards[number]
                 continue
             for one in views.stretches[layout.rank]:
-                if one.item in items:
-                    first = one.at - layout.rank * views.bucket.part
+                if one.param in items:
+                    first = one.offset - layout.rank * views.bucket.shard_size
                     shard[first : first + one.count].zero_()
 
 
@@ -181,12 +181,12 @@ class GradReduction:
         return self.started.pop(bucket)()
 
 
-def _joined_stretches(bucket: Bucket, ranks: int) -> list[Piece]:
+def _joined_stretches(bucket: Bucket, ranks: int) -> list[ShardRange]:
     """Return the stretches of all ranks, joined where one continues another's parameter."""
-    joined: list[Piece] = []
-    for one in (one for rank in range(ranks) for one in bucket.stretches(rank)):
-        if joined and joined[-1].item == one.item:
-            joined[-1] = Piece(one.item, joined[-1].begin, one.end, joined[-1].rank, joined[-1].at)
+    joined: list[ShardRange] = []
+    for one in (one for rank in range(ranks) for one in bucket.ranges(rank)):
+        if joined and joined[-1].param == one.param:
+            joined[-1] = ShardRange(one.param, joined[-1].begin, one.end, joined[-1].rank, joined[-1].offset)
         else:
             joined.append(one)
     return joined
@@ -203,4 +203,4 @@ def _workspace_nbytes(comm: BucketComm, part: int, like: Tensor) -> int:
         return 0 if dist.get_backend(comm.group) == "nccl" else (others + 1) * part * itemsize
     if comm.wire is None or itemsize <= comm.wire.itemsize:
         return (others - 1) * part * itemsize + MEETING * (others + 1)
-    return 2 * others * part * comm.wire.itemsize + part * itemsize + WORKSPACE
+    return 2 * others * part * comm.wire.itemsize + part * itemsize + CAST_WORKSPACE

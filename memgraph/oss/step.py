@@ -220,7 +220,7 @@ class ShardedStep:
 
     def _update(self, bucket: BucketViews, grads: Sequence[Tensor], run: StepRun) -> None:
         views = bucket.assign_grads(grads, run.kinds)
-        group = run.groups[self.layout.group_of[bucket.bucket.items[0]]]
+        group = run.groups[self.layout.group_of[bucket.bucket.params[0]]]
         given = options(group) | {"params": views}
         if views and bucket.number in self.offloaded.offloaded_owners and not run.kwargs:
             try:

@@ -31,7 +31,7 @@ from .step_graph import StepGraph
 
 @dataclass(frozen=True, eq=False)
 class AssembledStep:
-    """What a step is made of, its report, and its compiled segments."""
+    """The parts of a step, its report, and its compiled segments."""
 
     parts: StepParts
     report: Report

@@ -11,12 +11,12 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from passes import Machine, Op, PlanResult, Trace
-from passes.simulate.forecast import OFFLOAD
+from passes.ir.ops import NARROW, OFFLOAD, RELOAD, WIDEN
 
 from ..profile.step_timer import StepTimes
 
 INTERRUPTED = 5.0  # times the median: up to that, an op that allocates much may wait for new pages
-STARTS = (OFFLOAD, "memgraph.reload.default")  # ops that begin a copy, and wait for none
+STARTS = (OFFLOAD, RELOAD)  # ops that begin a copy, and wait for none
 
 
 def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) -> tuple[Trace, Machine]:
@@ -25,10 +25,12 @@ def with_measured_times(choice: PlanResult, machine: Machine, times: StepTimes) 
     Links are timed with everything else that the machine does at the same time, so ops get their share of that load.
     """
     ran = choice.forecast.trace
-    out, back = (rate or known for rate, known in zip(times.rates, (machine.out, machine.back), strict=True))
-    narrow, widen = _cast_rate(ran, times, "narrow") or machine.narrow, _cast_rate(ran, times, "widen") or machine.widen
+    link, cast = machine.link, machine.cast
+    out, back = (rate or known for rate, known in zip(times.rates, (link.out, link.back), strict=True))
+    narrow, widen = _cast_rate(ran, times, NARROW) or cast.out, _cast_rate(ran, times, WIDEN) or cast.back
     # The measured times of ops already contain what copies beside them cost.
-    machine = replace(machine, out=out, back=back, drag=0.0, narrow=narrow, widen=widen)
+    link = replace(link, out=out, back=back, us_per_byte=0.0)
+    machine = replace(machine, link=link, cast=replace(cast, out=narrow, back=widen))
     usual = reprice(choice.captured.trace, ran, times)
     return _slower(usual, _load(ran, usual, machine, times)), machine
 
@@ -41,9 +43,9 @@ def _load(ran: Trace, usual: Trace, machine: Machine, times: StepTimes) -> float
     """
     total, late = 0.0, [0.0]
     for op in ran.ops:
-        source = usual.op.get(op.again or op.name)
+        source = usual.op.get(op.recomputes or op.name)
         if op.name in times.ops and op.fn in STARTS:
-            late.append(max(0.0, times.ops[op.name] - machine.call))
+            late.append(max(0.0, times.ops[op.name] - machine.link.call_us))
         elif op.name in times.ops and source is not None and _computes(source):
             total += source.us
             late.append(times.ops[op.name] - source.us)
@@ -55,10 +57,10 @@ def _slower(trace: Trace, load: float) -> Trace:
     return replace(trace, ops=tuple(ops))
 
 
-def _cast_rate(ran: Trace, times: StepTimes, verb: str) -> float:
+def _cast_rate(ran: Trace, times: StepTimes, fn: str) -> float:
     """Return the uncast bytes per microsecond of all casts in one direction; 0.0 without any."""
-    casts = [op for op in ran.ops if op.fn == f"memgraph.{verb}.default" and op.name in times.ops]
-    wide = sum(ran.nbytes[(op.holds if verb == "widen" else ran.op[op.reads[0]].holds)[0]] for op in casts)
+    casts = [op for op in ran.ops if op.fn == fn and op.name in times.ops]
+    wide = sum(ran.nbytes[(op.holds if fn == WIDEN else ran.op[op.reads[0]].holds)[0]] for op in casts)
     us = sum(times.ops[op.name] for op in casts)
     return wide / us if us else 0.0
 
@@ -72,7 +74,7 @@ def reprice(captured: Trace, ran: Trace, times: StepTimes) -> Trace:
     first = {op.name: op for op in captured.ops}
     by_kind: defaultdict[Hashable, list[float]] = defaultdict(list)
     for op in ran.ops:
-        source = first.get(op.again or op.name)
+        source = first.get(op.recomputes or op.name)
         if source is not None and op.name in times.ops:
             by_kind[_kind(source)].append(times.ops[op.name])
 

@@ -1,4 +1,4 @@
-"""What an optimizer changes about a planned step; this is the part of a module without one.
+"""The changes that an optimizer makes to a planned step; here for a module without one.
 
 a captured step   ->   what it trains, the ops that are inserted, the states that its trace counts
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx, nn, optim
 
-from passes import Machine, Trace
+from passes import Machine, Streaming, Trace
 
 from ..graph.captured import Captured
 from ..optim.fused_update import FusedUpdate
@@ -104,11 +104,11 @@ class OptimizerState:
 
     def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""
-        if not machine.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
+        if not machine.link.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
             return machine
         return self._with_windows(machine, trained)
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
         window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
         ahead = self.update.nbytes_between(trained.parameters)
-        return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)
+        return replace(machine, streaming=Streaming(True, window=window, update_staging=ahead, host_update_rate=speed))

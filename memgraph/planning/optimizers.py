@@ -1,4 +1,4 @@
-"""The kinds of optimizers, and what each changes about a planned step; chosen once per module.
+"""The kinds of optimizers, and the changes that each makes to a planned step; chosen once per module.
 
 optimizer=AdamW(...)     ->   CountedOptimizer    its states are inputs of the step, its update is the last op
 fuse_update=True         ->   FusedOptimizer      each parameter is updated in backward
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn, optim
 
-from passes import Machine, Trace
+from passes import Machine, Streaming, Trace
 
 from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
@@ -57,7 +57,7 @@ class CountedOptimizer(OptimizerState):
         return add_update(trace, self.optimizer, trained, values, self.update.window)
 
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
-        if not (machine.turns and machine.homes) or trained.updates:
+        if not (machine.link.half_duplex and machine.streaming.enabled) or trained.updates:
             return trace
         return price_update(trace, self.optimizer, trained.parameters, self.update.window)
 
@@ -129,7 +129,7 @@ class ShardedOptimizer(OptimizerState):
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
         window = offloaded_nbytes(self.sharded, trained.shards)
-        return replace(machine, homes=True, only_states=True, window=window)
+        return replace(machine, streaming=Streaming(True, only_states=True, window=window))
 
 
 def optimizer_state(module: nn.Module, options: CompileOptions, device: torch.device) -> OptimizerState:

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import torch
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
+from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
-from passes.pipeline import FAIR
+from passes.pipeline import FAIR_GAP
 
 from ..errors import PlanError
 from ..report.reuse_plan import reuse_plan
@@ -35,7 +36,6 @@ MEMORY_NBYTES = 16 << 20  # of plans that a process keeps
 DISK_NBYTES = 64 << 20  # of plans on disk
 NEIGHBOURS = 64  # shapes of one kind of step whose plans are kept for other shapes
 TRIED = 2  # neighbours that are tried for one step
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain", "stepping", "capacity")
 FILE = "plans.sqlite"
 
 Search = Callable[[Trace, Machine], PlanResult]
@@ -138,7 +138,7 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
         except (ValueError, KeyError, passes.BrokenTrace):
             continue
         choice = PlanResult(near.plan, captured, predict(applied, machine))
-        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR:
+        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR_GAP:
             return choice
     return None
 
@@ -154,8 +154,9 @@ def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    facts = {name: bool(fact) if name in SPEEDS else fact for name, fact in asdict(machine).items()}
-    return f"{facts} {options!r} {torch.__version__} {_passes()}"
+    with_units = with_rates(machine, [float(bool(rate)) for rate in rates(machine)])
+    with_units = replace(with_units, link=replace(with_units.link, capacity=min(machine.link.capacity, 1)))
+    return f"{with_units!r} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache

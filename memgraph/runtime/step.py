@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from passes.concurrent_forwards import waiting_nbytes
+from passes.concurrent_forwards import pending_gradient_nbytes
 
 from ..errors import MemgraphError, RecordingError
 from ..profile.memory_meter import Allocation, Meter, meter_of
@@ -141,8 +141,8 @@ class Step:
         run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
         adds = self.parts.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
-        gradients = waiting_nbytes(trace) * (2 if adds else 1)
-        together = self.report.peak - trace.others + run.others_nbytes + gradients
+        gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
+        together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
             warn_user(

@@ -30,7 +30,7 @@ from .tensor_roles import TensorRoles
 
 @dataclass(frozen=True)
 class RankCheck:
-    """How a rank agrees with the others on the step that they run; this one is for a rank alone.
+    """An agreement of all ranks on the step that they run; this one is for a rank alone.
 
     Attributes:
         begin: starts to compare this rank's step with the others'; the result waits, and raises if they differ.

@@ -47,7 +47,7 @@ def start() -> SimpleQueue[IoJob | None]:
     return jobs
 
 
-# A child of fork has the queue, but none of the threads that empty it.
+# A child of fork has the queue, but not the threads that empty it.
 os.register_at_fork(after_in_child=start.cache_clear)
 
 

@@ -157,7 +157,7 @@ class FileMapping(Mapping):
     @classmethod
     def of(cls, folder: Path, slots: Iterable[SlotSize]) -> FileMapping:
         """Map a new unnamed file with room for the slots."""
-        laid_out, nbytes = page_layout(slots)
+        nonempty, nbytes = page_layout(slots)
         file = unnamed_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
@@ -167,7 +167,7 @@ class FileMapping(Mapping):
             advice = advice_for(error, "see that the process may map more memory (ulimit -v, vm.max_map_count)")
             raise SpillError(f"{message}; {advice}") from error
         mapping.file = file
-        mapping.register(laid_out)
+        mapping.register(nonempty)
         return mapping
 
     def unshare(self, base: int) -> None:
@@ -182,8 +182,8 @@ class FileMapping(Mapping):
 
 def page_layout(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
     """Return the slots that have any bytes, and the bytes of whole pages that they take."""
-    laid_out = [slot for slot in slots if slot[1]]
-    return laid_out, max((at + whole_pages(size) for at, size in laid_out), default=PAGE)
+    nonempty = [slot for slot in slots if slot[1]]
+    return nonempty, max((at + whole_pages(size) for at, size in nonempty), default=PAGE)
 
 
 # Mutable state of the module, by address: any tensor may come in, and only its address tells where it was mapped.

@@ -42,7 +42,7 @@ class PinnedBufferAllocator(BufferAllocator):
         Raises:
             PinnedError: there would be more pinned memory than is allowed, or the host does not pin it.
         """
-        laid_out, nbytes = page_layout(slots)
+        nonempty, nbytes = page_layout(slots)
         self.pool.claim(nbytes, self.cap)
         try:
             mapping = PinnedMapping(-1, nbytes, flags=MMAP_FLAGS)
@@ -57,7 +57,7 @@ class PinnedBufferAllocator(BufferAllocator):
             self.pool.claim(-nbytes)
             raise
         mapping.host, mapping.device = self, self.device
-        mapping.register(laid_out)
+        mapping.register(nonempty)
         return mapping
 
 

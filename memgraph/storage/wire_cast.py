@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ..tensors.layout import flat
 
 LARGEST = torch.finfo(torch.bfloat16).max
-CHUNK = WORKSPACE // 2  # elements that are compared at a time; each takes a byte for a mask
+CHUNK = CAST_WORKSPACE // 2  # elements that are compared at a time; each takes a byte for a mask
 
 
 def wire_name(dtype: torch.dtype | None) -> str:

@@ -68,7 +68,7 @@ def _late(monkeypatch: pytest.MonkeyPatch, pool: PinnedPool) -> Late:
         return PinnedTier(slots, device, late, pool) if slots else None
 
     def linked(machine: Machine, *_: object) -> Machine:
-        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
+        return replace(machine, tier="host", link=replace(machine.link, out=100.0, back=100.0, capacity=1 << 40))
 
     monkeypatch.setattr(target, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, pool))
     monkeypatch.setattr(assembly, "open_tier", tier)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...errors import StateError
 from ...tensors.layout import flat, is_dense
@@ -58,13 +58,13 @@ def _densified(value: Any) -> Any:
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
-def _part(value: Any, parameter: Tensor, shard: Piece) -> Any:
+def _part(value: Any, parameter: Tensor, shard: ShardRange) -> Any:
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return in_order_of(value, parameter)[shard.begin : shard.end].clone()
     return copied(value)
 
 
-def has_shard_shape(given: Outline, shard: Piece) -> bool:
+def has_shard_shape(given: Outline, shard: ShardRange) -> bool:
     """Return True if an entry of a shard of a split parameter has one element for each of the shard's."""
     return "tensor" in given and any(kind.shape == (shard.count,) for kind in kinds(given))
 
@@ -76,12 +76,12 @@ class _ParameterGather:
     sender: TensorSender
     entries: Mapping[Key, Entries]  # of this rank's shards
     outlines: Mapping[Key, Outline]  # of all ranks' shards
-    shards: Sequence[Piece]
+    shards: Sequence[ShardRange]
     parameter: Tensor
 
     @property
     def name(self) -> str:
-        return f"gathering of the state of parameter {self.shards[0].item}"
+        return f"gathering of the state of parameter {self.shards[0].param}"
 
     def run(self) -> Entries:
         """Return a copy of the state on recipients, placeholders on other ranks."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...errors import StateError
 from ..comm.rank_group import all_texts
@@ -26,8 +26,8 @@ Entries = Mapping[str, Any]  # the state of a parameter or a shard
 INCOMPLETE = "a step has failed when some parameters were updated; start again from the last checkpoint"
 
 
-def key(shard: Piece) -> Key:
-    return shard.item, shard.begin
+def key(shard: ShardRange) -> Key:
+    return shard.param, shard.begin
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...tensors.layout import flat
 from ..comm.watchdog import CollectiveWatchdog
@@ -51,7 +51,7 @@ def rows_of(kind: Kind, ranks: int) -> Rows:
 class Overlap:
     """Elements [begin, end) of a parameter that are in `shard` and in the rows of `rank`."""
 
-    shard: Piece
+    shard: ShardRange
     rank: int
     begin: int
     end: int
@@ -63,7 +63,7 @@ class Overlap:
         return slice(self.begin - first, self.end - first)
 
 
-def overlaps(shards: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
+def overlaps(shards: Sequence[ShardRange], rows: Rows) -> Iterator[Overlap]:
     for shard in shards:
         for rank, (first, last) in enumerate(pairwise(rows.bounds)):
             begin, end = max(first, shard.begin), min(last, shard.end)
@@ -74,13 +74,13 @@ def overlaps(shards: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
 class Transfer:
     """One tensor between shards and rows, on all ranks at once."""
 
-    def __init__(self, watchdog: CollectiveWatchdog, kind: Kind, shards: Sequence[Piece], rows: Rows) -> None:
+    def __init__(self, watchdog: CollectiveWatchdog, kind: Kind, shards: Sequence[ShardRange], rows: Rows) -> None:
         self.watchdog, self.kind, self.rank = watchdog, kind, watchdog.group.rank()
         every = list(overlaps(shards, rows))
         self.in_shards = [each for each in every if each.shard.rank == self.rank]
         self.in_rows = [each for each in every if each.rank == self.rank]
         self.first = rows.bounds[self.rank]
-        self.name = f"exchange of the state of parameter {shards[0].item}"
+        self.name = f"exchange of the state of parameter {shards[0].param}"
 
     def to_rows(self, shards: Mapping[Key, Tensor], local: Tensor) -> None:
         """Fill this rank's rows, `local`, from the flat shards of all ranks."""

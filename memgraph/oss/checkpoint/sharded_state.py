@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import BufferLocation, MappedBuffer, TensorSpec
@@ -71,7 +71,7 @@ def from_dtensors(own: OwnState, state: Mapping[int, Entries]) -> Mapping[Key, E
     return entries
 
 
-def _shards_of_rows(own: OwnState, value: DTensor, item: int, shards: Sequence[Piece]) -> dict[Key, Tensor]:
+def _shards_of_rows(own: OwnState, value: DTensor, item: int, shards: Sequence[ShardRange]) -> dict[Key, Tensor]:
     kind = _like(own.layout.parameters[item], value.dtype)
     rows = rows_of(kind, len(own.watchdog.members))
     flat_shards = Transfer(own.watchdog, kind, shards, rows).to_shards(value.to_local())
@@ -106,7 +106,7 @@ def _mesh(own: OwnState) -> DeviceMesh:
     return DeviceMesh.from_group(own.watchdog.group, own.watchdog.device.type)
 
 
-def _row_kind(parameter: Tensor, shards: Sequence[Piece], given: Outline) -> Kind | None:
+def _row_kind(parameter: Tensor, shards: Sequence[ShardRange], given: Outline) -> Kind | None:
     """Return the kind of the whole entry if it has the shape of its parameter."""
     if not isinstance(given, dict) or "tensor" not in given or not _has_rows(parameter):
         return None

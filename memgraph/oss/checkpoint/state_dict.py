@@ -103,9 +103,9 @@ def _inner_state_dict(own: OwnState, groups: Groups, entries: Mapping[Key, Entri
     inner = own.optimizer.optimizer.param_groups
     number = {id(view): i for i, view in enumerate(view for group in inner for view in group["params"])}
     state = {
-        number[id(view)]: dict(entries[shard.item, shard.begin])
+        number[id(view)]: dict(entries[shard.param, shard.begin])
         for shard, view in own.layout.own_shards()
-        if (shard.item, shard.begin) in entries
+        if (shard.param, shard.begin) in entries
     }
     inner_groups = [
         {**_options(group), "params": [number[id(view)] for view in mine["params"]]}

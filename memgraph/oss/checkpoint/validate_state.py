@@ -74,7 +74,7 @@ class _EntryCheck:
     def __init__(self, own: OwnState, groups: Sequence[Group], sharded: bool) -> None:
         self.own, self.groups, self.sharded = own, groups, sharded
         self.name, self.first = own.optimizer.name, FirstState(own.optimizer.kind, own.optimizer.kwargs)
-        self.owned = {shard.item for shard, _ in own.layout.own_shards()}
+        self.owned = {shard.param for shard, _ in own.layout.own_shards()}
 
     def mismatches(self, index: int, entries: object) -> Iterator[str]:
         if not isinstance(entries, Mapping):

@@ -40,15 +40,15 @@ class CollectiveComm:
         if bucket.owner is not None:
             part, work = packed, dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
         else:
-            part = packed.new_empty(bucket.part)
+            part = packed.new_empty(bucket.shard_size)
             work = _reduce_scatter(part, packed, group=self.group, async_op=True)
 
         def wait() -> list[Tensor]:
             assert packed is not None and work is not None  # keeps both alive
             self.watchdog.wait(work)
             mean = part.to(like.dtype) if is_rounded else part.div_(self.ranks)
-            first = self.rank * bucket.part if bucket.owner is None else 0
-            return [mean[one.at - first : one.at - first + one.count] for one in bucket.stretches(self.rank)]
+            first = self.rank * bucket.shard_size if bucket.owner is None else 0
+            return [mean[one.offset - first : one.offset - first + one.count] for one in bucket.ranges(self.rank)]
 
         return wait
 
@@ -74,7 +74,7 @@ class CollectiveComm:
         if bucket.owner is not None:
             work = dist.broadcast(packed, group=self.group, group_src=bucket.owner, async_op=True)
         else:
-            part = packed[self.rank * bucket.part : (self.rank + 1) * bucket.part].clone()
+            part = packed[self.rank * bucket.shard_size : (self.rank + 1) * bucket.shard_size].clone()
             work = _all_gather(packed, part, group=self.group, async_op=True)
 
         def wait() -> None:
@@ -87,16 +87,16 @@ class CollectiveComm:
         return wait
 
     def _pack(self, bucket: Bucket, stretches: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
-        count = bucket.part * (self.ranks if bucket.owner is None else 1)
+        count = bucket.shard_size * (self.ranks if bucket.owner is None else 1)
         packed = like.new_zeros(count, dtype=to_wire_dtype(like.dtype, self.wire))
         for rank, of_rank in enumerate(stretches):
-            for one, tensor in zip(bucket.stretches(rank), of_rank, strict=False):
-                packed[one.at : one.at + one.count].copy_(to_wire(tensor.reshape(-1), self.wire))
+            for one, tensor in zip(bucket.ranges(rank), of_rank, strict=False):
+                packed[one.offset : one.offset + one.count].copy_(to_wire(tensor.reshape(-1), self.wire))
         return packed
 
     def _unpack(self, bucket: Bucket, packed: Tensor, views: Sequence[Sequence[Tensor]], rank: int) -> None:
-        stretches = bucket.stretches(rank)
-        copy_into(torch.cat([packed[one.at : one.at + one.count] for one in stretches]), views[rank])
+        stretches = bucket.ranges(rank)
+        copy_into(torch.cat([packed[one.offset : one.offset + one.count] for one in stretches]), views[rank])
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -52,25 +52,25 @@ class BucketComm(RankGroup):
         own = list(grads[self.rank])
         if self.is_alone:
             return lambda: own
-        name = f"averaging of the gradients of {op_name(bucket.items)}"
+        name = f"averaging of the gradients of {op_name(bucket.params)}"
         with self.watchdog.naming(name):
             wait = self.p2p.reduce(grads) if _on_cpu(grads) else self.collectives.reduce(bucket, grads)
         return self._named(wait, name)
 
     def reduce_packed(self, bucket: Bucket, packed: Tensor) -> Callable[[], Tensor]:
         """Start to average a bucket that is packed into equal parts; the function returns this rank's part."""
-        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.params or [0])} in backward"
         with self.watchdog.naming(name):
             if packed.device.type != "cpu":
                 return self._named(self.collectives.reduce_packed(packed), name)
-            wait = self.p2p.reduce([[part] for part in packed.split(bucket.part)])
+            wait = self.p2p.reduce([[part] for part in packed.split(bucket.shard_size)])
         return self._named(lambda: wait()[0], name)
 
     def gather(self, bucket: Bucket, views: Stretches) -> Callable[[], None]:
         """Start to send this rank's stretches to all ranks, and to receive theirs into the views."""
         if self.is_alone:
             return lambda: None
-        name = f"gathering of {op_name(bucket.items)}"
+        name = f"gathering of {op_name(bucket.params)}"
         with self.watchdog.naming(name):
             wait = self.p2p.gather(views) if _on_cpu(views) else self.collectives.gather(bucket, views)
         return self._named(wait, name)

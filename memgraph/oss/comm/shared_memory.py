@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket, ShardRange
 
 from ..shards.shard_views import BucketViews
 from .collectives import op_name
@@ -80,13 +80,13 @@ class SharedMemoryComm:
     def reduce_packed(self, bucket: Bucket, packed: Tensor) -> Callable[[], Tensor]:
         """Start to average a bucket that is packed into equal parts; the function returns this rank's part."""
         watchdog, ranks, rank = self.ranks.watchdog, self.ranks.ranks, self.ranks.rank
-        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
+        name = f"averaging of the gradients of {op_name(bucket.params or [0])} in backward"
         exchanged = self.ranks.start_all_gather(torch.tensor([packed.data_ptr()]), name)
 
         def wait() -> Tensor:
             addresses = exchanged().flatten().tolist()
             with watchdog.naming(name):
-                own = packed[rank * bucket.part : (rank + 1) * bucket.part]
+                own = packed[rank * bucket.shard_size : (rank + 1) * bucket.shard_size]
                 offset = own.data_ptr() - packed.data_ptr()
                 total: Tensor | None = None
                 for other in range(ranks):
@@ -124,7 +124,7 @@ class SharedMemoryComm:
         """Wait for all ranks; return True if any of them has the flag."""
         return bool(self.ranks.maximum(torch.tensor([flag], dtype=torch.int32), name))
 
-    def _average(self, stretches: Sequence[Piece], own: Tensor, total: Tensor) -> None:
+    def _average(self, stretches: Sequence[ShardRange], own: Tensor, total: Tensor) -> None:
         added: Tensor | None = None
         for rank in range(self.ranks.ranks):
             part = own
@@ -134,23 +134,23 @@ class SharedMemoryComm:
             added = part if added is None else torch.add(added, part, out=total)
         total.div_(self.ranks.ranks)
 
-    def _read_grads(self, rank: int, stretches: Sequence[Piece], buffer: Tensor) -> None:
+    def _read_grads(self, rank: int, stretches: Sequence[ShardRange], buffer: Tensor) -> None:
         wanted, addresses = [], self.grad_addresses[rank]
         for one, part in zip(stretches, buffer.split([one.count for one in stretches]), strict=True):
-            if not addresses[one.item]:
+            if not addresses[one.param]:
                 part.zero_()
             elif one.count:
                 wanted.append((part, _address(addresses, one, part)))
-        with self.ranks.watchdog.naming(f"averaging of the gradients of {op_name([one.item for one in stretches])}"):
+        with self.ranks.watchdog.naming(f"averaging of the gradients of {op_name([one.param for one in stretches])}"):
             read(self.processes[rank], wanted)
 
 
-def _address(begins: Sequence[int], stretch: Piece, like: Tensor) -> int:
-    return begins[stretch.item] + stretch.begin * like.element_size()
+def _address(begins: Sequence[int], stretch: ShardRange, like: Tensor) -> int:
+    return begins[stretch.param] + stretch.begin * like.element_size()
 
 
 def _items(buckets: Iterable[BucketViews]) -> str:
-    return op_name([item for one in buckets for item in one.bucket.items] or [0])
+    return op_name([item for one in buckets for item in one.bucket.params] or [0])
 
 
 def shared_memory_comm(ranks: RankGroup) -> SharedMemoryComm | None:

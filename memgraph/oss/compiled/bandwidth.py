@@ -1,6 +1,6 @@
 """Measure how fast the ranks of a group reduce buckets, and how much that slows compute down.
 
-    measure_network(machine, ...)   ->   880 bytes per microsecond after 310 microseconds; strain 0.3
+    measure_network(machine, ...)   ->   880 bytes per microsecond after 310 microseconds; interference 0.3
 
 Measured at first use, with the reductions that backward uses, and cached; rank 0's numbers count on all ranks.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes import Machine
+from passes import Machine, Network
 from passes.shards import Bucket
 
 from ...system.measurement_cache import read_cached, write_cached
@@ -43,8 +43,7 @@ def measure_network(machine: Machine, oss: OSS, planner: JointPlanner) -> Machin
         write_cached(key, speed)
     assert speed is not None
     _speeds[key] = speed
-    net, latency, strain = planner.of_first_rank(speed)
-    return replace(machine, net=net, latency=latency, strain=strain)
+    return replace(machine, network=Network(*planner.of_first_rank(speed)))
 
 
 def _read(cached: object) -> Speed | None:

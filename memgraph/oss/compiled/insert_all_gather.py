@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ...graph.captured import Captured
 from ...graph.nodes import derived_nodes
@@ -48,11 +48,11 @@ def forward_buckets(oss: OSS, named: Mapping[str, Tensor]) -> list[ForwardBucket
     names, parameters, buckets = {p: name for name, p in named.items()}, oss.layout.parameters, []
     for views in oss.layout.buckets:
         bucket = views.bucket
-        owned = [parameters[item] for item in bucket.items if parameters[item].numel()]
+        owned = [parameters[item] for item in bucket.params if parameters[item].numel()]
         is_updated = views.number in oss.pending_gathers.ever or oss.layout.is_trained(views)
         if owned and is_updated and names.keys() >= set(owned):
-            size = bucket.part * (oss.comm.ranks if bucket.owner is None else 1)
-            room = gather_nbytes(oss, views) + WORKSPACE * (oss.comm.wire is not None)
+            size = bucket.shard_size * (oss.comm.ranks if bucket.owner is None else 1)
+            room = gather_nbytes(oss, views) + CAST_WORKSPACE * (oss.comm.wire is not None)
             buckets.append(ForwardBucket(views.number, tuple(names[parameter] for parameter in owned), size, room))
     return buckets
 

@@ -12,13 +12,14 @@ import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import passes
 from passes import Machine, PlanResult, Storage, Trace
+from passes.ir.machine import rates, with_rates
 
 from ...errors import AgreementError, CollectiveError, MemgraphError, PlanError
 from ...report.reuse_plan import reuse_plan
@@ -28,7 +29,6 @@ from ..comm.consensus import ADVICE, announce_failure
 from ..comm.rank_group import RankGroup, all_texts
 from ..optimizer import OSS
 
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
 PLANNING = "the planning of the step"
 FINE = f"{PLANNING}: without error"
 
@@ -63,16 +63,12 @@ class JointPlanner:
     def share_machine(self, machine: Machine) -> Machine:
         """Return the machine with rank 0's links, and each rank's share of the tier on its host."""
         check_agreement(self.comm.watchdog, [FINE], ADVICE)
-        fields = asdict(machine)
-        fields |= zip(SPEEDS, self.of_first_rank([fields[name] for name in SPEEDS]), strict=True)
+        machine = with_rates(machine, self.of_first_rank(rates(machine)))
         hosts = all_texts(self.comm.watchdog, platform.node().encode(), "count of hosts")
-        capacity = machine.capacity // hosts.count(platform.node().encode())
-        return replace(
-            Machine(**fields),
-            capacity=self.minimum(capacity),
-            homes=bool(self.minimum(machine.homes)),
-            window=-self.minimum(-machine.window),
-        )
+        capacity = machine.link.capacity // hosts.count(platform.node().encode())
+        link = replace(machine.link, capacity=self.minimum(capacity))
+        enabled, window = bool(self.minimum(machine.streaming.enabled)), -self.minimum(-machine.streaming.window)
+        return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
 
     def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
         if self.comm.rank == 0:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes import Trace
-from passes.ir.machine import SMALLEST_HOME
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE, SMALLEST_STREAMED
 
 from ...optim.optimizer_clone import ClonedOptimizer, clone_optimizer, plain_attributes
 from ...optim.optimizer_profiler import update_nbytes
@@ -80,7 +79,7 @@ def _step_nbytes(oss: OSS, updates: Sequence[int], reduced: Collection[int]) -> 
 def _flags_nbytes(oss: OSS) -> int:
     nbytes = (FLAGS[0] + FLAGS[1] * oss.comm.ranks) * (1 + len(oss.layout.parameters))
     if oss.comm.wire is not None:
-        nbytes += WORKSPACE
+        nbytes += CAST_WORKSPACE
     if oss.comm.wire is torch.float16:
         nbytes += CHECKED * max(parameter.nbytes for parameter in oss.layout.parameters)
     return nbytes
@@ -118,8 +117,8 @@ def _window_nbytes(oss: OSS, bucket: BucketViews) -> int:
 def _own_group(oss: OSS, bucket: BucketViews) -> tuple[Group, object]:
     """Return a group of this rank's shards of a bucket as trained parameters, and a key that equal buckets share."""
     parameters = oss.layout.parameters
-    views = [view for one, view in bucket.own if parameters[one.item].requires_grad or view in oss.inner.state]
-    group = options(oss.param_groups[oss.layout.group_of[bucket.bucket.items[0]]])
+    views = [view for one, view in bucket.own if parameters[one.param].requires_grad or view in oss.inner.state]
+    group = options(oss.param_groups[oss.layout.group_of[bucket.bucket.params[0]]])
     kinds = tuple((view.shape, view.dtype, view.device) for view in views)
     key = oss.optimizer_class, repr(group), repr(plain_attributes(oss.inner)), kinds
     return group | {"params": list(map(_as_trained, views))}, key
@@ -130,10 +129,10 @@ def _whole_update_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, in
     ids, parameters, certain = set(map(id, trained)), oss.layout.parameters, list[Tensor]()
     groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
     for shard, view in oss.layout.own_shards():
-        parameter = parameters[shard.item]
+        parameter = parameters[shard.param]
         if parameter.requires_grad or view in oss.inner.state:
             stepped = _as_trained(view)
-            groups[oss.layout.group_of[shard.item]].append(stepped)
+            groups[oss.layout.group_of[shard.param]].append(stepped)
             certain += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
     return update_nbytes(clone_optimizer(oss.inner, given), certain)
@@ -180,7 +179,7 @@ def _copies(oss: OSS) -> bool:
 
 
 def _part_nbytes(oss: OSS, bucket: BucketViews) -> int:
-    return bucket.bucket.part * oss.layout.parameters[bucket.bucket.items[0]].element_size()
+    return bucket.bucket.shard_size * oss.layout.parameters[bucket.bucket.params[0]].element_size()
 
 
 def shard_parts(oss: OSS) -> list[StatePart]:
@@ -195,10 +194,10 @@ def large_state_nbytes(oss: OSS) -> list[list[int]]:
     per_element, layout = _state_nbytes_per_element(oss), oss.layout
     nbytes = []
     for bucket in layout.buckets:
-        group, of_ranks = layout.group_of[bucket.bucket.items[0]], [0] * oss.comm.ranks
-        for shard in bucket.bucket.pieces:
-            parameter = layout.parameters[shard.item]
-            if parameter.requires_grad and shard.count * parameter.element_size() >= SMALLEST_HOME:
+        group, of_ranks = layout.group_of[bucket.bucket.params[0]], [0] * oss.comm.ranks
+        for shard in bucket.bucket.shards:
+            parameter = layout.parameters[shard.param]
+            if parameter.requires_grad and shard.count * parameter.element_size() >= SMALLEST_STREAMED:
                 of_ranks[shard.rank] += shard.count * per_element[group, parameter.dtype]
         nbytes.append(of_ranks)
     return nbytes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.shards import Bucket, Item, Piece, Sizes, loads_of, shards
+from passes.shards import Bucket, BucketSizes, ParamSpec, ShardRange, make_buckets, owned_nbytes
 
 from ...errors import ShardError
 from ...optim.elementwise import EXACT_DTYPES
@@ -41,7 +41,7 @@ class ShardLayout:
     def reset(self) -> None:
         self.parameters: list[Tensor] = []
         self.buckets: list[BucketViews] = []
-        self.items: list[Item] = []
+        self.specs: list[ParamSpec] = []
         self.group_of: list[int] = []  # index of the group of each parameter
         self.checksum = 0  # equal on ranks with equal layouts
         self._marks: list[Mark] = []
@@ -50,26 +50,26 @@ class ShardLayout:
         parameters, fused = list(group["params"]), bool(group.get("fused"))
         _refuse_overlap([*self.parameters, *parameters])
         kinds: dict[object, int] = {}
-        items = [
-            self._item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), fused) for p in parameters
+        specs = [
+            self._spec_of(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), fused) for p in parameters
         ]
         # Fused kernels read everything once, and round the remainder of a vector differently.
         cached = CACHED if all(p.device.type == "cpu" for p in parameters) and not fused else None
-        loads = loads_of([views.bucket for views in self.buckets], self.items, self.owners)
-        sizes = Sizes(self.bucket_bytes, ALONE, cached)
-        buckets = [bucket.behind(len(self.items)) for bucket in shards(items, self.owners, sizes, loads)]
+        loads = owned_nbytes([views.bucket for views in self.buckets], self.specs, self.owners)
+        sizes = BucketSizes(self.bucket_bytes, ALONE, cached)
+        buckets = [bucket.shifted(len(self.specs)) for bucket in make_buckets(specs, self.owners, sizes, loads)]
         self.parameters += parameters
         self.buckets += [self._views(len(self.buckets) + i, bucket) for i, bucket in enumerate(buckets)]
-        self.items += items
-        self.group_of += [index] * len(items)
+        self.specs += specs
+        self.group_of += [index] * len(specs)
         self._marks += map(_mark, parameters)
         words = [str(views.bucket) for views in self.buckets] + [str(mark[1:4]) for mark in self._marks]
         self.checksum = zlib.crc32("\n".join(words).encode()) >> 1
 
-    def _item(self, p: Tensor, kind: int, fused: bool) -> Item:
+    def _spec_of(self, p: Tensor, kind: int, fused: bool) -> ParamSpec:
         whole = not self.splits or not is_dense(p) or p.is_complex()
         quantum = 1 if p.dtype in EXACT_DTYPES and not fused else VECTOR
-        return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
+        return ParamSpec(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
 
     def _views(self, number: int, bucket: Bucket) -> BucketViews:
         return BucketViews.of(number, bucket, self.parameters, self.rank, self.ranks)
@@ -82,23 +82,23 @@ class ShardLayout:
     def is_dense_on_cpu(self) -> bool:
         return all(p.device.type == "cpu" and is_dense(p) for p in self.parameters)
 
-    def own_shards(self) -> list[tuple[Piece, Tensor]]:
+    def own_shards(self) -> list[tuple[ShardRange, Tensor]]:
         return [shard for bucket in self.buckets for shard in bucket.own]
 
     def group_views(self, index: int) -> list[Tensor]:
         """Views of this rank's shards in a group, in the order of the caller's parameters: LBFGS sums over all."""
-        own = [one for one in self.own_shards() if self.group_of[one[0].item] == index]
-        return [view for _, view in sorted(own, key=lambda one: (one[0].item, one[0].begin))]
+        own = [one for one in self.own_shards() if self.group_of[one[0].param] == index]
+        return [view for _, view in sorted(own, key=lambda one: (one[0].param, one[0].begin))]
 
-    def shards_by_parameter(self) -> list[list[Piece]]:
-        each: list[list[Piece]] = [[] for _ in self.parameters]
+    def shards_by_parameter(self) -> list[list[ShardRange]]:
+        each: list[list[ShardRange]] = [[] for _ in self.parameters]
         for bucket in self.buckets:
-            for shard in bucket.bucket.pieces:
-                each[shard.item].append(shard)
+            for shard in bucket.bucket.shards:
+                each[shard.param].append(shard)
         return [sorted(of_one, key=lambda shard: shard.begin) for of_one in each]
 
     def is_trained(self, bucket: BucketViews) -> bool:
-        return any(self.parameters[item].requires_grad for item in bucket.bucket.items)
+        return any(self.parameters[item].requires_grad for item in bucket.bucket.params)
 
     def has_other_specs(self) -> bool:
         """Return True if the shape, strides, dtype or device of a parameter has changed."""
@@ -122,7 +122,7 @@ class ShardLayout:
         grads: dict[int, Tensor] = {}
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None and not is_placeholder(parameter.grad):
-                self._grad(Piece(i, 0, 0, 0, 0), grads)
+                self._grad(ShardRange(i, 0, 0, 0, 0), grads)
         return grads
 
     def stretch_grads(self, bucket: BucketViews, rank: int, flat_grads: dict[int, Tensor]) -> list[Tensor]:
@@ -137,17 +137,17 @@ class ShardLayout:
     ) -> list[Tensor]:
         """Return this rank's gradients of its shards, not averaged; empty where no rank has one."""
         return [
-            reshape_like(self._grad(shard, flat_grads), view) if kinds[shard.item] else view.new_empty(0)
+            reshape_like(self._grad(shard, flat_grads), view) if kinds[shard.param] else view.new_empty(0)
             for shard, view in bucket.own
         ]
 
-    def _grad(self, shard: Piece, flat_grads: dict[int, Tensor]) -> Tensor:
-        parameter, known = self.parameters[shard.item], flat_grads.get(shard.item)
+    def _grad(self, shard: ShardRange, flat_grads: dict[int, Tensor]) -> Tensor:
+        parameter, known = self.parameters[shard.param], flat_grads.get(shard.param)
         if parameter.grad is None or is_placeholder(parameter.grad):
             return parameter.detach().new_zeros(shard.count)
         if known is None:
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            known = flat_grads[shard.item] = in_order_of(grad, parameter)
+            known = flat_grads[shard.param] = in_order_of(grad, parameter)
         return known[shard.begin : shard.end]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket, ShardRange
 
 from ...tensors.layout import flat, is_dense
 
@@ -27,15 +27,15 @@ class BucketViews:
 
     number: int
     bucket: Bucket
-    stretches: tuple[tuple[Piece, ...], ...]
+    stretches: tuple[tuple[ShardRange, ...], ...]
     views: tuple[tuple[Tensor, ...], ...]
-    own: tuple[tuple[Piece, Tensor], ...]
+    own: tuple[tuple[ShardRange, Tensor], ...]
 
     @classmethod
     def of(cls, number: int, bucket: Bucket, parameters: Sequence[Tensor], rank: int, ranks: int) -> BucketViews:
-        stretches = tuple(bucket.stretches(each) for each in range(ranks))
-        views = tuple(tuple(_view(parameters[one.item], one) for one in of_rank) for of_rank in stretches)
-        own = tuple((one, _shard(parameters[one.item], one)) for one in bucket.of(rank))
+        stretches = tuple(bucket.ranges(each) for each in range(ranks))
+        views = tuple(tuple(_view(parameters[one.param], one) for one in of_rank) for of_rank in stretches)
+        own = tuple((one, _shard(parameters[one.param], one)) for one in bucket.owned_by(rank))
         return cls(number, bucket, stretches, views, own)
 
     def shard_grads(self, stretches: Sequence[Tensor]) -> list[Tensor]:
@@ -53,18 +53,18 @@ class BucketViews:
         """Set `.grad` of this rank's shards where `kinds` says that there is a gradient; return those shards."""
         views = []
         for (shard, view), grad in zip(self.own, grads, strict=True):
-            if kinds[shard.item]:
+            if kinds[shard.param]:
                 view.grad = grad
                 views.append(view)
         return views
 
 
-def _view(parameter: Tensor, shard: Piece) -> Tensor:
+def _view(parameter: Tensor, shard: ShardRange) -> Tensor:
     parameter = parameter.detach()
     return flat(parameter)[shard.begin : shard.end] if is_dense(parameter) else parameter
 
 
-def _shard(parameter: Tensor, shard: Piece) -> Tensor:
+def _shard(parameter: Tensor, shard: ShardRange) -> Tensor:
     """A shard that is a whole parameter keeps its shape, which some optimizers read."""
     return parameter.detach() if shard.count == parameter.numel() else _view(parameter, shard)
 

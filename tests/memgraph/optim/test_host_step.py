@@ -190,7 +190,7 @@ def test_nothing_is_updated_there_unless_it_is_asked_for(rate: Callable[[float],
     rate(ALL)
     report = planned()
     assert any(isinstance(said, Stream) for said in report.plan) and not there(report)
-    assert report.machine.stepping == 0.0
+    assert report.machine.streaming.host_update_rate == 0.0
 
 
 @pytest.mark.usefixtures("small_windows", "host")
@@ -209,7 +209,7 @@ def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate
     monkeypatch.setattr(target, "buffer_location", lambda device, folder, *_: folder)
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
-    assert not there(asked) and asked.machine.stepping == 0.0
+    assert not there(asked) and asked.machine.streaming.host_update_rate == 0.0
 
 
 def test_what_is_not_built_is_refused() -> None:

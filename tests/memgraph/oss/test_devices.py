@@ -17,7 +17,7 @@ def _laid(rank: int) -> list[str]:
     elsewhere = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.empty(6, device="meta"))]
     spread.layout.add_group(0, {"params": elsewhere})
     for bucket in spread.layout.buckets:
-        assert len({spread.layout.parameters[item].device for item in bucket.bucket.items}) == 1
+        assert len({spread.layout.parameters[item].device for item in bucket.bucket.params}) == 1
     own = [piece.count for bucket in spread.layout.buckets for piece, view in bucket.own if view.is_meta]
     assert own == [3]
     given = [nn.Parameter(torch.zeros(3, device="meta" if rank == 1 else "cpu"))]

@@ -33,7 +33,7 @@ def _frozen(rank: int) -> None:
     for parameters in (ours, plain):
         parameters[0].requires_grad_(False)
     spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
-    trained = [piece.count for bucket in spread.layout.buckets for piece, _ in bucket.own if piece.item > 0]
+    trained = [piece.count for bucket in spread.layout.buckets for piece, _ in bucket.own if piece.param > 0]
     assert sum(trained) == 8  # a frozen parameter does not unbalance the others
     for step in range(6):
         for parameters, optimizer in ((ours, spread), (plain, alone)):

@@ -257,7 +257,7 @@ def test_what_interrupts_some_ops_makes_all_of_them_dearer_but_for_the_longest_o
 
 
 def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
-    machine = replace(MACHINE, call=10.0, drag=0.1)
+    machine = replace(MACHINE, link=replace(MACHINE.link, call_us=10.0, us_per_byte=0.1))
     choice = PlanResult(AWAY, predict(STEP, machine), predict(apply(STEP, AWAY), machine))
     ran = choice.forecast.trace.ops
     starts = [op.name for op in ran if op.fn in ("memgraph.offload.default", "memgraph.reload.default")]
@@ -267,7 +267,7 @@ def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
     assert {op.us for op in quiet.ops if op.us} == {1000.0}
     share = 1 + (len(starts) - 1) / len(ops)  # the longest start is left out
     assert {op.us for op in busy.ops if op.us} == {round(1000.0 * share, 1)}
-    assert found.call == 10.0
+    assert found.link.call_us == 10.0
 
 
 def test_a_gain_of_two_percent_or_less_is_not_searched_for(x: Tensor) -> None:
@@ -288,7 +288,7 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
     def fails(trace: Trace, machine: Machine) -> PlanResult:
         raise BudgetError("none", machine.budget, machine.budget + 1)
 
-    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.again), 1e6)
+    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.recomputes), 1e6)
     plain = {op.name: 0.1 for op in report.choice.captured.trace.ops}
     measured = with_measured_times(report.choice, report.machine, StepTimes(plain | slow, 1.0))
     assert replanned(report.choice, *measured, fails) is None

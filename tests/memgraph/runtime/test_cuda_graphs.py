@@ -331,5 +331,5 @@ def test_what_a_recording_keeps_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_cpu_it_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model lies on cpu"):
+    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model is on cpu"):
         memgraph.compile(Layers(), "1GB", cuda_graphs="auto")

@@ -53,7 +53,7 @@ def test_a_plan_sends_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     link = Link(((1000, 1.0),))
     monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
     machine = machine_profile.measure_links(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)
-    assert 0.99 * 10**6 < machine.capacity < 10**6
+    assert 0.99 * 10**6 < machine.link.capacity < 10**6
 
 
 def test_the_callers_cap_takes_the_place_of_the_processs_for_all_that_is_pinned() -> None:

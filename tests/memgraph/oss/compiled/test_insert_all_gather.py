@@ -21,7 +21,7 @@ from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.oss.compiled.insert_all_gather import ForwardBucket, insert_all_gathers
 from memgraph.runtime.step_run import StepRun
-from passes import Machine, Trace
+from passes import Machine, Network, Trace
 from passes.order.comm_order import place_collectives
 from passes.order.microbatch_order import slice_microbatches
 from tests.memgraph.graph.test_law import holds, thorough
@@ -48,7 +48,10 @@ def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captu
     return (
         captured,
         graph,
-        slice_microbatches(place_collectives(summarize(graph, price), at_once), Machine(0, strain=float(at_once))),
+        slice_microbatches(
+            place_collectives(summarize(graph, price), at_once),
+            Machine(0, network=Network(interference=float(at_once))),
+        ),
     )
 
 
