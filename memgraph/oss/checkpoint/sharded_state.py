@@ -46,17 +46,17 @@ def to_dtensors(own: OwnState, buffers: DiskBuffers | None, incomplete: bool) ->
         first, parameter = outlines.get(key(shards[0])), own.layout.parameters[item]
         for name, given in first["dict"] if first else ():
             kind = _row_kind(parameter, shards, given)
-            mine = {key(shard): entries[key(shard)][name] for shard in shards if key(shard) in entries}
+            values = {key(shard): entries[key(shard)][name] for shard in shards if key(shard) in entries}
             if kind is not None:
                 rows = rows_of(kind, len(own.watchdog.members))
                 local = rows.local(own.rank, kind, own.watchdog.device)
                 local = local if buffers is None else buffers.empty_like(local)
                 if len(shards) == 1:
-                    mine = {at: in_order_of(value, parameter) for at, value in mine.items()}
-                Transfer(own.watchdog, kind, shards, rows).to_rows(mine, local)
+                    values = {at: in_order_of(value, parameter) for at, value in values.items()}
+                Transfer(own.watchdog, kind, shards, rows).to_rows(values, local)
                 state.setdefault(item, {})[name] = _dtensor(mesh, kind, rows, local)
-            elif mine:
-                state.setdefault(item, {})[name] = copied(next(iter(mine.values())))
+            elif values:
+                state.setdefault(item, {})[name] = copied(next(iter(values.values())))
     return state
 
 

@@ -108,8 +108,8 @@ def _inner_state_dict(own: OwnState, groups: Groups, entries: Mapping[Key, Entri
         if (shard.param, shard.begin) in entries
     }
     inner_groups = [
-        {**_options(group), "params": [number[id(view)] for view in mine["params"]]}
-        for group, mine in zip(groups, inner, strict=True)
+        {**_options(group), "params": [number[id(view)] for view in own_group["params"]]}
+        for group, own_group in zip(groups, inner, strict=True)
     ]
     return {"state": state, "param_groups": inner_groups}
 

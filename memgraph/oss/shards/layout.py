@@ -50,9 +50,10 @@ class ShardLayout:
         parameters, fused = list(group["params"]), bool(group.get("fused"))
         _refuse_overlap([*self.parameters, *parameters])
         kinds: dict[object, int] = {}
-        specs = [
-            self._spec_of(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), fused) for p in parameters
-        ]
+        specs = []
+        for p in parameters:
+            kind = kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds))
+            specs.append(self._spec_of(p, kind, fused))
         # Fused kernels read everything once, and round the remainder of a vector differently.
         cached = CACHED if all(p.device.type == "cpu" for p in parameters) and not fused else None
         loads = owned_nbytes([views.bucket for views in self.buckets], self.specs, self.owners)
@@ -142,13 +143,13 @@ class ShardLayout:
         ]
 
     def _grad(self, shard: ShardRange, flat_grads: dict[int, Tensor]) -> Tensor:
-        parameter, known = self.parameters[shard.param], flat_grads.get(shard.param)
+        parameter, flat_grad = self.parameters[shard.param], flat_grads.get(shard.param)
         if parameter.grad is None or is_placeholder(parameter.grad):
             return parameter.detach().new_zeros(shard.count)
-        if known is None:
+        if flat_grad is None:
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            known = flat_grads[shard.param] = in_order_of(grad, parameter)
-        return known[shard.begin : shard.end]
+            flat_grad = flat_grads[shard.param] = in_order_of(grad, parameter)
+        return flat_grad[shard.begin : shard.end]
 
 
 def _refuse_overlap(parameters: Sequence[Tensor]) -> None:
