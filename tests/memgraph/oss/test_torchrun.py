@@ -63,19 +63,19 @@ def test_a_rank_that_dies_under_torchrun_is_named_and_all_of_them_end(tmp_path: 
     assert "has failed: rank 1 is gone or stopped: no sign of life for 3 s" in _run("left", tmp_path / "train.py")
 
 
-def _stopped(rank: int, told: Path) -> str:
+def _stopped(rank: int, texts: Path) -> str:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
     if rank == 1:
         process = os.getpid()
-        wakes = ["sh", "-c", f"while [ ! -e {told} ]; do sleep 0.1; done; kill -CONT {process}"]
+        wakes = ["sh", "-c", f"while [ ! -e {texts} ]; do sleep 0.1; done; kill -CONT {process}"]
         subprocess.Popen(wakes)
         os.kill(process, signal.SIGSTOP)
     with pytest.raises(CollectiveError) as caught:
         train(module, optimizer, 1)
     assert caught.value.ranks == (1,)
-    told.write_text("")
+    texts.write_text("")
     time.sleep(0 if rank == 1 else SECONDS)  # the connections are there when it wakes
     return str(caught.value)
 

@@ -39,9 +39,11 @@ def _wrong(rank: int, folder: str) -> None:
         for kind, wrong, words in WRONG:
             for who in (0, 1):
                 given = {**right, **wrong} if rank == who else right
-                said = refusal(kind if rank == who else AgreementError, lambda given=given, call=call: call(**given))
-                assert words in said
-                assert rank == who or f" on rank {who}" in said
+                messages = refusal(
+                    kind if rank == who else AgreementError, lambda given=given, call=call: call(**given)
+                )
+                assert words in messages
+                assert rank == who or f" on rank {who}" in messages
         given = {**right, "model": Stateless(8, 8) if rank else model}
         assert "has failed on rank 1: KeyError: 'no state today'" in refusal(
             StateError, lambda given=given, call=call: call(**given)
