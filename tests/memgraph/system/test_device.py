@@ -104,7 +104,7 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     node = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
     with FakeTensorMode():
         x.meta["val"], node.meta["val"] = torch.empty(30, device=GPU), torch.empty(30, device=GPU)
-    monkeypatch.setattr(op_profiler, "_probe", run)
+    monkeypatch.setattr(op_profiler, "_measure", run)
     monkeypatch.setattr(op_profiler, "release_cached", released.append)
     monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
     monkeypatch.setattr(op_profiler, "environment_key", str)

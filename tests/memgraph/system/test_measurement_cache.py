@@ -80,20 +80,20 @@ def test_what_is_kept_is_found_again_exactly(folder: Path) -> None:
 
 def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = square()["sort"]
-    found = OpProfiler(1 << 30)._probed(sort)
+    found = OpProfiler(1 << 30)._op_cost(sort)
     assert found.cost.workspace > 0
     forget(monkeypatch)
-    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
-    assert OpProfiler(1 << 30)._probed(sort) == found
-    assert OpProfiler(0)._probed(sort) == found  # though it would not fit now
+    monkeypatch.setattr(op_profiler, "_measure", lambda *given: pytest.fail("it was run"))
+    assert OpProfiler(1 << 30)._op_cost(sort) == found
+    assert OpProfiler(0)._op_cost(sort) == found  # though it would not fit now
 
 
 STEP = """
 import torch, memgraph
 from torch import nn
 from memgraph.profile import op_profiler as probe
-run = probe._probe
-probe._probe = lambda node, before: print("runs", node.target) or run(node, before)
+run = probe._measure
+probe._measure = lambda node, before: print("runs", node.target) or run(node, before)
 module = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 32))
 report = memgraph.plan(module, torch.ones(8, 32), budget=1 << 30, loss=lambda out: out.square().mean())
 print([(op.us, op.workspace) for op in report.forecast.trace.ops])
@@ -124,7 +124,7 @@ def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
 
 
 def test_many_processes_begin_and_fill_a_cache_at_once(folder: Path) -> None:
-    code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
+    code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): write_cached(f'{sys.argv[1]} {i}', i)"
     there = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-W", "error", "-c", code]
     folder.mkdir()
@@ -178,7 +178,7 @@ def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) ->
 def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
     mm = square()["mm"]
     with torch.autocast("cpu", torch.bfloat16):
-        made = OpProfiler(1 << 30).made(mm)
+        made = OpProfiler(1 << 30).layouts(mm)
     assert made is not None
     assert made[0].layout[0] is torch.float32
 
@@ -299,7 +299,7 @@ def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkey
 
 
 def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(op_profiler, "_measure", lambda *given: pytest.fail("it was run"))
     monkeypatch.setattr(roofline, "_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
@@ -351,7 +351,7 @@ def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     forget(monkeypatch)
     out, back = measure_disk(tmp_path)
     assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
-    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).drag >= 0
+    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).us_per_byte >= 0
     monkeypatch.undo()
     forget(monkeypatch)
     assert len(measure_disk(tmp_path)[0].points) > 1  # measured as ever, once there is room
