@@ -13,7 +13,6 @@ constants             tensors that a step reads besides its inputs
 chance                random numbers while tracing
 fast_paths            fused layers of torch in a trace
 user_checkpoint       torch.utils.checkpoint inside the model
-restore_module        undo what tracing did to the module
 side_effects          refuse Python state that forward changes
 explain_errors        turn torch's errors into a CaptureError with source line and advice
 """

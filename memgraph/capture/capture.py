@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CaptureError
+from ..graph.accumulate_grads import sum_grads_early
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.nodes import returned_values
-from ..graph.sums import sum_grads_early
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
@@ -58,7 +58,7 @@ def capture(
     are a guess, and a forward that is run again for the others would make other values of them.
     """
     captured = _captured(module, args, kwargs, grad, wanted)
-    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
+    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
     return _captured(module, args, kwargs, grad, select_all)
@@ -80,8 +80,15 @@ def _captured(
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
-    hoped = _hoped(graph, tangents) if wanted is select_losses else ()
-    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    return Captured(
+        graph,
+        *found,
+        speculative,
+        sources=joint.sources,
+        has_custom_functions=joint.has_custom_functions,
+        rewritten=joint.rewritten,
+    )
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -89,7 +96,7 @@ def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return Call.of(module, args, kwargs).tensors
 
 
-def _hoped(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
+def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
     made = returned_values(graph.graph)
     single = {place for place in tangents if made[place].meta["val"].numel() == 1}
     return tuple(place for place in tangents if place not in single) if single else ()

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ..errors import CaptureError
 from ..graph.nodes import written_inputs
-from .restore_module import attached_values
+from ..guards.attribute_snapshot import attached_values
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:

@@ -1,12 +1,20 @@
 """Where a trace takes place: fake tensors in the place of real ones, and the modes of torch around them.
 
 No real tensor is read or written, and the random generators and autocast's cache are afterwards as if nothing had been.
+
+
+MERGED:Random numbers while a step is traced: torch draws none, and what Python draws would be the same in every step.
+
+A module that asks `random` or numpy (for a layer to drop, for spans to mask) would be captured with that one answer.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -20,7 +28,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
-from .chance import refuse_python_random
 
 CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
 
@@ -71,7 +78,7 @@ def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
+def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
     """A tensor without bytes, of the same strides: an expanded input stays expanded, for kernels look at strides."""
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
@@ -85,3 +92,30 @@ def fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
     with mode, torch.no_grad():
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def refuse_python_random() -> Iterator[None]:
+    """All global generators are afterwards as they were; if one of Python's was used, that is an error."""
+    python, numpy = random.getstate(), _numpy()
+    before = numpy.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+        if random.getstate() != python or (numpy and not _same(numpy.get_state(), before)):
+            raise CaptureError(
+                "forward draws random numbers with `random` or numpy, which would be the same in every step: draw them "
+                "with torch, or outside of the module"
+            )
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.set_state(before)
+
+
+def _numpy() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _same(now: Any, before: Any) -> bool:
+    return all((a == b).all() if hasattr(a, "all") else a == b for a, b in zip(now, before, strict=True))

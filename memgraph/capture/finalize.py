@@ -22,13 +22,13 @@ from ..graph.nodes import (
     drop_aliases,
     drop_copies,
     drop_dead,
-    drop_detours,
+    drop_identity_views,
     drop_unread_statistics,
-    gather_constants,
+    merge_constants,
     returned_values,
     storages,
 )
-from ..graph.provenance import PROVENANCE_KEYS
+from ..graph.provenance import PROVENANCE
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
 from .reinplace import reinplace
@@ -46,8 +46,8 @@ def finalize_graph(found: FunctionalGraph, joint: JointGraph) -> fx.GraphModule:
     graph.output_node().args = ((*found.handed, *found.changed.values()),)
     shown = set(compress(found.handed, outputs))
     drop_aliases(graph, kept=shown)
-    drop_detours(graph, kept=shown)
-    gather_constants(graph)
+    drop_identity_views(graph, kept=shown)
+    merge_constants(graph)
     drop_unread_statistics(graph)
     desk = GraphWriter(graph, joint.mode)
     desk.shield({place: joint.inputs[place].label for place in found.changed})
@@ -79,11 +79,11 @@ def _label(graph: fx.Graph, inputs: Iterable[Input]) -> None:
         # A parameter that forward writes to is no different from a buffer, and stays: what is streamed is only read.
         is_written = role.kind == "parameter" and not changed.isdisjoint(storages(node))
         kind = "buffer" if is_written else role.kind
-        node.meta = {"kind": kind, "val": node.meta["val"], PROVENANCE_KEYS: {"phase": "forward", "where": name}}
+        node.meta = {"kind": kind, "val": node.meta["val"], PROVENANCE: {"phase": "forward", "where": name}}
     for node in graph.nodes:
         if OURS.search(node.name):
             node._rename(f"{node.name}_")
         if node.op != "output":
-            notes = node.meta.get(PROVENANCE_KEYS, {"phase": "forward", "where": ""})
+            notes = node.meta.get(PROVENANCE, {"phase": "forward", "where": ""})
             kept = {key: node.meta[key] for key in ("val", "kind") if key in node.meta}
             node.meta = kept | {name: notes[name] for name in ("phase", "where", "part") if name in notes}

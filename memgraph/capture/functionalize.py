@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
 from ..graph.nodes import returned_values, written_inputs
-from ..graph.provenance import PROVENANCE_KEYS
+from ..graph.provenance import PROVENANCE
 from ..graph.result_layout import layout
 from .constants import describe_constants, refuse_changed_constants
 from .inplace import replace_inplace
@@ -104,7 +104,7 @@ class _Interpreter(fx.Interpreter):
         self.handed = returned_values(graph.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        if self.ends is None and n.op == "call_function" and n.meta[PROVENANCE_KEYS]["phase"] == "backward":
+        if self.ends is None and n.op == "call_function" and n.meta[PROVENANCE]["phase"] == "backward":
             self.ends = self.turned([self.env.get(node) for node in self.handed])
         result = self._checked(n) if _only_checks(n) else super().run_node(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
@@ -143,7 +143,7 @@ def _note_phases(graph: fx.GraphModule, forward: frozenset[str]) -> None:
     """The phase by where a node stands: what torch makes anew for a view bears the notes of the first one."""
     for node in graph.graph.nodes:
         phase = "forward" if node.name in forward else "backward"
-        node.meta[PROVENANCE_KEYS] = {"where": "", **node.meta.get(PROVENANCE_KEYS, {}), "phase": phase}
+        node.meta[PROVENANCE] = {"where": "", **node.meta.get(PROVENANCE, {}), "phase": phase}
 
 
 def _split(graph: fx.GraphModule, count: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:

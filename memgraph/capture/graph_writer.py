@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
-from ..graph.nodes import all_storages, aten, derived_nodes, storages
-from ..graph.provenance import PROVENANCE_KEYS
+from ..graph.nodes import all_storages, aten, fake_result, storages
+from ..graph.provenance import PROVENANCE
 
 
 class GraphWriter:
@@ -43,7 +43,7 @@ class GraphWriter:
                 node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         for node in self.graph.nodes:
             if _is_backward(node) and storages(node) & labels.keys():
-                node.meta["val"] = derived_nodes(node, self.mode)
+                node.meta["val"] = fake_result(node, self.mode)
 
     def own_output(self, node: fx.Node) -> fx.Node:
         """The output, or a copy of it if it is a view of an input or of a constant."""
@@ -88,8 +88,8 @@ class GraphWriter:
     ) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta[PROVENANCE_KEYS] = {"where": source.meta.get(PROVENANCE_KEYS, {}).get("where", ""), "phase": phase}
-        node.meta["val"] = derived_nodes(node, self.mode)
+        node.meta[PROVENANCE] = {"where": source.meta.get(PROVENANCE, {}).get("where", ""), "phase": phase}
+        node.meta["val"] = fake_result(node, self.mode)
         return node
 
 
@@ -113,4 +113,4 @@ def _obeys(gradient: Tensor, owner: Tensor) -> bool:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE_KEYS]["phase"] == "backward"
+    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from ..graph.nodes import aten, changes_inputs, derived_nodes, storages, written_inputs
+from ..graph.nodes import aten, changes_inputs, fake_result, storages, written_inputs
 
 
 def replace_inplace(graph: fx.Graph, mode: FakeTensorMode) -> bool:
@@ -40,7 +40,7 @@ def _straighten(node: fx.Node, mode: FakeTensorMode) -> None:
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     node.args = (view, *node.args[1:])
     for fresh in (view, node, back):
-        fresh.meta = node.meta | {"val": derived_nodes(fresh, mode)}
+        fresh.meta = node.meta | {"val": fake_result(fresh, mode)}
 
 
 class _InplaceRewriter:
@@ -59,7 +59,7 @@ class _InplaceRewriter:
         if changes_inputs(node):
             return self._replace(node)
         if node.op == "call_function" and storages(node) & self.split:
-            self._move(node, derived_nodes(node, self.mode))
+            self._move(node, fake_result(node, self.mode))
         return True
 
     def _replace(self, node: fx.Node) -> bool:
@@ -68,7 +68,7 @@ class _InplaceRewriter:
             return False
         inplace = node.target, node.args
         node.target, node.args = target, (*node.args, *_omitted(node))
-        new = derived_nodes(node, self.mode)
+        new = fake_result(node, self.mode)
         if (new.shape, new.stride(), new.dtype) != (before.shape, before.stride(), before.dtype):
             node.target, node.args = inplace
             return False

@@ -32,7 +32,7 @@ def can_run_again(captured: Captured) -> bool:
     written = overwritten_buffers(captured)
     if not written:
         return True
-    if captured.custom or any(role.kind != "buffer" for role in written.values()):
+    if captured.has_custom_functions or any(role.kind != "buffer" for role in written.values()):
         return False
     made, reached = returned_values(graph), _made_of(written, graph)
     return not any(made[place] in reached for place in captured.differentiable)

@@ -28,8 +28,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
-from ..graph.nodes import all_storages, allocates_nothing, aten, derived_nodes, is_random, storages, tensors
-from ..graph.provenance import PROVENANCE_KEYS
+from ..graph.nodes import all_storages, allocates_nothing, aten, fake_result, is_random, storages, tensors
+from ..graph.provenance import PROVENANCE
 
 # What puts a piece into a value, and the op that gives a view of that piece.
 PIECES: Mapping[Any, OpOverload] = {
@@ -161,7 +161,7 @@ def _only_for(chain: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE_KEYS]["phase"] == "backward"
+    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -231,8 +231,8 @@ class _ReinplaceRewriter:
         assert target is not None
         with self.link.graph.inserting_before(self.link):
             node = self.link.graph.call_function(target, args, kwargs)
-        node.meta[PROVENANCE_KEYS] = self.link.meta[PROVENANCE_KEYS]
-        node.meta["val"] = derived_nodes(node, self.mode)
+        node.meta[PROVENANCE] = self.link.meta[PROVENANCE]
+        node.meta["val"] = fake_result(node, self.mode)
         return node
 
 
@@ -256,4 +256,4 @@ def _follow(graph: fx.Graph, mode: FakeTensorMode, changed: set[int]) -> None:
     """Let the views of what now lies in a buffer be views of the buffer."""
     for node in graph.nodes:
         if node.op == "call_function" and node.users and storages(node) & changed:
-            node.meta["val"] = derived_nodes(node, mode)
+            node.meta["val"] = fake_result(node, mode)

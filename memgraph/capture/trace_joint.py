@@ -25,31 +25,29 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.utils import stateless
 
 from ..errors import CaptureError
-from ..graph.aten_shims import keep_workspaces
+from ..graph.aten_shims import keep_rnn_workspaces
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
 from ..guards.attribute_snapshot import AttributeSnapshot
-from ..tensors.loss_outputs import OutputSelector, nodes_behind
+from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
-from .fake_tensors import fake, without_autocast
-from .fast_paths import eager_fast_paths, eager_value_decompositions
+from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
-from .restore_module import ModuleSnapshot, restore_module
 from .side_effects import TraceRecord, refuse_side_effects
-from .user_checkpoint import without_checkpoint
+from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
 class JointGraph:
-    """What the first trace found.  Behind `outputs` the graph returns the new values of the placeholders `assigned`;
-    `sources` says of each gradient to which outputs eager has it lead back; `rewritten` says of inputs that forward
-    changes in place which output has what they then are.  `custom` is whether an autograd.Function of Python's made an
-    output, which may hold what no graph shows."""
+    """The result of the first trace.
+
+    After `outputs`, the graph returns the new values of the placeholders `assigned`. See `Captured` for the rest.
+    """
 
     graph: fx.GraphModule
     mode: ConstantFakeMode
@@ -60,14 +58,14 @@ class JointGraph:
     spec: Spec
     differentiable: tuple[int, ...]
     sources: Mapping[Output, frozenset[int]]
-    custom: bool
+    has_custom_functions: bool
     rewritten: Mapping[int, int]
 
 
 def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
     """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
     with (
-        restore_module(call.module, call.tensors) as before,
+        AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),
@@ -75,20 +73,20 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before.before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.found(graph)
 
 
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
 ) -> tuple[_TracedStep, fx.GraphModule]:
-    fakes = [fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
+    fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
     with step.notes.following(), mode.knowing():
         graph = make_fx(step)(*fakes)
-    keep_workspaces(graph.graph)
+    keep_rnn_workspaces(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     return step, graph
@@ -103,7 +101,7 @@ def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
 class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: ModuleSnapshot) -> None:
+    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
         self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
         self.notes = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
@@ -114,7 +112,7 @@ class _TracedStep:
         self.spec: Spec | None = None
         self.differentiable: tuple[int, ...] = ()
         self.sources: dict[Output, frozenset[int]] = {}
-        self.custom = False
+        self.has_custom_functions = False
         self.rewritten: dict[int, int] = {}
         self.entries = InputGradEdges()
         self.trained: list[Tensor] = []  # what backward reaches besides the inputs
@@ -125,7 +123,7 @@ class _TracedStep:
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
-        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.custom, self.rewritten)
+        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.has_custom_functions, self.rewritten)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -212,8 +210,8 @@ class _TracedStep:
         """The gradients of what requires one, for tangents that become further placeholders."""
         found = {i: output for i, output in enumerate(outputs) if output.requires_grad}
         self.differentiable = tuple(found)
-        behind = nodes_behind(output.grad_fn for output in found.values())
-        self.custom = any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in behind)
+        behind = reachable_nodes(output.grad_fn for output in found.values())
+        self.has_custom_functions = any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in behind)
         needed = [i for i, value in enumerate(values) if value.requires_grad]
         asked = self.wanted(found) if needed else ()
         if not asked:
@@ -237,7 +235,7 @@ class _TracedStep:
 
     def _turn(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
         """Forward has ended: note where each op of backward will come from, and which tensors it will reach."""
-        nodes = nodes_behind(roots)
+        nodes = reachable_nodes(roots)
         self.notes.turn(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
@@ -259,7 +257,7 @@ def _sources(
     """From which outputs backward leads to each of these leaves."""
     reached = {}
     for i in asked:
-        nodes = nodes_behind([outputs[i].grad_fn])
+        nodes = reachable_nodes([outputs[i].grad_fn])
         reached[i] = {outputs[i], *nodes, *(getattr(node, "variable", None) for node in nodes)}
     ends = {role: leaf.node if isinstance(leaf, GradientEdge) else leaf for role, leaf in leaves.items()}
     return {role: frozenset(i for i in asked if end in reached[i]) or frozenset(asked) for role, end in ends.items()}

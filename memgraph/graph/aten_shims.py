@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from .nodes import all_storages, allocates_nothing, aten, derived_nodes, storages
+from .nodes import all_storages, allocates_nothing, aten, fake_result, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
 # A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
@@ -44,7 +44,7 @@ def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def keep_workspaces(graph: fx.Graph) -> None:
+def keep_rnn_workspaces(graph: fx.Graph) -> None:
     """Let the recurrent layers that ran in grad mode do so in the graph as well."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         if node.meta["val"][3].numel():
@@ -63,11 +63,11 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
                 continue
             with graph.inserting_before(node):
                 copy = graph.call_function(COPY_WITH_STRIDES, (node.args[0], list(value.stride())))
-            copy.meta = {**node.meta, "val": derived_nodes(copy, mode)}
+            copy.meta = {**node.meta, "val": fake_result(copy, mode)}
             node.args = (copy, *node.args[1:])
         elif node not in views or changed.isdisjoint(node.all_input_nodes):
             continue
-        node.meta["val"] = derived_nodes(node, mode)
+        node.meta["val"] = fake_result(node, mode)
         changed.add(node)
 
 

@@ -19,13 +19,16 @@ from ..tensors.pytree import Spec, unflatten
 class Captured:
     """A step.  The graph's placeholders are `inputs`, it returns `outputs`, and its nodes bear `val`, `phase`, `where`.
 
-    `leaves` and `spec` are the module's result; a `Ref` stands for each of its tensors.  `differentiable` are the
-    outputs that require a gradient in eager, `tangents` those of them that backward starts from.  Of these `hoped` are
-    those beside the scalars: whether a loss is made of them is yet to be seen.  `updates` names the parameters that
-    backward updates by itself, `exchanged` those whose gradients it averages over ranks, `gathers` the buckets of which
-    forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from; `rewritten` says
-    of inputs that forward changes in place, and that autograd follows, which output has their new value.  `custom` is
-    whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.
+    `leaves` and `spec` are the module's result, with a `Ref` in place of each tensor.
+
+    Positions of outputs: `differentiable` require a gradient in eager. `tangents` are those from which backward starts.
+    `speculative_outputs` are the tangents besides the scalars, for which a loss may never be computed.
+    `sources` maps each gradient to the outputs that it depends on. `rewritten` maps an input that forward changes in
+    place to the output with its new value.
+
+    Names of parameters: backward updates `updates`, and averages the gradients of `reduced` over ranks. Forward gathers
+    the buckets `gathers` from other ranks. `has_custom_functions`: a Python autograd.Function computed an output, and
+    may hold tensors that the graph does not show.
     """
 
     graph: fx.GraphModule
@@ -35,12 +38,12 @@ class Captured:
     spec: Spec
     differentiable: tuple[int, ...]
     tangents: tuple[int, ...]
-    hoped: tuple[int, ...] = ()
+    speculative_outputs: tuple[int, ...] = ()
     updates: tuple[str, ...] = ()
     sources: Mapping[Output, frozenset[int]] = field(default_factory=dict)
-    exchanged: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
     gathers: frozenset[int] = frozenset()
-    custom: bool = False
+    has_custom_functions: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import Tensor, fx, nn, optim
 
 from ..errors import FusedError
-from ..tensors.aliasing import shared_memory
+from ..tensors.aliasing import describe_shared_memory
 from .captured import Captured
 from .nodes import returned_values
 from .ops import update
@@ -33,8 +33,8 @@ def add_updates(
     named = dict(module.named_parameters())
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     captured = fuse_updates(captured, {name for name, parameter in named.items() if parameter in owned})
-    updated = update_nodes(captured.graph.graph)
-    if shared := shared_memory(module, optimizer, updated.values()):
+    updated = updated_parameters(captured.graph.graph)
+    if shared := describe_shared_memory(module, optimizer, updated.values()):
         raise FusedError(f"{shared}, or compile without fuse_update")
     return captured, {op: named[name] for op, name in updated.items()}
 
@@ -67,7 +67,7 @@ def fuse_updates(captured: Captured, names: Container[str]) -> Captured:
     return replace(captured, outputs=tuple(captured.outputs[i] for i in rest), updates=updates)
 
 
-def update_nodes(graph: fx.Graph) -> dict[str, str]:
+def updated_parameters(graph: fx.Graph) -> dict[str, str]:
     """The name of the parameter that each node updates, by the node's name, in the graph's order."""
     return {str(node.name): str(node.args[2]) for node in graph.nodes if node.target is update}
 

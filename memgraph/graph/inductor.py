@@ -44,8 +44,8 @@ _refused: set[str] = set()  # what Inductor could not compile, and nobody insist
 _log = logging.getLogger(__name__)
 
 
-def compile_segments(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Segment]:
-    """What runs each part, by its name.  What can't be compiled is left out if nothing `must` be; the first time in a
+def compile_segments(parts: Mapping[str, fx.Graph], required: bool) -> dict[str, Segment]:
+    """What runs each part, by its name.  What can't be compiled is left out if `required` is false; the first time in a
     process there is a warning then.
 
     Raises:
@@ -55,11 +55,11 @@ def compile_segments(parts: Mapping[str, fx.Graph], must: bool) -> dict[str, Seg
     _announce(len(set(digests.values()) - _known.keys()))
     found = {}
     for name, part in parts.items():
-        if must or digests[name] not in _refused:
+        if required or digests[name] not in _refused:
             try:
                 found[name] = compile_segment(part)
             except LoweringError as error:
-                if must:
+                if required:
                     raise
                 _leave(digests[name], error)
     return found

@@ -66,7 +66,7 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
 
 
-def derived_nodes(node: fx.Node, mode: FakeTensorMode) -> Any:
+def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The fake value that it has, reading what it reads now."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
     with mode, torch.no_grad():
@@ -94,7 +94,7 @@ def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def drop_detours(graph: fx.Graph, kept: set[fx.Node]) -> None:
+def drop_identity_views(graph: fx.Graph, kept: set[fx.Node]) -> None:
     """Let a view that lies as something does that it is a view of be that: `t(t(x))` is `x`."""
     behind: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -159,7 +159,7 @@ def is_lazy(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
 
 
-def gather_constants(graph: fx.Graph) -> None:
+def merge_constants(graph: fx.Graph) -> None:
     """Let each constant be fetched once, before all ops."""
     placeholders = graph.find_nodes(op="placeholder")
     first: dict[str, fx.Node] = {}

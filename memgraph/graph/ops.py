@@ -61,7 +61,7 @@ _library = torch.library.Library("memgraph", "DEF")
 
 
 @contextmanager
-def running(
+def op_context(
     lease: Lease | None,
     sent: dict[int, Tensor],
     update: UpdateRunner | None = None,

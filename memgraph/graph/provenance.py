@@ -27,12 +27,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ..system.frames import MEMGRAPH, is_users_code
 
 # `custom` is a field of a node's meta that a second trace copies.
-PROVENANCE_KEYS = "custom"
+PROVENANCE = "custom"
 _part: ContextVar[int] = ContextVar("part", default=0)
 
 
 @contextmanager
-def running_part(number: int) -> Iterator[None]:
+def running_microbatch(number: int) -> Iterator[None]:
     """What forward does meanwhile it does for one micro-batch."""
     token = _part.set(number)
     try:
@@ -98,7 +98,7 @@ class ProvenanceTracer:
             self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
         notes = {"phase": self.phase, "where": self.place, "part": self.part}
-        node.meta[PROVENANCE_KEYS] = {**node.meta.get(PROVENANCE_KEYS, {}), **notes}
+        node.meta[PROVENANCE] = {**node.meta.get(PROVENANCE, {}), **notes}
 
 
 def _line(frame: FrameType | None) -> str:

@@ -33,19 +33,19 @@ def layout(tensor: Tensor) -> Layout:
     return tensor.dtype, tuple(tensor.shape), strides
 
 
-def layouts_of(tensor: Tensor) -> ResultLayout:
+def layout_in_storage(tensor: Tensor) -> ResultLayout:
     """How a tensor lies in its storage, which may be larger than it."""
     return ResultLayout(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
 
 
-def rerun(node: fx.Node, mode: FakeTensorMode) -> Any:
+def clone_fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
     """A new fake value like that of a corrected node, in storages of its own."""
-    return _like(node, tuple(map(layouts_of, tensors(node))), mode)
+    return _like(node, tuple(map(layout_in_storage, tensors(node))), mode)
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor like this one, in a storage of its own."""
-    return _empty(tensor, layouts_of(tensor), mode)
+    return _empty(tensor, layout_in_storage(tensor), mode)
 
 
 def _like(node: fx.Node, made: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from passes import Op, Trace
 from passes.ir.ops import is_runtime, value_of, verb_of
 
-from .nodes import derived_nodes, tensors
-from .result_layout import REAL, rerun
-from .summarize import FAR
+from .nodes import fake_result, tensors
+from .result_layout import REAL, clone_fake_value
+from .summarize import OFFLOADED
 
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
@@ -65,14 +65,14 @@ class Rewriter:
         if op.recomputes:
             node.meta["again"] = op.recomputes
         if op.offloaded:
-            node.meta[FAR] = True
+            node.meta[OFFLOADED] = True
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
         if op.recomputes and REAL in source.meta:
-            node.meta["val"] = rerun(node, self.mode)
+            node.meta["val"] = clone_fake_value(node, self.mode)
             self.fresh.add(node)
         elif op.recomputes or moved:
-            node.meta["val"] = derived_nodes(node, self.mode)
+            node.meta["val"] = fake_result(node, self.mode)
             self.fresh.add(node)
         return self._named(node, op)
 
@@ -81,7 +81,7 @@ class Rewriter:
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
         node.meta = {"phase": op.phase, "where": op.where}
-        node.meta["val"] = derived_nodes(node, self.mode)
+        node.meta["val"] = fake_result(node, self.mode)
         self.fresh.add(node)
         return self._named(node, op)
 

@@ -50,7 +50,7 @@ class Cost:
     workspace: int = 0
 
 
-FAR = "far"  # in the meta of an input whose bytes live in the far tier
+OFFLOADED = "offloaded"  # in the meta of an input whose bytes live in the far tier
 DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
 OPS = torch.ops.memgraph
 # Of memory ops, which are not run to know.
@@ -58,12 +58,12 @@ WORKSPACES: dict[Any, int] = {OPS.narrow.default: CAST_WORKSPACE, OPS.reduced.de
 Price = Callable[[fx.Node], Cost]
 
 
-def free_of_charge(node: fx.Node) -> Cost:
+def zero_cost(node: fx.Node) -> Cost:
     """Every op costs nothing."""
     return Cost()
 
 
-def summarize(graph: fx.Graph, price: Price = free_of_charge) -> Trace:
+def summarize(graph: fx.Graph, price: Price = zero_cost) -> Trace:
     """The trace of a joint graph, whose placeholders bear `meta["kind"]` and whose output bears `meta["kinds"]`."""
     mutated = _mutated(graph)
     names: dict[int, str] = {}
@@ -99,7 +99,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         if storage._cdata not in names:
             names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
             # Of its first result's device: attention's seeds lie on the host, unless a CUDA graph is recorded.
-            nbytes = 0 if FAR in node.meta else block_nbytes(storage.nbytes(), values[0].device)
+            nbytes = 0 if OFFLOADED in node.meta else block_nbytes(storage.nbytes(), values[0].device)
             makes.append(Storage(names[storage._cdata], nbytes))
         holds.append(names[storage._cdata])
     cost = price(node) if node.op == "call_function" else Cost()
@@ -117,7 +117,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         workspace=block_nbytes(cost.workspace, values[0].device) if values else cost.workspace,
         draws=drawn,
         once=_once(node, mutated),
-        offloaded=FAR in node.meta,
+        offloaded=OFFLOADED in node.meta,
         recomputes=node.meta.get("again", ""),
         microbatch=node.meta.get("part", 0),
         slice=node.meta.get("slice", 0),

@@ -53,7 +53,7 @@ def parameters_with_grad_hooks(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
 
 
-def is_read_after_backward(module: nn.Module) -> set[str]:
+def parameters_read_after_backward(module: nn.Module) -> set[str]:
     """The names of the parameters whose gradient somebody may read from `.grad` before the optimizer does, so that it
     stays on the device."""
     return {name for name, _ in module.named_parameters()} if in_process_group() else parameters_with_grad_hooks(module)

@@ -9,24 +9,32 @@ part says of a parameter, and then the parts.  The last part runs first: autogra
 sums are those of a loop over the parts that calls `backward` in each.
 
 A mean is one over rows; but a cross entropy that is returned as it is counts its targets, as it does for the whole.
+
+
+MERGED:How many targets a loss is a mean of: torch's cross entropies leave out those that do not count.
+
+with Targets() as targets:
+    loss = F.cross_entropy(out, target)          # ignore_index=-100
+targets.of(loss)                                 # (target != -100).sum()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from ..capture.restore_module import ModuleSnapshot
 from ..errors import CaptureError
-from ..graph.provenance import running_part
+from ..graph.provenance import running_microbatch
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..guards.module_proxy import ModuleProxy
 from ..tensors.pytree import Spec, flatten, unflatten
-from .targets import LossTargetCounter
 
 INSTEAD = "use microbatches=1"
 
@@ -46,28 +54,28 @@ class MicroBatches(ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        rows = parts_of(leaves, self._count)
+        rows = microbatch_sizes(leaves, self._count)
         if len(rows) == 1:
             return self._module(*args, **kwargs)
         cut = _cut(leaves, len(rows))
         parts = [self._run(i + 1, unflatten(cut[i], spec), rows[i]) for i in reversed(range(len(rows)))]
         return _joined(parts[::-1], self._reduction)
 
-    def _run(self, number: int, call: Any, rows: int) -> Part:
+    def _run(self, number: int, call: Any, rows: int) -> MicroBatch:
         named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
         known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
-        before = ModuleSnapshot(self._module, list(self._module.parameters()))
-        with running_part(number), LossTargetCounter() as targets:
+        before = AttributeSnapshot(self._module, list(self._module.parameters()))
+        with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
             before.refuse_leaks(known)
         # Recurrent layers keep a list of their weights, which would go on holding the aliases.
-        if before.before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
+        if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
-        return Part.of(result, rows, targets)
+        return MicroBatch.of(result, rows, targets)
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """What the module returned for one part of the batch."""
 
     leaves: tuple[Any, ...]
@@ -76,19 +84,19 @@ class Part:
     rows: int
 
     @classmethod
-    def of(cls, result: Any, rows: int, targets: LossTargetCounter) -> Part:
+    def of(cls, result: Any, rows: int, targets: LossTargetCounter) -> MicroBatch:
         leaves, spec = flatten(result)
         return cls(tuple(leaves), tuple(map(targets.of, leaves)), spec, rows)
 
 
-def parts_of(leaves: Sequence[Any], count: int) -> tuple[int, ...]:
+def microbatch_sizes(leaves: Sequence[Any], count: int) -> tuple[int, ...]:
     """The rows of each part of a call with these arguments; no part is empty, unless the whole batch is."""
-    rows = rows_of(leaves)
+    rows = batch_size(leaves)
     count = max(1, min(count, rows))
     return tuple(rows // count + (i < rows % count) for i in range(count))
 
 
-def rows_of(leaves: Sequence[Any]) -> int:
+def batch_size(leaves: Sequence[Any]) -> int:
     """The rows of a batch: those of the first tensor that has any dimension.
 
     Raises:
@@ -100,19 +108,19 @@ def rows_of(leaves: Sequence[Any]) -> int:
     raise CaptureError("microbatches cuts the batch along dimension 0, and no argument is a tensor that has one")
 
 
-def is_cut(leaf: Any, rows: int) -> bool:
+def is_batched(leaf: Any, rows: int) -> bool:
     """Whether an argument of a call with a batch of so many rows is cut with it."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
 def _cut(leaves: Sequence[Any], count: int) -> list[list[Any]]:
     """The arguments of each part."""
-    rows = rows_of(leaves)
-    columns = [leaf.tensor_split(count) if is_cut(leaf, rows) else (leaf,) * count for leaf in leaves]
+    rows = batch_size(leaves)
+    columns = [leaf.tensor_split(count) if is_batched(leaf, rows) else (leaf,) * count for leaf in leaves]
     return [list(part) for part in zip(*columns, strict=True)]
 
 
-def _joined(parts: Sequence[Part], reduction: str | None) -> Any:
+def _joined(parts: Sequence[MicroBatch], reduction: str | None) -> Any:
     """What the module returns for the whole batch."""
     spec = parts[0].spec
     if any(part.spec != spec for part in parts):
@@ -120,13 +128,13 @@ def _joined(parts: Sequence[Part], reduction: str | None) -> Any:
     return unflatten([_joined_leaf(parts, place, reduction) for place in range(len(parts[0].leaves))], spec)
 
 
-def _joined_leaf(parts: Sequence[Part], place: int, reduction: str | None) -> Any:
+def _joined_leaf(parts: Sequence[MicroBatch], place: int, reduction: str | None) -> Any:
     first, *others = column = [part.leaves[place] for part in parts]
     if not isinstance(first, Tensor):
         if any(type(leaf) is not type(first) or leaf != first for leaf in others):
             raise CaptureError(f"the module returns {first!r} for one part of the batch, and another value for others")
         return first
-    if all(is_cut(leaf, part.rows) for leaf, part in zip(column, parts, strict=True)):
+    if all(is_batched(leaf, part.rows) for leaf, part in zip(column, parts, strict=True)):
         return torch.cat(column)
     if any(leaf.dim() for leaf in column):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in column)
@@ -138,7 +146,7 @@ def _joined_leaf(parts: Sequence[Part], place: int, reduction: str | None) -> An
 
 
 def _reduced(
-    scalars: Sequence[Tensor], parts: Sequence[Part], counts: Sequence[Tensor | None], reduction: str | None
+    scalars: Sequence[Tensor], parts: Sequence[MicroBatch], counts: Sequence[Tensor | None], reduction: str | None
 ) -> Tensor:
     if reduction is None:
         raise CaptureError(
@@ -152,7 +160,8 @@ def _reduced(
             total = _sum(counted)
             # In float64, for integers divided give float32, whatever the scalars are.
             scalars = [
-                or_zero(one, n) * (n.double() / total).to(one.dtype) for one, n in zip(scalars, counted, strict=True)
+                zero_if_empty(one, n) * (n.double() / total).to(one.dtype)
+                for one, n in zip(scalars, counted, strict=True)
             ]
         else:
             rows = sum(part.rows for part in parts)
@@ -160,7 +169,7 @@ def _reduced(
     return _sum(scalars)
 
 
-def or_zero(mean: Tensor, count: Tensor) -> Tensor:
+def zero_if_empty(mean: Tensor, count: Tensor) -> Tensor:
     """A mean over so many targets, but 0 of none of them."""
     return torch.where(count > 0, mean, torch.zeros_like(mean))
 
@@ -170,3 +179,39 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
+
+
+MEANS: dict[Callable[..., Any], inspect.Signature] = {
+    function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
+}
+
+
+class LossTargetCounter(TorchFunctionMode):
+    """Looks at the losses that are computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, loss: Tensor) -> Tensor | None:
+        """The targets that count, by their weights, if this is itself the mean over them."""
+        return next((count for mean, count in self.found if mean is loss), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in MEANS:
+            said = MEANS[func].bind(*args, **(kwargs or {}))
+            said.apply_defaults()
+            self._note(result, **said.arguments)
+        return result
+
+    def _note(
+        self, result: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, **others: Any
+    ) -> None:
+        known = others["size_average"] is None and others["reduce"] is None and not target.is_floating_point()
+        if not known or reduction != "mean":
+            return
+        counts = target != ignore_index
+        with torch.no_grad():
+            total = counts if weight is None else weight[target.where(counts, 0)] * counts
+            self.found.append((result, total.sum()))

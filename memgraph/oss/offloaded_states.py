@@ -39,7 +39,7 @@ class OffloadedShards(OffloadedUpdate):
         deterministic = not any(is_nondeterministic(inner, *kind) for kind in kinds)
         return on_cpu and self.shard_optimizer.splits and is_elementwise(inner) and deterministic
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Do nothing: `ShardedStep` calls `update` for offloaded buckets."""
 
     def forget_interrupted(self) -> None:

@@ -30,12 +30,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def shaped(run: Tensor, like: Tensor) -> Tensor:
+def view_bytes_as(run: Tensor, like: Tensor) -> Tensor:
     """A run of bytes, seen as a tensor of this type, shape and strides."""
     return run.view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def viewed_as(of: Tensor, like: Tensor) -> Tensor:
+def alias_storage_as(of: Tensor, like: Tensor) -> Tensor:
     """The storage of a tensor, from its begin on, laid out as `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=of.device)
     return empty.set_(of.untyped_storage(), 0, like.shape, like.stride())

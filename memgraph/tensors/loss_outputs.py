@@ -24,7 +24,7 @@ def select_all(outputs: Mapping[int, Tensor]) -> Sequence[int]:
 def select_losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     """The scalars, and what is computed with parameters of its own: logits beside the loss that is made of them, or
     their softmax, are only looked at; logits beside a penalty have a loss yet to come."""
-    behind = set(nodes_behind(output.grad_fn for output in outputs.values() if output.numel() == 1))
+    behind = set(reachable_nodes(output.grad_fn for output in outputs.values() if output.numel() == 1))
     if not behind:
         return select_scalars(outputs)
     return [place for place, output in outputs.items() if output.numel() == 1 or _is_beside(output.grad_fn, behind)]
@@ -53,7 +53,7 @@ def select_update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
     return select_scalars(outputs)
 
 
-def nodes_behind(roots: Iterable[Node | None]) -> list[Node]:
+def reachable_nodes(roots: Iterable[Node | None]) -> list[Node]:
     """All autograd nodes that the roots lead to, with them."""
     waiting = [root for root in roots if root is not None]
     found = set(waiting)

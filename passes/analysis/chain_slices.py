@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from ..ir.arrays import Ints
 from .reuse_gaps import ReuseGaps
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +34,7 @@ class Slices:
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """The op (by index) that makes each storage that may be recomputed."""
+        """Return the op (by index) that makes each storage that may be recomputed."""
         once = {storage for op in self.gaps.trace.ops if op.once for storage in op.holds}
         return {storage: self.gaps.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
 
@@ -96,10 +94,10 @@ class Slices:
 
     @cached_property
     def saved(self) -> frozenset[str]:
-        """The storages that backward reads."""
+        """Return the storages that backward reads."""
         return frozenset(storage for storages in self.reads.values() for storage in storages)
 
 
 def narrowest_slices(crossing: Ints, marks: Sequence[int]) -> tuple[int, ...]:
-    """Between each two marks the op before which least crosses."""
+    """Return, between each two marks, the op before which the fewest bytes cross."""
     return tuple(a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in itertools.pairwise(marks))

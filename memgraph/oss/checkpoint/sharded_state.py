@@ -23,7 +23,7 @@ from passes.shards import ShardRange
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import BufferLocation, MappedBuffer, TensorSpec
 from ...storage.spill_file import SpillError, whole_pages
-from ...tensors.layout import is_dense, viewed_as
+from ...tensors.layout import alias_storage_as, is_dense
 from ..shards.shard_views import in_order_of
 from .full_state import has_shard_shape
 from .own_state import Entries, Key, OwnState, copied, key
@@ -150,7 +150,7 @@ class DiskBuffers:
         """Return a tensor on disk, or the given one if it is small or the disk is full."""
         if is_large(tensor):
             with suppress(SpillError):
-                return viewed_as(self._allocate(tensor.untyped_storage().nbytes()), tensor)
+                return alias_storage_as(self._allocate(tensor.untyped_storage().nbytes()), tensor)
         return tensor
 
     def _allocate(self, nbytes: int) -> Tensor:

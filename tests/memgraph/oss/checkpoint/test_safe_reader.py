@@ -74,7 +74,7 @@ def test_what_is_damaged_is_named_on_all_ranks_and_nothing_is_changed(tmp_path: 
     assert first == second
     for text in first:
         assert "was damaged since it was written" in text or "is damaged" in text
-    assert all("__1_0.distcp; go on from an earlier one" in text for text in first[:1])
+    assert all("__1_0.distcp; continue from an earlier one" in text for text in first[:1])
 
 
 def _foreign(rank: int, path: Path) -> list[str]:
