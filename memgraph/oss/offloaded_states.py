@@ -46,7 +46,6 @@ class OffloadedShards(OffloadedUpdate):
         self.interrupted = None
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """Return the states of the large shards of these buckets."""
         buckets, state = self.layout.buckets, self.shard_optimizer.optimizer.state
         own = [buckets[i].own for i in owners if isinstance(i, int) and i < len(buckets)]
         return [state[view] for shards in own for _, view in shards if is_large(view) and view in state]
