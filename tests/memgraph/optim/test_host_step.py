@@ -199,7 +199,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
     report = planned(host_update=True)
     again = planned(host_update=True, plan=report.to_json())
     assert again.plan == report.plan and there(again)
-    with pytest.raises(memgraph.PlanError, match="updates states on the host, for which host_update=True asks"):
+    with pytest.raises(memgraph.PlanError, match="updates states on the host, which needs host_update=True"):
         planned(plan=report.to_json())
 
 
