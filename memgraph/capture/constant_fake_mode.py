@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, copy_as_laid_out
+from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
@@ -92,7 +92,7 @@ class ConstantFakeMode(FakeTensorMode):
                 self.failed = FailedOp(error, func, args, kwargs or {})
             raise
         _record_storages(func, result)
-        return copy_as_laid_out(func, args, result, self)
+        return match_kernel_layout(func, args, result, self)
 
     @contextmanager
     def _caching(self, func: Any) -> Iterator[None]:

@@ -62,7 +62,7 @@ class GraphWriter:
         copied = []
         for node, owner in zip(results, owners, strict=True):
             if owner is not None:
-                if storages(node) & taken or not _is_laid_out_like(node.meta["val"], owner.meta["val"]):
+                if storages(node) & taken or not _has_grad_layout(node.meta["val"], owner.meta["val"]):
                     before = node.next if _is_backward(node) else self.boundary
                     node = self._copy(node, owner.meta["val"], before, "backward")
                 taken |= storages(node)
@@ -105,7 +105,7 @@ def node_order(tensor: Tensor) -> list[int] | None:
     return list(range(tensor.dim())) if long == sorted(long) else order
 
 
-def _is_laid_out_like(gradient: Tensor, owner: Tensor) -> bool:
+def _has_grad_layout(gradient: Tensor, owner: Tensor) -> bool:
     """Return True if a gradient fills its storage, with the strides of autograd's AccumulateGrad."""
     fills_storage = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     order = node_order(owner) or list(range(owner.dim()))

@@ -78,9 +78,9 @@ class _InplaceRewriter:
     def _is_last_use(self, written: fx.Node, node: fx.Node) -> bool:
         """Return True if the storage of `written` is read after `node` only through `node`."""
         now = self.place[node]
-        held = [holder for storage in storages(written) for holder in self.holders[storage]]
-        earlier = [holder for holder in held if self.place[holder] < now]
-        owned = all(holder.op == "call_function" for holder in held)
+        same_storage = [holder for storage in storages(written) for holder in self.holders[storage]]
+        earlier = [holder for holder in same_storage if self.place[holder] < now]
+        owned = all(holder.op == "call_function" for holder in same_storage)
         return owned and all(self.place[user] <= now for holder in earlier for user in holder.users)
 
     def _set_value(self, node: fx.Node, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether forward can run a second time although it changes buffers.
+"""Check whether forward can run a second time although it changes buffers.
 
     y = linear(x) - mean; mean.lerp_(y.mean(0), 0.1)    ->   no: y depends on the buffer's old value
     y = batch_norm(x)  # in training                    ->   yes: y depends on x alone; the buffer is only updated

@@ -65,9 +65,9 @@ def refuse_reseeding(module: nn.Module) -> Iterator[None]:
 
 def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
     for path, part in module.named_modules():
-        for name, held in vars(part).items():
-            if isinstance(held, torch.Generator):
-                yield ".".join(filter(None, (path, name))), held
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                yield ".".join(filter(None, (path, name))), value
 
 
 @contextmanager

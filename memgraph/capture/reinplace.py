@@ -241,18 +241,18 @@ class _ReinplaceRewriter:
 
 def _move_up(buffer: fx.Node, copy: fx.Node) -> None:
     """Move a copy into a buffer right behind the last reader of the old value, so that the new one can be freed."""
-    held = storages(buffer)
-    readers = {user for node in _aliases(buffer, held) for user in node.users if user < copy}
+    buffer_storages = storages(buffer)
+    readers = {user for node in _aliases(buffer, buffer_storages) for user in node.users if user < copy}
     last = max({copy.args[1], *readers})  # type: ignore[type-var]
     if last.op == "call_function":  # type: ignore[union-attr]
         last.append(copy)  # type: ignore[union-attr]
 
 
-def _aliases(node: fx.Node, held: set[int]) -> Iterator[fx.Node]:
+def _aliases(node: fx.Node, buffer_storages: set[int]) -> Iterator[fx.Node]:
     yield node
     for user in node.users:
-        if user.target is not aten.copy_.default and storages(user) & held:
-            yield from _aliases(user, held)
+        if user.target is not aten.copy_.default and storages(user) & buffer_storages:
+            yield from _aliases(user, buffer_storages)
 
 
 def _update_views(graph: fx.Graph, mode: FakeTensorMode, changed: set[int]) -> None:

@@ -55,8 +55,8 @@ class _PlainCall:
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         # In the reentrant mode nothing inside gets a gradient unless one of the arguments asks for one.
-        asked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
+        requires_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return function(*args)
 
 

@@ -107,7 +107,12 @@ def _sum_in_place(node: fx.Node, holders: Mapping[int, Sequence[fx.Node]], place
     term, total = first.meta["val"], node.meta["val"]
     alike = (term.shape, term.stride(), term.dtype) == (total.shape, total.stride(), total.dtype)
     fills = term.untyped_storage().nbytes() == total.untyped_storage().nbytes()
-    held = [holder for storage in storages(first) for holder in holders[storage]]
-    made = all(holder.op == "call_function" for holder in held)
-    if alike and fills and made and all(place[user] <= place[node] for holder in held for user in holder.users):
+    same_storage = [holder for storage in storages(first) for holder in holders[storage]]
+    is_own = all(holder.op == "call_function" for holder in same_storage)
+    if (
+        alike
+        and fills
+        and is_own
+        and all(place[user] <= place[node] for holder in same_storage for user in holder.users)
+    ):
         node.target, node.meta["val"] = accumulate, term

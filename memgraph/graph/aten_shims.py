@@ -71,7 +71,7 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
         changed.add(node)
 
 
-def copy_as_laid_out(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
+def match_kernel_layout(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
     """Return the fake result of an op with the storages that the kernel makes, where torch's fake differs."""
     if func is LAYER and torch.is_grad_enabled():
         with mode:  # only oneDNN knows its size: `correct_fakes.py` measures it

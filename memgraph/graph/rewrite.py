@@ -62,8 +62,8 @@ class Rewriter:
             node.meta["again"] = op.recomputes
         if op.offloaded:
             node.meta[OFFLOADED] = True
-        own = {made.name for made in op.makes}
-        moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
+        own = {storage.name for storage in op.makes}
+        moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(storage not in own for storage in op.holds)
         if op.recomputes and REAL in source.meta:
             node.meta["val"] = clone_fake_value(node, self.mode)
             self.fresh.add(node)

@@ -55,12 +55,12 @@ class MicroBatches(ModuleProxy):
         return _join(parts[::-1], self._reduction)
 
     def _run(self, number: int, call: Any, rows: int) -> MicroBatch:
-        named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
-        known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
+        named = {name: torch.ops.aten.alias.default(parameter) for name, parameter in self._module.named_parameters()}
+        allowed = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
         before = AttributeSnapshot(self._module, list(self._module.parameters()))
         with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
-            before.refuse_leaks(known)
+            before.refuse_leaks(allowed)
         # Recurrent layers keep a list of their weights, which would keep the aliases.
         if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
