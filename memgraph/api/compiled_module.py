@@ -195,7 +195,7 @@ class CompiledModule(ModuleProxy):
             warn_user(warning)
         guard, adds, outputs = key
         step = self._planner.step(args, kwargs, outputs, self._steps.get((guard, not adds, outputs)))
-        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
 

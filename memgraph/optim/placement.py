@@ -110,9 +110,9 @@ class StatePlacement:
             state[key] = mapped
 
     def _slice(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
-        found = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
-        assert found is not None
-        return found
+        slice = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
+        assert slice is not None
+        return slice
 
 
 def _parameter_names(keys: Iterable[Key]) -> list[str]:

@@ -137,7 +137,7 @@ class OffloadedSlots:
             if kind == GRADIENT
         }
         separate = {position: new[self._name(position)] for position in self.offloaded if self._name(position) in new}
-        return separate, {number: found for number, found in slices.items() if found}
+        return separate, {number: slice for number, slice in slices.items() if slice}
 
     def finish_backward(
         self, gradients: Sequence[Tensor], grad_sinks: Sequence[Tensor | None], separate: Mapping[int, Tensor],

@@ -116,10 +116,10 @@ def parameter_updates(
     optimizer: optim.Optimizer, clone: ClonedOptimizer, offloaded: ParameterPredicate, location: BufferLocation,
     gradient_order: Sequence[Tensor] = (),
 ) -> list[ParameterUpdate]:  # fmt: skip
-    """Return an update for each parameter that has a gradient, or for all of `gradient_order`, whose gradients will
-    come.
+    """Return an update for each parameter with a gradient.
 
-    Existing states of `offloaded` parameters are offloaded first.
+    If gradients come one by one, `gradient_order` has all parameters, in that order. Existing states of `offloaded`
+    parameters are offloaded first.
 
     Raises:
         SpillError: the disk does not take them.

@@ -42,7 +42,7 @@ class RankCheck:
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """What a step is made of.
+    """Everything that a step is made of.
 
     Attributes:
         roles: the role of each tensor that the step reads or makes.

@@ -81,7 +81,6 @@ class _Writer:
         self.graph, self.mode, self.grads = graph, mode, grads
 
     def reduce(self, bucket: GradBucket) -> fx.Node:
-        """Return the node of this rank's shard of a bucket."""
         name, present = f"bucket_{bucket.bucket}", [one for one in bucket.stretches if one.name in self.grads]
         if (only := bucket.stretches[0]).end - only.begin == bucket.size:
             sent = self._node(OPS.stretch.default, name, self.grads[only.name], only.begin, only.end)

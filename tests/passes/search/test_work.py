@@ -14,10 +14,12 @@ from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
 from passes.lp.solver import INFINITY, SearchLimits, Solution
 from passes.pipeline import Pass
-from passes.search import optimize
+from passes.search import optimize, rounding_search
 from passes.search.greedy import greedy_plan_no_offload
-from passes.search.optimize import SEARCHES, optimize_no_offload
-from passes.search.work import FEW, NARROW, WORK_PER_OP
+from passes.search.optimize import THRESHOLDS, optimize_no_offload
+from passes.search.rounding_search import RoundingSearch
+from passes.search.state_search import plan_with_state
+from passes.search.work import FEW, NARROW, WORK_PER_OP, WorkLimits
 from tests.oracle.network import layers
 from tests.passes.lp.test_state_vars import CHAIN
 from tests.passes.search.test_optimize import between
@@ -28,31 +30,32 @@ LINKED = Machine(FLOOR, "cuda", "host", link=Link(1e3, 1e3))
 
 def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
     """Those of the searches of a pass in which no search finds anything, as shares of the step."""
-    trace, found = layers(4), list[float]()
+    trace, searched = layers(4), list[float]()
     machine = between(trace, Machine(0), 0.3)
     step_us = PlanProblem(ReuseGaps(trace), machine).captured.us
 
-    def whole(
-        model: PlanModel, relaxed: Solution, threshold: float, effort: SearchLimits, known: Solution | None = None
+    def find_nothing(
+        model: PlanModel, relaxed: Solution, threshold: float, limits: SearchLimits, start: Solution | None = None
     ) -> tuple[list[Solution], float]:
-        found.append(threshold / step_us)
+        searched.append(threshold / step_us)
         model.lp.out_of_work = ran_out
         return [], -INFINITY
 
-    monkeypatch.setattr(optimize, "round_to_integers", whole)
+    monkeypatch.setattr(rounding_search, "round_to_integers", find_nothing)
     optimize.optimize(trace, machine)
-    return found
+    return searched
 
 
 def test_a_search_that_ran_out_of_its_work_is_followed_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thresholds(monkeypatch, ran_out=False) == pytest.approx(SEARCHES)
-    assert thresholds(monkeypatch, ran_out=True) == [SEARCHES[0], SEARCHES[-1]]
+    assert thresholds(monkeypatch, ran_out=False) == pytest.approx(THRESHOLDS)
+    assert thresholds(monkeypatch, ran_out=True) == [THRESHOLDS[0], THRESHOLDS[-1]]
 
 
 def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
-    search = optimize._Search(PlanProblem(ReuseGaps(STEP), LINKED), LINKED, INFINITY)
-    assert search.work < WORK_PER_OP * FEW
-    assert search.narrow == pytest.approx(NARROW * WORK_PER_OP * FEW)
+    problem = PlanProblem(ReuseGaps(STEP), LINKED)
+    limits = WorkLimits.for_step(problem.size, problem.captured.us)
+    assert limits.total < WORK_PER_OP * FEW
+    assert limits.narrow == pytest.approx(NARROW * WORK_PER_OP * FEW)
 
 
 @pytest.mark.parametrize(("home_us", "asked"), [(0.0, True), (1e6, False)])
@@ -86,7 +89,9 @@ def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: 
     machine = Machine(
         4000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
     )
-    search = optimize._Search(PlanProblem(ReuseGaps(CHAIN), machine), machine, INFINITY)
-    monkeypatch.setattr(optimize._Search, "run", lambda search: pytest.fail("searched again"))
-    search._again()
-    assert search.program.states and not search._charge() and not search.events and search.charged
+    work = WorkLimits(1e9, 1e9)
+    search = RoundingSearch(PlanProblem(ReuseGaps(CHAIN), machine), INFINITY, work)
+    monkeypatch.setattr(RoundingSearch, "start", lambda *args: pytest.fail("searched again"))
+    assert plan_with_state(search, work, 0.0) is None
+    assert search.problem.states and not search.charge_reloads()
+    assert not search.reload_rows and search.charges_reloads
