@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "_known", {})
+    monkeypatch.setattr(inductor, "_segments", {})
     monkeypatch.setattr(inductor, "_refused", set())
 
 
