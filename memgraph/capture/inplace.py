@@ -76,7 +76,7 @@ class _InplaceRewriter:
         return True
 
     def _is_last_use(self, written: fx.Node, node: fx.Node) -> bool:
-        """Return True if the storage of `written` is read after `node` only through `node`."""
+        """Return True if, after `node`, the storage of `written` is read only through `node`."""
         now = self.place[node]
         same_storage = [holder for storage in storages(written) for holder in self.holders[storage]]
         earlier = [holder for holder in same_storage if self.place[holder] < now]

@@ -219,11 +219,8 @@ class _ReinplaceRewriter:
         """Return True if a value is computed from the old one by in-place ops, and no value between is read."""
         while not is_old(node):
             base = _written(node)
-            if (
-                base is None
-                or node.target in VIEW_OF_SCATTER
-                or (node is not _skip_copies(self.link) and len(node.users) > 1)
-            ):
+            is_read = node is not _skip_copies(self.link) and len(node.users) > 1
+            if base is None or node.target in VIEW_OF_SCATTER or is_read:
                 return False
             node = base
         return True
