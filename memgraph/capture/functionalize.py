@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
 from ..graph.nodes import returned_values, written_inputs
-from ..graph.provenance import PROVENANCE
+from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
 from .constants import describe_constants, refuse_changed_constants
 from .inplace import replace_inplace
@@ -103,7 +103,7 @@ class _Interpreter(fx.Interpreter):
         self.results = returned_values(graph.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        if self.ends is None and n.op == "call_function" and n.meta[PROVENANCE]["phase"] == "backward":
+        if self.ends is None and is_backward(n):
             self.ends = self.at_boundary([self.env.get(node) for node in self.results])
         result = self._run_check(n) if _is_check(n) else super().run_node(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):

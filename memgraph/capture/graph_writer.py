@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
 from ..graph.nodes import all_storages, aten, fake_result, storages
-from ..graph.provenance import PROVENANCE
+from ..graph.provenance import PROVENANCE, is_backward
 
 
 class GraphWriter:
@@ -27,13 +27,13 @@ class GraphWriter:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.mode = graph, mode
         self.placeholders = graph.find_nodes(op="placeholder")
-        self.boundary = next((node for node in graph.nodes if _is_backward(node)), graph.output_node())
+        self.boundary = next((node for node in graph.nodes if is_backward(node)), graph.output_node())
 
     def copy_overwritten_reads(self, changed: dict[int, str]) -> None:
         """Let readers of an old value read a copy if it is overwritten by then; `changed` labels placeholders."""
         labels = {storage: label for place, label in changed.items() for storage in storages(self.placeholders[place])}
         for node in self._forward_nodes():
-            late = {user for user in node.users if user.op == "output" or _is_backward(user)}
+            late = {user for user in node.users if user.op == "output" or is_backward(user)}
             overwritten = storages(node) & labels.keys()
             if late and overwritten:
                 if not isinstance(node.meta["val"], Tensor) or node_order(node.meta["val"]) is None:
@@ -42,7 +42,7 @@ class GraphWriter:
                 copy = self._copy(node, node.meta["val"], self.boundary, "forward")
                 node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         for node in self.graph.nodes:
-            if _is_backward(node) and storages(node) & labels.keys():
+            if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
@@ -63,7 +63,7 @@ class GraphWriter:
         for node, owner in zip(results, owners, strict=True):
             if owner is not None:
                 if storages(node) & taken or not _has_grad_layout(node.meta["val"], owner.meta["val"]):
-                    before = node.next if _is_backward(node) else self.boundary
+                    before = node.next if is_backward(node) else self.boundary
                     node = self._copy(node, owner.meta["val"], before, "backward")
                 taken |= storages(node)
             copied.append(node)
@@ -110,7 +110,3 @@ def _has_grad_layout(gradient: Tensor, owner: Tensor) -> bool:
     fills_storage = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     order = node_order(owner) or list(range(owner.dim()))
     return fills_storage and gradient.permute(order).is_contiguous()
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"

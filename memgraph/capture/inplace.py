@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
-from ..graph.nodes import aten, changes_inputs, fake_result, storages, written_inputs
+from ..graph.nodes import argument_types, aten, changes_inputs, fake_result, storages, written_inputs
 
 
 def replace_inplace(graph: fx.Graph, mode: FakeTensorMode) -> bool:
@@ -76,7 +76,7 @@ class _InplaceRewriter:
         return True
 
     def _is_last_use(self, written: fx.Node, node: fx.Node) -> bool:
-        """Return True if the storage of `written` is read after `node` only through `node`."""
+        """Return True if, after `node`, the storage of `written` is read only through `node`."""
         now = self.place[node]
         same_storage = [holder for storage in storages(written) for holder in self.holders[storage]]
         earlier = [holder for holder in same_storage if self.place[holder] < now]
@@ -102,7 +102,7 @@ def _functional(target: Any) -> OpOverload | None:
         overload = getattr(packet, name)
         schema = overload._schema
         is_functional = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
-        if is_functional and _arguments(overload) == _arguments(target):
+        if is_functional and argument_types(overload) == argument_types(target):
             return overload
     return None
 
@@ -112,7 +112,3 @@ def _omitted(node: fx.Node) -> list[Any]:
     positional = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
     rest = takewhile(lambda argument: argument.name not in node.kwargs, positional[len(node.args) :])
     return [argument.default_value for argument in rest]
-
-
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]

@@ -106,7 +106,7 @@ class _Guard:
 
 
 class _CreatedGenerators(type(torch.Generator)):  # type: ignore[misc]
-    """Metaclass of a class that makes nothing for the user, and that all generators are instances of."""
+    """Metaclass of a class that the user cannot instantiate, but whose instances are all generators."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _refusing("a torch.Generator that it makes", torch._C.Generator)(*args, **kwargs)

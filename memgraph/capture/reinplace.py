@@ -27,8 +27,17 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
-from ..graph.nodes import all_storages, allocates_nothing, aten, fake_result, is_random, storages, tensors
-from ..graph.provenance import PROVENANCE
+from ..graph.nodes import (
+    all_storages,
+    allocates_nothing,
+    argument_types,
+    aten,
+    fake_result,
+    is_random,
+    storages,
+    tensors,
+)
+from ..graph.provenance import PROVENANCE, is_backward
 
 # An op that writes into part of a value, and the op that views that part.
 VIEW_OF_SCATTER: Mapping[Any, OpOverload] = {
@@ -89,15 +98,12 @@ def _skip_copies(node: fx.Node) -> fx.Node:
 
 
 def _is_alike(node: fx.Node, other: fx.Node) -> bool:
-    one, two = node.meta.get("val"), other.meta["val"]
-    if not isinstance(one, Tensor):
-        return False
-    return (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+    return _fits(node, other) and node.meta["val"].stride() == other.meta["val"].stride()
 
 
 def _fits(node: fx.Node, other: fx.Node) -> bool:
-    one, two = node.meta["val"], other.meta["val"]
-    return (one.shape, one.dtype) == (two.shape, two.dtype)
+    value, target = node.meta.get("val"), other.meta["val"]
+    return isinstance(value, Tensor) and (value.shape, value.dtype) == (target.shape, target.dtype)
 
 
 def _in_place(node: fx.Node) -> OpOverload | None:
@@ -109,15 +115,11 @@ def _in_place(node: fx.Node) -> OpOverload | None:
     if torch.Tag.pointwise not in target.tags and name not in WRITERS:
         return None
     result = getattr(getattr(aten, f"{name}_", None), target._overloadname, None)
-    return result if result is not None and _arguments(result) == _arguments(target) else None
-
-
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    return result if result is not None and argument_types(result) == argument_types(target) else None
 
 
 def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> bool:
-    """Return True if all readers would read what they read now, and few bytes could not be recomputed because of it."""
+    """Return True if all readers would read what they read now, and few bytes become impossible to recompute."""
     holders = _holders(graph, {buffer, *chain})
     for old, new in zip([buffer, *chain], chain, strict=False):
         late = {
@@ -129,7 +131,7 @@ def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> 
     if graph.output_node() in readers:
         return False
     not_recomputable = (
-        reader for reader in readers - _only_for(chain) if not _is_backward(reader) and not allocates_nothing(reader)
+        reader for reader in readers - _only_for(chain) if not is_backward(reader) and not allocates_nothing(reader)
     )
     return sum(map(_nbytes, not_recomputable)) <= _nbytes(buffer)
 
@@ -157,10 +159,6 @@ def _only_for(chain: list[fx.Node]) -> set[fx.Node]:
             result.add(node)
             waiting += node.all_input_nodes
     return result
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -221,11 +219,8 @@ class _ReinplaceRewriter:
         """Return True if a value is computed from the old one by in-place ops, and no value between is read."""
         while not is_old(node):
             base = _written(node)
-            if (
-                base is None
-                or node.target in VIEW_OF_SCATTER
-                or (node is not _skip_copies(self.link) and len(node.users) > 1)
-            ):
+            is_read = node is not _skip_copies(self.link) and len(node.users) > 1
+            if base is None or node.target in VIEW_OF_SCATTER or is_read:
                 return False
             node = base
         return True

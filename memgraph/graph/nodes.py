@@ -64,6 +64,11 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
 
 
+def argument_types(target: OpOverload) -> list[tuple[str, str]]:
+    """Return names and types of an op's arguments."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Run a node on the fake values of its inputs."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -210,14 +211,6 @@ def _fake_reload(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _fake_narrow(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bfloat16)
-
-
-def _fake_widen(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)
-
-
 def _fake_rng_state(device: torch.device) -> Tensor:
     return torch.empty(state_nbytes(device), dtype=torch.uint8)
 
@@ -248,8 +241,8 @@ OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         _fake_reload,
     ),
     ("wait(Tensor(a) x, int slot) -> Tensor(a)", _wait, _first),
-    ("narrow(Tensor x) -> Tensor", narrow, _fake_narrow),
-    ("widen(Tensor x) -> Tensor", widen, _fake_widen),
+    ("narrow(Tensor x) -> Tensor", narrow, partial(torch.empty_like, dtype=torch.bfloat16)),
+    ("widen(Tensor x) -> Tensor", widen, partial(torch.empty_like, dtype=torch.float32)),
     ("rng_state(Device device) -> Tensor", _get_state, _fake_rng_state),
     ("swap_rng(Tensor state, Device device) -> Tensor", _swap_rng, _fake_swap_rng),
     ("stretch(Tensor(a) x, int begin, int end) -> Tensor(a)", stretch, stretch),

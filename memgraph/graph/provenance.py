@@ -41,6 +41,11 @@ def running_microbatch(number: int) -> Iterator[None]:
         _part.reset(token)
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Return True for an op of backward in a graph that capture has not finished."""
+    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
+
+
 class ProvenanceTracer:
     """Writes `phase`, `part` and `where` into `node.meta[PROVENANCE]` of every traced node."""
 
