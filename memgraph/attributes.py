@@ -29,7 +29,7 @@ ATOMS = (
 )  # fmt: skip
 WHOLE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-    functools.partial, torch.Generator,
+    functools.partial, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,6 +74,11 @@ class Attributes:
             self._walk.describe(self.module, 0)
         return self._walk.key
 
+    @property
+    def floats(self) -> dict[int, tuple[Any, Any]]:
+        """Of the floats in the latest key, by their places there, the dict that holds each, and its name there."""
+        return self._walk.floats if self._walk is not None else {}
+
 
 class Walk:
     """One walk, and what has to be looked at to know whether another would find the same.
@@ -94,6 +99,7 @@ class Walk:
         self.sets: list[tuple[set[Any], frozenset[Any]]] = []
         self.arrays: list[tuple[Any, Hashable]] = []
         self.slotted: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = []
+        self.floats: dict[int, tuple[Any, Any]] = {}  # by place in the key, what holds each, and under which name
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -166,7 +172,13 @@ class Walk:
             self.open_state(held.get(name), hooks=name in HOOKS)
         for name in names:
             # Submodules are as deep as the module itself: their own attributes count from there.
-            self._describe_modules(held[name]) if name == "_modules" else self.describe(held[name], depth + 1)
+            self._describe_modules(held[name]) if name == "_modules" else self._describe_at(held, name, depth + 1)
+
+    def _describe_at(self, held: dict[Any, Any], name: Any, depth: int) -> None:
+        """Note what lies in a dict, and where a float does."""
+        if type(held[name]) is float:
+            self.floats[len(self.tokens)] = held, name
+        self.describe(held[name], depth)
 
     def open_state(self, held: dict[Any, Any] | None, hooks: bool) -> None:
         """Hooks count by who they are; parameters and buffers by name, for their tensors are in the key already."""
@@ -225,7 +237,7 @@ class Walk:
         self.tokens.append(tuple(map(_hashed, held)))
         for name, value in held.items():
             if name not in unread:
-                self.describe(value, depth + 1)
+                self._describe_at(held, name, depth + 1) if type(held) is dict else self.describe(value, depth + 1)
 
     def _ids(self, things: Iterable[Any]) -> tuple[int, ...]:
         things = tuple(things)

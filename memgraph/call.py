@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from .trees import Spec, flatten, tensors_of, unflatten
 
+Args = tuple[Any, ...]  # of a call of the module
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Input:

@@ -9,7 +9,8 @@ that is not a tensor is written into the graph as it was in this call: a caller 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 from .call import Call, Input, Output, Ref
 from .errors import CaptureError
 from .fakes import surroundings
+from .float_inputs import FloatNode, Floats, Place, Special, float_inputs
 from .functional import make_functional
 from .joint import trace_joint
 from .known import KnowingMode
@@ -44,7 +46,9 @@ class Captured:
     backward updates by itself, `exchanged` those whose gradients it averages over ranks, `gathers` the buckets of which
     forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from; `rewritten` says
     of inputs that forward changes in place, and that autograd follows, which output has their new value.  `custom` is
-    whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.
+    whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.  `floats` are
+    what ops read of the Python floats that each call gives anew, `opened` the values that these had, `special` the
+    values at which the graph would be another.
     """
 
     graph: fx.GraphModule
@@ -61,6 +65,9 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     custom: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
+    floats: tuple[FloatNode, ...] = ()
+    opened: Mapping[Place, float] = field(default_factory=dict)
+    special: tuple[Special, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""
@@ -79,25 +86,35 @@ def capture(
     *,
     grad: bool = True,
     wanted: Wanted = everything,
+    floats: Floats | None = None,
 ) -> Captured:
     """The step of `module(*args, **kwargs)`; no real tensor is read or written.
 
     With `grad` it includes the backward from those differentiable outputs that are `wanted`; or from all, where these
-    are a guess, and a forward that is run again for the others would make other values of them.
+    are a guess, and a forward that is run again for the others would make other values of them.  `floats` of the call
+    are inputs of the graph, and no constants.
+
+    Raises:
+        ValueNeededError: one of the `floats` is looked at while forward or backward is traced.
     """
-    captured = _captured(module, args, kwargs, grad, wanted)
+    captured = _captured(module, args, kwargs, grad, wanted, floats)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
     if is_sure or wanted not in (losses, scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, everything)
+    return _captured(module, args, kwargs, grad, everything, floats)
 
 
-def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted) -> Captured:
+def _captured(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: Wanted,
+    floats: Floats | None,
+) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
+    if floats is not None:
+        call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = KnowingMode()
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
-        with no_seeding(module):
+        with no_seeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)
         functional = make_functional(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
@@ -107,7 +124,10 @@ def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     hoped = _hoped(graph, tangents) if wanted is losses else ()
-    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    captured = Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    if floats is None:
+        return captured
+    return replace(captured, floats=float_inputs(graph.graph), special=tuple(floats.notes.special))
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -69,6 +69,8 @@ class Flight:
     given: Sequence[int] = ()  # the places, among the tensors that it reads, of what the caller gives
     states: int | None = None  # bytes of the optimizer's states that were there when such a flight began
     explained: Callable[[], AbstractContextManager[None]] = nullcontext  # says what is behind a want of memory
+
+    floats: Sequence[float] = ()  # of the call, which both halves read
 
     def __init__(self, halves: Halves, tier: Tier | None, recording: Recorded | None = None) -> None:
         self.halves, self.recording = halves, recording
@@ -151,7 +153,7 @@ class Flight:
         if self.recording is not None:
             return self.recording.forward(tensors)  # what backward needs lies in the recording
         with self._alone():
-            return list(self._run(self.halves.forward, list(tensors)))
+            return list(self._run(self.halves.forward, [*tensors, *self.floats]))
 
     def backward(self, tangents: list[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
         """The gradients, given the tangents, whose list is emptied; the saved values are gone afterwards, unless they
@@ -184,7 +186,7 @@ class Flight:
         if self.meter is not None:
             self.leaving = Leaving(self._came(tangents), self.meter.gone)
         tangents.clear()
-        saved += [*given, *gradients]  # type: ignore[list-item]
+        saved += [*self.floats, *given, *gradients]  # type: ignore[list-item]
         with self.wall:
             if self.recording is not None:
                 results = self.recording.backward(given)
@@ -223,14 +225,14 @@ class Flight:
     def __del__(self) -> None:
         self.land()
 
-    def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+    def _run(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Tensor]:
         if self.clock is not None:
             return self.clock.run(half, values)
         if self.leaving is not None:
             return noting(half, self.leaving)(half, values)
         return half.forward(values)
 
-    def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+    def _run_backward(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Tensor]:
         if not finds_nan():
             return self._run(half, values)
         self.beyond, self.clock = "torch's anomaly mode looked at each gradient", None

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from .constants import describe_constants, refuse_changed_constants
 from .errors import CaptureError
+from .float_inputs import traced_again
 from .joint import Joint
 from .nodes import returned, written_by
 from .probe import layout
@@ -111,6 +112,9 @@ class _Interpreter(fx.Interpreter):
             for written in written_by(n):
                 _lay(self.env[written], written.meta["val"])
         return result
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return traced_again(super().fetch_args_kwargs_from_env(n))
 
     def _checked(self, n: fx.Node) -> Any:
         """Run beneath the functional mode, which would wrap the op in one that orders effects."""

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .float_inputs import ValueNeededError, marks, plain
 from .nodes import all_storages, aten, changes_inputs, is_random, storages, written_by
 from .surrogates import COPY_STORAGES, as_made
 
@@ -84,12 +85,13 @@ class KnowingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        args, kwargs = plain(func, args, kwargs or {})
         try:
             with self._remembering(func):
                 made = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
-                self.failed = Failed(error, func, args, kwargs or {})
+                self.failed = Failed(error, func, args, kwargs)
             raise
         _note(func, made)
         return as_made(func, args, made, self)
@@ -113,6 +115,8 @@ class KnowingMode(FakeTensorMode):
         needed = _leading_to(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
+        if any(map(marks, needed)):
+            raise ValueNeededError("forward looks at a tensor that is made of it")
         with _disable_current_modes(), torch.no_grad():
             return _run(needed, self.tracer.root)
 

@@ -22,6 +22,7 @@ from passes.choice import dearer
 from passes.segments import Price, Segment, affordable, fused, segments, shared
 
 from . import inductor
+from .float_inputs import marks
 from .nodes import all_storages, storages, tensors
 from .probe import Prober, layout
 from .rewrite import Rewriter
@@ -154,7 +155,7 @@ def _is_fusible(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return False
     name = target._schema.name.removeprefix("aten::")
-    if torch.Tag.pointwise not in target.tags and name not in FUSED:
+    if (torch.Tag.pointwise not in target.tags and name not in FUSED) or marks(node):
         return False
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if not all(isinstance(value, Tensor) for value in given) or not tensors(node):

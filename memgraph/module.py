@@ -25,6 +25,7 @@ from .capture import Captured
 from .eager import eager_gradients
 from .entry import refuse_leaves, rewrite
 from .errors import FusedError, NoPlanError
+from .float_keys import FloatKeys
 from .groups import groups_of
 from .kinds import Kinds
 from .notice import notice
@@ -61,6 +62,7 @@ class CompiledModule(Shared):
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
         self.__dict__["_wanted"] = planner.wishes.wanted
         self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
+        self.__dict__["_floats"] = FloatKeys(self._attributes)
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
@@ -133,12 +135,12 @@ class CompiledModule(Shared):
         leaves, spec = flatten((args, kwargs))
         tensors, key = undisturbed(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        step = self._step(args, kwargs, key)
+        step, floats = self._step(args, kwargs, key)
         refuse_leaves(tensors, step.captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.rest()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs))
+        outputs = step(tensors, lambda: self._unforeseen(step.captured, args, kwargs), floats)
         return step.captured.result(rewrite(outputs, tensors, step.captured.rewritten), tensors)
 
     def refuse_torn(self) -> None:
@@ -166,36 +168,51 @@ class CompiledModule(Shared):
         adds = bool(self._planner.wishes.accumulate) or has_gradients(parameters)
         return tensors, ((guard, groups_of(self._planner.wishes.optimizer)), adds, self._wanted)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
-        """The planned step for a call, from the cache or made now."""
-        step: Step | None = self._steps.get(key)
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> tuple[Step, list[float]]:
+        """The planned step for a call, from the cache or made now, and the floats that it is given."""
+        place, floats = self._floats.found(key, self._steps)
+        step: Step | None = self._steps.get(place)
         if step is None or step.is_due:
             return self._planned(args, kwargs, key)
-        return self._used(key, step)
+        return self._used(place, step), floats
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         steps: OrderedDict[Key, Step] = self._steps
         with ALONE:
+            key, floats = self._floats.found(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._made(args, kwargs, key)
+                key, floats = self._floats.kept(call, key, self._made(args, kwargs, key), steps)
             if steps[key].is_due and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             step = steps[key] = steps[key].better()
             steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
                 steps.popitem(last=False)
-            return step
+            return step, floats
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
-        if warning := self._kinds.warning(args, kwargs):
-            notice(warning)
         guard, adds, wanted = key
-        step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
+        like = self._steps.get((guard, not adds, wanted))
+        trial = self._floats.trial(key, self._steps) if like is None and _takes_floats(self._planner) else None
+        if trial is None:
+            self._warn(args, kwargs)
+        step: Step = self._planner.step(args, kwargs, wanted, like, trial)
+        if trial is not None and step.captured.opened:
+            self._kinds.forget(args, kwargs)
+        elif trial is not None:
+            self._warn(args, kwargs)
+            self._floats.failed(key, trial)
+            LOG.info("floats stay constants of the graph: %s", trial.needed or "this time they differ by more")
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
+
+    def _warn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one more kind of calls, and say what is to be said of it."""
+        if warning := self._kinds.warning(args, kwargs):
+            notice(warning)
 
     def _used(self, key: Key, step: Step) -> Step:
         with suppress(KeyError):  # another thread may have let it go by now
@@ -228,6 +245,11 @@ def _weight(step: Step) -> int:
     nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
     holds = step.tier is not None or step.home_slots is not None or step.replays is not None
     return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
+
+
+def _takes_floats(planner: Planner) -> bool:
+    """Whether floats may be inputs of graphs: not where graphs are changed or recorded after they are captured."""
+    return planner.fused is None and planner.sharded is None and planner.recorder is None
 
 
 def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
@@ -27,11 +26,13 @@ from .adding import Adding, adding, else_known, warn, with_left
 from .alone import ALONE, capturing
 from .belongings import belongings
 from .budget import budget_nbytes
+from .call import Args, Kwargs
 from .capture import Captured, Wanted
 from .device import device_of, hold_to, releasing_cached, return_freed_memory, unused_nbytes
 from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
 from .first_update import FirstUpdate
+from .float_capture import FloatTrial
 from .fused import FusedUpdate
 from .groups import trained_by
 from .letting_go import fitting
@@ -118,9 +119,11 @@ class Planner:
             # Without a far tier it is not the optimizer that keeps all on the device.
             self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None) -> Step:
-        """The step of this call, planned and ready; `like` is that of the same call when gradients were there, or were
-        not.
+    def step(
+        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None = None, floats: FloatTrial | None = None
+    ) -> Step:
+        """The step of this call, ready; `like` is that of the same call when gradients were there, or were not, and
+        `floats` of the call are inputs of its graph, if they can be.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -128,9 +131,9 @@ class Planner:
             PlanError: plans were given, and none is good for this call.
         """
         with ALONE, forgotten_sources(), releasing_cached(self.device), Progress() as self.progress:
-            return self._step(args, kwargs, wanted, like)
+            return self._step(args, kwargs, wanted, like, floats)
 
-    def priced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted) -> tuple[Trace, Machine]:
+    def priced(self, args: Args, kwargs: Kwargs, wanted: Wanted) -> tuple[Trace, Machine]:
         """What this call's step is planned on: its text with prices, and the machine.
 
         Raises:
@@ -141,9 +144,9 @@ class Planner:
             _, graph, trained = self._begun(args, kwargs, wanted)
             return self._price(graph, trained)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None) -> Step:
+    def _step(self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None, floats: FloatTrial | None) -> Step:
         begin = time.perf_counter()
-        captured, graph, trained = self._begun(args, kwargs, wanted, like)
+        captured, graph, trained = self._begun(args, kwargs, wanted, like, floats)
         together, later = self._together(trained), self._later(captured, graph, trained)
         captured_s, until = time.perf_counter() - begin, time.monotonic() + self.wishes.seconds
         self.progress.bound(until)
@@ -169,7 +172,7 @@ class Planner:
         return step
 
     def _begun(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, like: Step | None = None
+        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None = None, floats: FloatTrial | None = None
     ) -> tuple[Captured, fx.Graph, Trained]:
         """The call, captured, and the graph that is planned: it adds to gradients, and updates, if it is to."""
         with telling_failure(self.sharded, self.module.parameters()):
@@ -180,7 +183,7 @@ class Planner:
             again = like is not None and self.fused is None and self.sharded is None
             self.progress.phase("capturing forward and backward")
             wanted = update_roots if self.fused else wanted
-            call = self.module, args, kwargs, wanted, self.device
+            call = self.module, args, kwargs, wanted, self.device, floats
             captured = like.captured if like is not None and again else captured_call(*call)
             trained = trained_by(captured, self.module, self.wishes.optimizer, self.wishes.fuse)
             captured, trained = with_updates(captured, trained, self.module, self.fused)
@@ -192,9 +195,8 @@ class Planner:
         return captured, graph, trained
 
     def _made(
-        self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Trained,
-        begin: float,
-    ) -> Step:  # fmt: skip
+        self, captured: Captured, graph: fx.Graph, machine: Machine, choice: Choice, trained: Trained, begin: float
+    ) -> Step:
         """The step of a plan, ready to run."""
         planned = rewrite(graph, choice.forecast.trace)
         lowering = self._lowering(planned, choice.forecast.trace, self._prober(graph)) if self._lowers else None
@@ -215,7 +217,7 @@ class Planner:
         if any(isinstance(decision, Stream) for decision in choice.plan) or any(slot.home for slot in its):
             states = FarStates.of(self.update, choice.forecast.trace, trained.parts)
             home_slots = HomeSlots(self.residence, its, captured, states, unread(planned, captured))
-        step = Step(captured, split(planned, captured.graph), tier, report, home_slots)
+        step = Step(captured, split(planned, captured.graph, captured.floats), tier, report, home_slots)
         step.trained, step.landed, step.fused = trained.parameters, self._first_update, self.fused
         step.inside = self.sharded.inside if self.sharded is not None else None
         step.lowering = lowering
@@ -228,8 +230,7 @@ class Planner:
 
         Nobody closes the tier of the old one: it closes itself when its last flight has landed.
         """
-        begin = time.perf_counter()
-        choice = step.report.choice
+        begin, choice = time.perf_counter(), step.report.choice
         if step.lowering is not None:
             times = step.lowering.apart(times)
         trace, machine = as_measured(choice, step.report.machine, times.beside(self.update.moved))
@@ -284,9 +285,8 @@ class Planner:
         return Together(self.sharded.exchange, self.device)
 
     def _advised(
-        self, error: passes.BudgetError, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any],
-        wanted: Wanted,
-    ) -> passes.BudgetError:  # fmt: skip
+        self, error: passes.BudgetError, captured: Captured, args: Args, kwargs: Kwargs, wanted: Wanted
+    ) -> passes.BudgetError:
         if self.fused is not None:
             return error
         machine = Machine(self.budget, str(self.device))

@@ -1,8 +1,8 @@
 """A joint graph -> one GraphModule for forward and one for backward.
 
     joint:     forward ops, backward ops
-    forward:   inputs                     -> outputs, what backward reads
-    backward:  what it reads, tangents    -> gradients
+    forward:   inputs, floats                     -> outputs, what backward reads
+    backward:  what it reads, floats, tangents    -> gradients
 
 Both take one list and empty it, and let go of every value at its last use, so that a saved tensor dies when backward
 has read it.
@@ -11,16 +11,18 @@ has read it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
+from torch.utils._pytree import tree_map_only
 
 from passes.lifetime import RELEASED
 
+from .float_inputs import FloatMark, FloatNode
 from .nodes import all_storages, returned, storages
 from .summarize import PURE_AGAIN
 
@@ -29,8 +31,8 @@ INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the
-    gradients."""
+    """The two modules; backward takes what forward returns behind its outputs, then the floats, then the tangents, then
+    the gradients."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -39,8 +41,8 @@ class Halves:
     read: tuple[int, ...] = ()  # the places, among inputs and then outputs, of what backward reads of the caller's
 
 
-def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
-    """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`."""
+def split(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[FloatNode] = ()) -> Halves:
+    """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`; both take these floats."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
@@ -51,12 +53,12 @@ def split(graph: fx.Graph, root: torch.nn.Module) -> Halves:
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
     first = [node for node in inputs if node not in given]
-    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
+    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late, floats)
     if not gradients and not late:
         return Halves(forward, None)
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
-    backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
+    backward = _module(graph, root, saved, gradients, late.__contains__, floats, given)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Halves(forward, backward, fakes, names, theirs)
@@ -77,19 +79,35 @@ def _module(
     inputs: Iterable[fx.Node],
     outputs: Iterable[fx.Node],
     mine: Callable[[fx.Node], bool],
+    floats: Sequence[FloatNode],
+    last: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
-    """The part of `graph` for whose nodes `mine` holds, as a module from `inputs` to `outputs`."""
+    """The part of `graph` for whose nodes `mine` holds, as a module from `inputs`, `floats` and the `last` inputs to
+    `outputs`."""
     part = fx.Graph()
     part.set_codegen(_DirectCode())
-    env = {}
-    for node in inputs:
-        env[node] = part.placeholder(node.name)
-        env[node].meta = dict(node.meta)
+    env: dict[fx.Node, fx.Node] = {}
+
+    def take(nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            env[node] = part.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+
+    take(inputs)
+    given = {node: part.placeholder(f"float__in_{i}") for i, node in enumerate(floats)}
+    take(last)
     for node in graph.nodes:
         if node not in env and (node.op == "get_attr" or (node.op == "call_function" and mine(node))):
             env[node] = part.node_copy(node, env.__getitem__)
+            if given:
+                _put_floats(env[node], given)
     part.output(tuple(env[node] for node in outputs))
     return fx.GraphModule(root, part)
+
+
+def _put_floats(node: fx.Node, given: Mapping[FloatNode, fx.Node]) -> None:
+    node.args = tree_map_only(FloatMark, lambda mark: given[mark.node], node.args)
+    node.kwargs = tree_map_only(FloatMark, lambda mark: given[mark.node], dict(node.kwargs))
 
 
 class _DirectCode(_BoxedCodeGen):

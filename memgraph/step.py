@@ -83,13 +83,19 @@ class Step:
         given = [op.nbytes for op in report.forecast.trace.ops if op.fn == "gradient"]
         self.roles = Roles.of(captured, given, self.update_ops.values())
 
-    def __call__(self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen]) -> list[Tensor]:
-        """The module's tensor outputs, given its parameters, buffers and inputs.  All that is allocated here is
-        measured, if this flight is: also what only prepares it, but for the numbers that ranks compare."""
+    def __call__(
+        self, tensors: Sequence[Tensor], unforeseen: Callable[[], Unforeseen], floats: Sequence[float] = ()
+    ) -> list[Tensor]:
+        """The module's tensor outputs, given its parameters, buffers and inputs, and the floats that its ops read.
+
+        All that is allocated here is measured, if this flight is: also what only prepares it, but for the numbers that
+        ranks compare.
+        """
         others = beside(map(tensors.__getitem__, self.roles.owners))
         meter = self._meter(len(others))
         with _window(meter):
             flight = self._begun(tensors, meter, others)
+            flight.floats = floats
         flight.meeting = self.meet() if self.meet is not None else None
         if flight.coming is not None:
             flight.met()

@@ -17,6 +17,7 @@ from .accumulation import mark_watched
 from .alone import capturing
 from .capture import Captured, Wanted, capture
 from .device import unused_nbytes
+from .float_capture import FloatTrial
 from .fused import FusedUpdate
 from .fusing import updating
 from .oss import OSS
@@ -29,9 +30,10 @@ from .trained import Trained
 
 
 def captured_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, device: torch.device
-) -> Captured:
-    """Capture a call.
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Wanted, device: torch.device,
+    floats: FloatTrial | None = None,
+) -> Captured:  # fmt: skip
+    """Capture a call; `floats` of it are inputs, if they can be.
 
     Raises:
         CaptureError: it can't be captured, or its tensors are on several devices.
@@ -39,7 +41,9 @@ def captured_call(
     try:
         with capturing(module):
             refuse_mixing(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = capture(module, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+            call, grad = (module, args, kwargs), torch.is_grad_enabled()
+            opened = floats.capture(*call, grad, wanted) if floats is not None else None
+            captured = opened or capture(*call, grad=grad, wanted=wanted)
     except RuntimeError as error:
         if not is_elsewhere(error):
             raise
