@@ -112,7 +112,7 @@ def _captured(
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = KnowingMode()
+    mode = KnowingMode(has_floats=floats is not None)
     with surroundings(mode), torch.set_grad_enabled(grad), explained(module, mode):
         with no_seeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Hashable, MutableMapping
 from typing import Any
 
 from .attributes import Attributes
+from .capture import Captured
+from .captures import Captures
 from .float_capture import FloatTrial
 from .float_inputs import ATTRIBUTES, GIVEN, Floats, Place
 from .step import Step
@@ -27,8 +29,8 @@ Steps = MutableMapping[Key, Step]
 class FloatKeys:
     """What is known of the floats of one module's calls: which are inputs of a step, and which can't be."""
 
-    def __init__(self, attributes: Attributes) -> None:
-        self.attributes = attributes
+    def __init__(self, attributes: Attributes, captures: Captures) -> None:
+        self.attributes, self.captures = attributes, captures
         self._open: list[tuple[Place, ...]] = []
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -38,8 +40,9 @@ class FloatKeys:
         if key not in steps:
             for places in self._open:
                 other = _opened(key, places)
-                step = steps.get(other) or steps.get((other[0], not other[1], other[2]))
-                floats = _computed(key, step) if step is not None else None
+                there = steps.get(other) or steps.get((other[0], not other[1], other[2]))
+                known = there or self.captures.get((other[0], other[2]))
+                floats = _computed(key, known.captured) if known is not None else None
                 if floats is not None:
                     return other, floats
         return key, []
@@ -47,7 +50,7 @@ class FloatKeys:
     def kept(self, call: Key, key: Key, step: Step, steps: Steps) -> tuple[Key, list[float]]:
         """Keep a step that was made for a call, in the place of those that it can do the work of."""
         opened = tuple(step.captured.opened)
-        floats = _computed(call, step) if opened else []
+        floats = _computed(call, step.captured) if opened else []
         if opened and floats is not None:
             key = _opened(call, opened)
             if opened not in self._open:
@@ -60,22 +63,23 @@ class FloatKeys:
     def trial(self, key: Key, steps: Steps) -> FloatTrial | None:
         """The floats that may be inputs of the step for a call: those that alone differ from the likest of calls."""
         found: tuple[Place, ...] = ()
-        like: Key = None
-        for other in reversed(list(steps)):
-            places = _differing(key, other) if (other[0][1], other[2]) == (key[0][1], key[2]) else ()
+        like: tuple[Key, Captured] | None = None
+        known = [((other[0], other[2]), step.captured) for other, step in reversed(list(steps.items()))]
+        for other, captured in (*known, *self.captures.items()):
+            places = _differing(key, other) if (other[0][1], other[1]) == (key[0][1], key[2]) else ()
             if places and (not found or len(places) < len(found)):
-                found, like = places, other
-        if not found or self._failures.get(_opened(key, found), 0) >= TRIES:
+                found, like = places, (other, captured)
+        if like is None or self._failures.get(_opened(key, found), 0) >= TRIES:
             return None
-        if set(found) <= steps[like].captured.opened.keys():
+        its, captured = like
+        if set(found) <= captured.opened.keys():
             return None  # a value that would make another graph
         held = {place: self.attributes.floats.get(place[1]) for place in found if place[0] == ATTRIBUTES}
         values = _values(key, found)
         if any(at is None or repr(at[0].get(at[1])) != repr(values[place]) for place, at in held.items()):
             return None
-        captured = steps[like].captured
         floats = Floats(values, {place: at for place, at in held.items() if at is not None})
-        return FloatTrial(floats, captured, {**_values(like, found), **captured.opened})
+        return FloatTrial(floats, captured, {**_values(its, found), **captured.opened})
 
     def failed(self, key: Key, trial: FloatTrial) -> None:
         """Those floats of a call like this can't be inputs, or could not this time."""
@@ -85,13 +89,13 @@ class FloatKeys:
             self._failures.popitem(last=False)
 
 
-def _computed(key: Key, step: Step) -> list[float] | None:
-    """The floats that a step takes of a call; None if its values would make another graph, or Python can't compute with
-    them, or makes another type of them."""
-    values = _values(key, tuple(step.captured.opened))
+def _computed(key: Key, captured: Captured) -> list[float] | None:
+    """The floats that a graph takes of a call; None if their values would make another graph, or Python can't compute
+    with them, or makes another type of them."""
+    values = _values(key, tuple(captured.opened))
     try:
-        floats = [node.compute(values) for node in step.captured.floats]
-        if any(node.compute(values) == number for node, number in step.captured.special):
+        floats = [node.compute(values) for node in captured.floats]
+        if any(node.compute(values) == number for node, number in captured.special):
             return None
     except (ArithmeticError, ValueError):
         return None

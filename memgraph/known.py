@@ -71,8 +71,9 @@ class KnowingMode(FakeTensorMode):
     tracer: Any = None  # of the trace that is going on
     failed: Failed | None = None  # the latest
 
-    def __init__(self) -> None:
+    def __init__(self, has_floats: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.has_floats = has_floats  # among the inputs, for which `TracedFloat` stands
 
     @contextmanager
     def knowing(self) -> Iterator[None]:
@@ -85,7 +86,9 @@ class KnowingMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
-        args, kwargs = plain(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if self.has_floats:
+            args, kwargs = plain(func, args, kwargs)
         try:
             with self._remembering(func):
                 made = super().dispatch(func, types, args, kwargs)

@@ -22,6 +22,7 @@ from .alone import ALONE, undisturbed
 from .attributes import Attributes
 from .backward import Unforeseen
 from .capture import Captured
+from .captures import Captures
 from .eager import eager_gradients
 from .entry import refuse_leaves, rewrite
 from .errors import FusedError, NoPlanError
@@ -62,7 +63,8 @@ class CompiledModule(Shared):
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
         self.__dict__["_wanted"] = planner.wishes.wanted
         self.__dict__ |= {"_attributes": Attributes(planner.module), "_kinds": Kinds(planner.module)}
-        self.__dict__["_floats"] = FloatKeys(self._attributes)
+        self.__dict__["_captures"] = Captures()
+        self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
@@ -187,15 +189,17 @@ class CompiledModule(Shared):
             step = steps[key] = steps[key].better()
             steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                steps.popitem(last=False)
+                (guard, _, wanted), gone = steps.popitem(last=False)
+                if _stays_as_captured(self._planner):
+                    self._captures.keep((guard, wanted), gone.captured)
             return step, floats
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
         guard, adds, wanted = key
-        like = self._steps.get((guard, not adds, wanted))
-        trial = self._floats.trial(key, self._steps) if like is None and _takes_floats(self._planner) else None
+        like = self._steps.get((guard, not adds, wanted)) or self._captures.take((guard, wanted))
+        trial = self._floats.trial(key, self._steps) if like is None and _stays_as_captured(self._planner) else None
         if trial is None:
             self._warn(args, kwargs)
         step: Step = self._planner.step(args, kwargs, wanted, like, trial)
@@ -247,8 +251,8 @@ def _weight(step: Step) -> int:
     return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
 
 
-def _takes_floats(planner: Planner) -> bool:
-    """Whether floats may be inputs of graphs: not where graphs are changed or recorded after they are captured."""
+def _stays_as_captured(planner: Planner) -> bool:
+    """Whether graphs are neither changed nor recorded after they are captured."""
     return planner.fused is None and planner.sharded is None and planner.recorder is None
 
 

@@ -28,6 +28,7 @@ from .belongings import belongings
 from .budget import budget_nbytes
 from .call import Args, Kwargs
 from .capture import Captured, Wanted
+from .captures import Like
 from .device import device_of, hold_to, releasing_cached, return_freed_memory, unused_nbytes
 from .errors import CaptureError, RecordingError
 from .far_update import FarStates, FarUpdate
@@ -120,7 +121,7 @@ class Planner:
             self.update.refuse_at_home(there, math.inf if self.tier is None else self.budget)
 
     def step(
-        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None = None, floats: FloatTrial | None = None
+        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Like | None = None, floats: FloatTrial | None = None
     ) -> Step:
         """The step of this call, ready; `like` is that of the same call when gradients were there, or were not, and
         `floats` of the call are inputs of its graph, if they can be.
@@ -144,7 +145,7 @@ class Planner:
             _, graph, trained = self._begun(args, kwargs, wanted)
             return self._price(graph, trained)
 
-    def _step(self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None, floats: FloatTrial | None) -> Step:
+    def _step(self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Like | None, floats: FloatTrial | None) -> Step:
         begin = time.perf_counter()
         captured, graph, trained = self._begun(args, kwargs, wanted, like, floats)
         together, later = self._together(trained), self._later(captured, graph, trained)
@@ -172,7 +173,7 @@ class Planner:
         return step
 
     def _begun(
-        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Step | None = None, floats: FloatTrial | None = None
+        self, args: Args, kwargs: Kwargs, wanted: Wanted, like: Like | None = None, floats: FloatTrial | None = None
     ) -> tuple[Captured, fx.Graph, Trained]:
         """The call, captured, and the graph that is planned: it adds to gradients, and updates, if it is to."""
         with telling_failure(self.sharded, self.module.parameters()):
@@ -180,11 +181,10 @@ class Planner:
             refuse_hooks(self.module)
             if self.sharded is not None:
                 self.sharded.awaited.capturing(self.module.parameters())
-            again = like is not None and self.fused is None and self.sharded is None
+            again = like if self.fused is None and self.sharded is None else None
             self.progress.phase("capturing forward and backward")
-            wanted = update_roots if self.fused else wanted
-            call = self.module, args, kwargs, wanted, self.device, floats
-            captured = like.captured if like is not None and again else captured_call(*call)
+            call = self.module, args, kwargs, update_roots if self.fused else wanted, self.device, floats
+            captured = again.captured if again else captured_call(*call)
             trained = trained_by(captured, self.module, self.wishes.optimizer, self.wishes.fuse)
             captured, trained = with_updates(captured, trained, self.module, self.fused)
             captured, trained = with_collectives(captured, trained, self.module, self.sharded)

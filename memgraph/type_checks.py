@@ -54,7 +54,7 @@ class TypeChecks:
         return self._returns
 
 
-def _holds(value: object, kind: type, depth: int = 3) -> bool:
+def _holds(value: Any, kind: type, depth: int = 3) -> bool:
     """Whether it is of this kind, or a container of one."""
     if type(value) is kind:
         return True

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph import float_capture, step_graph
+from memgraph import module as module_page
 from memgraph.capture import capture
 from memgraph.step import Step
 
@@ -401,3 +402,19 @@ def test_a_step_of_plain_floats_is_given_none() -> None:
     with mock.patch.object(Step, "__call__", autospec=True, side_effect=Step.__call__) as called:
         compared(scaled, positional(0.5, 0.5, 0.25, 0.25))
     assert [len(call.args[3]) > 0 for call in called.call_args_list] == [False, False, True, True]
+
+
+def test_a_step_with_floats_that_was_let_go_is_not_captured_again(
+    captures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_page, "PLANS", 1)
+    monkeypatch.setattr(module_page, "NODES", 0)
+    ours = Module(scaled)
+    theirs, compiled = copy.deepcopy(ours), memgraph.compile(ours, BUDGET)
+    for value in STEPS[:2]:
+        trained(compiled, torch.ones(4, 6), (value,), {})
+    for value in STEPS[2:6]:
+        for rows in (4, 3):
+            x = torch.ones(rows, 6)
+            assert same(trained(compiled, x, (value,), {}), trained(theirs, x, (value,), {}))
+    assert captures == ["constants", "inputs"] * 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memgraph
-from memgraph import costs, module, plan_cache, planner
+from memgraph import captures, costs, module, plan_cache, planner, step_graph
 from passes import Choice, Machine, Op, Storage, Trace, make_plan
 from passes.pipeline import FAIR
 from tests.oracle.network import layers
@@ -184,3 +184,35 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert Path(os.environ["MEMGRAPH_CACHE"], plan_cache.FILE).stat().st_size <= 250_000
     there = [i for i in range(100) if costs.kept(f"key {i}", plan_cache.FILE)]
     assert 10 <= len(there) < 100
+
+
+def test_a_kind_of_call_that_returns_is_not_captured_again(
+    searches: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[int] = []
+    real = step_graph.captured_call
+
+    def counted(module: nn.Module, args: Any, *rest: Any) -> Any:
+        captured.append(len(args[0]))
+        return real(module, args, *rest)
+
+    monkeypatch.setattr(planner, "captured_call", counted)
+    compiled: Any = memgraph.compile(net(), "1GB")
+    for _ in range(3):
+        for count in (64, 62, 60):
+            eager = net()
+            eager(rows(count)).sum().backward()
+            for ours, theirs in zip(step(compiled, rows(count)), eager.parameters(), strict=True):
+                assert theirs.grad is not None and torch.equal(ours, theirs.grad)
+            assert len(compiled.plans) == 1
+    assert captured == [64, 62, 60]
+
+
+def test_captures_that_are_kept_are_bounded(searches: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Any = memgraph.compile(net(), "1GB")
+    step(compiled, rows(64))
+    nodes = len(compiled._latest.captured.graph.graph.nodes)
+    monkeypatch.setattr(captures, "NODES", 2 * nodes)
+    for count in (62, 60, 58, 56):
+        step(compiled, rows(count))
+    assert len(compiled._captures._kept) == 2
