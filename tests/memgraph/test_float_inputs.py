@@ -128,6 +128,19 @@ def test_a_float_that_scales_is_captured_twice_in_twenty_steps(dtype: torch.dtyp
     assert len(compiled.plans) == 1
 
 
+def test_ops_that_take_a_float_in_other_ways_do_as_in_eager(captures: list[str]) -> None:
+    def computed(module: Module, h: Tensor, s: float) -> Tensor:
+        w = module.other.weight[:4, :5]
+        h = torch.addmm(h, h @ h.t(), w, beta=s, alpha=s) + torch.addcmul(h, h, w, value=s)
+        h = torch.addcdiv(h, w, h.exp(), value=s) + h.scatter(0, torch.zeros(1, 5, dtype=torch.long), s)
+        h = h.index_add(0, torch.tensor([0, 1]), w[:2], alpha=s) + (torch.complex(h, w) * s).abs()
+        h = h.remainder(s) + torch.div(h, s, rounding_mode="floor") + torch.threshold(h, s, s) + F.elu(h, s)
+        return h.clone().mul_(s).add_(w, alpha=s) + torch.full_like(h, s) + h.new_full((4, 5), s).copysign(s) * (h > s)
+
+    compared(computed, positional(0.5, 0.3, 0.7, -1.5, 0.25))
+    assert captures == ["constants", "inputs"]
+
+
 def test_a_float_that_python_computes_with_is_an_input(captures: list[str]) -> None:
     def mixed(module: Module, h: Tensor, scale: float) -> Tensor:
         return h * (1 - scale) + h.cos() * scale**2 / 3 - (-abs(scale)) % 0.3
