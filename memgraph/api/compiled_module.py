@@ -26,6 +26,8 @@ from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
+from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.tables import mb
@@ -60,6 +62,8 @@ class CompiledModule(ModuleProxy):
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
         self.__dict__["_wanted"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
+        self.__dict__["_captures"] = CaptureCache()
+        self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
 
     def __reduce__(self) -> Any:
         """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
@@ -132,12 +136,12 @@ class CompiledModule(ModuleProxy):
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        step = self._step(args, kwargs, key)
+        step, floats = self._step(args, kwargs, key)
         refuse_leaf_writes(tensors, step.parts.captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unforeseen(step.parts.captured, args, kwargs))
+        outputs = step(tensors, lambda: self._unforeseen(step.parts.captured, args, kwargs), floats)
         return step.parts.captured.result(rewrite_leaf_inputs(outputs, tensors, step.parts.captured.rewritten), tensors)
 
     def refuse_torn(self) -> None:
@@ -165,36 +169,55 @@ class CompiledModule(ModuleProxy):
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
         return tensors, ((guard, self._planner.state.key()), adds, self._wanted)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
-        """The planned step for a call, from the cache or made now."""
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
+        """Return the planned step for a call, kept or made now, and the floats that it takes."""
+        key, floats = self._floats.lookup(call, self._steps)
         step: Step | None = self._steps.get(key)
         if step is None or step.needs_replan:
-            return self._planned(args, kwargs, key)
-        return self._used(key, step)
+            return self._planned(args, kwargs, call)
+        return self._used(key, step), floats
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         steps: OrderedDict[Key, Step] = self._steps
         with PLANNING_LOCK:
+            key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._made(args, kwargs, key)
+                key, floats = self._floats.add(call, key, self._made(args, kwargs, key), steps)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a plan is looked for once more, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
             steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                steps.popitem(last=False)
-            return step
+                (guard, _, wanted), dropped = steps.popitem(last=False)
+                if self._planner.keeps_captures:
+                    self._captures.add((guard, wanted), dropped.parts.captured)
+            return step, floats
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
-        if warning := self._kinds.warning(args, kwargs):
-            warn_user(warning)
         guard, adds, wanted = key
-        step = self._planner.step(args, kwargs, wanted, self._steps.get((guard, not adds, wanted)))
+        similar = self._steps.get((guard, not adds, wanted))
+        earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, wanted))
+        can_open = earlier is None and self._planner.keeps_captures
+        capture = self._floats.capture_for(key, self._steps) if can_open else None
+        if capture is None:
+            self._count_kind(args, kwargs)
+        step: Step = self._planner.step(args, kwargs, wanted, earlier, capture)
+        if capture is not None and step.parts.captured.float_values:
+            self._kinds.forget(args, kwargs)
+        elif capture is not None:
+            self._count_kind(args, kwargs)
+            self._floats.note_failure(key, capture)
+            LOG.info("floats stay constants of the graph: %s", capture.reason or "this time they differ by more")
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
+
+    def _count_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one more kind of calls, and warn if their number seems to have no end."""
+        if warning := self._kinds.warning(args, kwargs):
+            warn_user(warning)
 
     def _used(self, key: Key, step: Step) -> Step:
         with suppress(KeyError):  # another thread may have let it go by now

@@ -9,6 +9,8 @@ that is not a tensor is written into the graph as it was in this call: a caller 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, fx, nn
 from ..errors import CaptureError
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
+from ..graph.float_arguments import float_inputs
 from ..graph.nodes import returned_values
 from ..graph.sums import sum_grads_early
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
@@ -25,6 +28,7 @@ from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
 from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
+from .float_inputs import FloatInputs
 from .functionalize import functionalize
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
@@ -51,27 +55,36 @@ def capture(
     *,
     grad: bool = True,
     wanted: OutputSelector = select_all,
+    floats: FloatInputs | None = None,
 ) -> Captured:
     """The step of `module(*args, **kwargs)`; no real tensor is read or written.
 
     With `grad` it includes the backward from those differentiable outputs that are `wanted`; or from all, where these
-    are a guess, and a forward that is run again for the others would make other values of them.
+    are a guess, and a forward that is run again for the others would make other values of them.  `floats` of the call
+    become inputs of the graph instead of constants.
+
+    Raises:
+        CaptureError: the call can't be captured.
+        ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    captured = _captured(module, args, kwargs, grad, wanted)
+    captured = _captured(module, args, kwargs, grad, wanted, floats)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, select_all)
+    return _captured(module, args, kwargs, grad, select_all, floats)
 
 
 def _captured(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
-) -> Captured:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
+    floats: FloatInputs | None,
+) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
+    if floats is not None:
+        call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode()
+    mode = ConstantFakeMode(has_floats=floats is not None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
-        with refuse_reseeding(module):
+        with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
@@ -81,7 +94,11 @@ def _captured(
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     hoped = _hoped(graph, tangents) if wanted is select_losses else ()
-    return Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    captured = Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    if floats is None:
+        return captured
+    special_values = tuple(floats.trace.special_values)
+    return replace(captured, floats=float_inputs(graph.graph), special_values=special_values)
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -25,7 +25,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.aten_shims import COPY_STORAGES, copy_as_laid_out
+from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
+from ..tensors.traced_float import ValueNeededError
+from .float_inputs import with_values
 
 ELEMENTS = 1 << 24  # what may be computed to answer one question
 ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
@@ -70,8 +73,10 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the trace that is going on
     failed: Failed | None = None  # the latest
 
-    def __init__(self) -> None:
+    def __init__(self, has_floats: bool = False) -> None:
+        """With `has_floats`, ops may read traced floats."""
         super().__init__(allow_non_fake_inputs=True)
+        self.has_floats = has_floats
 
     @contextmanager
     def knowing(self) -> Iterator[None]:
@@ -84,12 +89,15 @@ class ConstantFakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        kwargs = kwargs or {}
+        if self.has_floats:
+            args, kwargs = with_values(func, args, kwargs)
         try:
             with self._remembering(func):
                 made = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
-                self.failed = Failed(error, func, args, kwargs or {})
+                self.failed = Failed(error, func, args, kwargs)
             raise
         _note(func, made)
         return copy_as_laid_out(func, args, made, self)
@@ -113,6 +121,8 @@ class ConstantFakeMode(FakeTensorMode):
         needed = _leading_to(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
+        if any(map(float_arguments, needed)):
+            raise ValueNeededError("forward looks at a tensor that is made of it")
         with _disable_current_modes(), torch.no_grad():
             return _run(needed, self.tracer.root)
 

@@ -63,7 +63,7 @@ def _is_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     if _ops(one.graph) != _ops(other.graph):
         return False
     pairs = zip(one.graph.find_nodes(op="get_attr"), other.graph.find_nodes(op="get_attr"), strict=True)
-    return all(_holds_same(getattr(one, str(a.target)), getattr(other, str(b.target))) for a, b in pairs)
+    return all(is_same_constant(getattr(one, str(a.target)), getattr(other, str(b.target))) for a, b in pairs)
 
 
 def _ops(graph: fx.Graph) -> list[object]:
@@ -73,7 +73,8 @@ def _ops(graph: fx.Graph) -> list[object]:
     return [(node.op, target, repr(args)) for node, target, args in zip(graph.nodes, targets, read, strict=True)]
 
 
-def _holds_same(one: Any, other: Any) -> bool:
+def is_same_constant(one: Any, other: Any) -> bool:
+    """Return True if two constants of graphs are the same, bit by bit."""
     if one is other:
         return True
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or FakeTensor in (type(one), type(other)):

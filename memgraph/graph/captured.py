@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
+from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class Captured:
     forward gathers what other ranks have updated, `sources` the outputs that each gradient comes from; `rewritten` says
     of inputs that forward changes in place, and that autograd follows, which output has their new value.  `custom` is
     whether an output was made by an autograd.Function of Python's, which may hold what no graph shows.
+    `floats` are the Python floats that ops read and each call gives, `float_values` the values at capture of those that
+    they are computed from, `special_values` those at which the graph would be another.
     """
 
     graph: fx.GraphModule
@@ -42,6 +45,9 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     custom: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
+    floats: tuple[FloatNode, ...] = ()
+    float_values: FloatValues = field(default_factory=dict)
+    special_values: tuple[SpecialValue, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the module returns, of what the graph returned and of the real tensors that it read."""

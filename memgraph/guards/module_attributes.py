@@ -29,7 +29,7 @@ ATOMS = (
 )  # fmt: skip
 WHOLE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-    functools.partial, torch.Generator,
+    functools.partial, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -76,6 +76,11 @@ class AttributeGuard:
             self._walk.describe(self.module, 0)
         return self._walk.key
 
+    @property
+    def floats(self) -> dict[int, tuple[Any, Any]]:
+        """For each float in the latest key, by its index there: the dict that contains it, and its key in that dict."""
+        return self._walk.floats if self._walk is not None else {}
+
 
 class AttributeWalk:
     """One walk, and what has to be looked at to know whether another would find the same.
@@ -96,6 +101,7 @@ class AttributeWalk:
         self.sets: list[tuple[set[Any], frozenset[Any]]] = []
         self.arrays: list[tuple[Any, Hashable]] = []
         self.slotted: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = []
+        self.floats: dict[int, tuple[Any, Any]] = {}  # by index in the key: its dict, and its key there
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -168,7 +174,13 @@ class AttributeWalk:
             self.open_state(held.get(name), hooks=name in HOOKS)
         for name in names:
             # Submodules are as deep as the module itself: their own attributes count from there.
-            self._describe_modules(held[name]) if name == "_modules" else self.describe(held[name], depth + 1)
+            self._describe_modules(held[name]) if name == "_modules" else self._describe_entry(held, name, depth + 1)
+
+    def _describe_entry(self, held: dict[Any, Any], name: Any, depth: int) -> None:
+        """Describe an entry of a dict, and note where a float is."""
+        if type(held[name]) is float:
+            self.floats[len(self.tokens)] = held, name
+        self.describe(held[name], depth)
 
     def open_state(self, held: dict[Any, Any] | None, hooks: bool) -> None:
         """Hooks count by who they are; parameters and buffers by name, for their tensors are in the key already."""
@@ -227,7 +239,7 @@ class AttributeWalk:
         self.tokens.append(tuple(map(_hashed, held)))
         for name, value in held.items():
             if name not in unread:
-                self.describe(value, depth + 1)
+                self._describe_entry(held, name, depth + 1) if type(held) is dict else self.describe(value, depth + 1)
 
     def _ids(self, things: Iterable[Any]) -> tuple[int, ...]:
         things = tuple(things)

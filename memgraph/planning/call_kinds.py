@@ -47,6 +47,10 @@ class CallKinds:
         self._said = self._said or bool(text)
         return text
 
+    def forget(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget the kinds of this sort: what differed is an input of the graph now."""
+        self._sorts.pop(self._described(args, kwargs)[0], None)
+
     def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[ArgumentPath, Any]]:
         sort: list[Hashable] = []
         sizes: dict[ArgumentPath, Any] = {}
