@@ -22,6 +22,7 @@ from benchmarks.clock import step_of
 from benchmarks.laps import Laps, Overtime, Taken, within
 from benchmarks.nets import Through, checkpointed, plainly
 from passes import Stream
+from passes.ir.ops import OFFLOAD
 
 SHARES = (0.8, 0.5, 0.2)  # for torch's activation_memory_budget
 OURS = (0.5, 0.25)  # of the compiled step's activations
@@ -166,9 +167,9 @@ def _ours(row: Row, shape: Shape, laps: Laps, count: int, **options: Any) -> Row
 def plan_of(report: memgraph.Report) -> str:
     """How much of what a plan does."""
     fns = [op.fn for op in report.forecast.trace.ops]
-    again = sum(bool(op.again) for op in report.forecast.trace.ops)
+    again = sum(bool(op.recomputes) for op in report.forecast.trace.ops)
     far = sum(isinstance(decision, Stream) for decision in report.plan)
-    moved = f"{fns.count('memgraph.offload.default')} away" + (f", {far} at home there" if far else "")
+    moved = f"{fns.count(OFFLOAD)} away" + (f", {far} at home there" if far else "")
     return f"{again} again, {moved}, forecast {report.forecast.us / 1e3:.1f} ms"
 
 

@@ -26,7 +26,8 @@ from rich.table import Table
 from benchmarks.simulated import run, trace_file
 from passes import BudgetError, Machine, make_plan, parse, pipeline, predict
 from passes.lp import memory_rows, solver
-from passes.search import greedy, optimize
+from passes.schedule import candidate
+from passes.search import optimize
 
 DEPTHS = (6, 12, 24, 48, 96)
 FORMS = ("", "-d")
@@ -34,11 +35,11 @@ SHARES = (0.6, 0.4, 0.3)
 # What each part of the time is spent in.  "other": the trace as numbers, and what a point puts at every position.
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "check": ((pipeline, "check"),),
-    "simulate": (*((at, name) for at in (pipeline, greedy) for name in ("apply", "predict")), (greedy, "schedule")),
-    "rows": ((optimize, "Model"), (memory_rows, "forward"), (memory_rows, "backward")),
+    "simulate": ((pipeline, "predict"), *((candidate, name) for name in ("schedule", "apply", "predict"))),
+    "rows": ((optimize, "PlanModel"), (memory_rows.MemoryRows, "add"), (memory_rows.MemoryRows, "add_any_plan")),
     "linear": ((solver.LPSolver, "solve"),),
-    "whole": ((solver.LPSolver, "solve_whole"),),
-    "mend": ((optimize, "descend_from"), (optimize, "in_time")),
+    "whole": ((solver.LPSolver, "solve_integers"),),
+    "mend": ((optimize, "greedy_from"), (optimize, "retime_copies")),
 }
 
 

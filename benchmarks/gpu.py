@@ -85,7 +85,7 @@ def _left(end: float) -> float:
 
 def _figures(device: torch.device, toy: bool, left: Callable[[], float]) -> Iterator[Figure]:
     parts: dict[str, Callable[[], Iterable[Figure]]] = {
-        "kernels": lambda: bandwidth.rows(device, 1 << 16, 10, 2) if toy else bandwidth.rows(device),
+        "kernels": lambda: bandwidth.rows(device, 1 << 16, 2) if toy else bandwidth.rows(device),
         "copies": lambda: beside.rows(device),
         "updates": lambda: updates.rows(device),
     }

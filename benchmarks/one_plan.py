@@ -16,10 +16,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from passes import BudgetError, Forecast, Machine, PlanResult, Trace, make_plan, parse, predict
+from passes import BudgetError, Forecast, Link, Machine, PlanResult, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 
 
@@ -46,7 +46,7 @@ def main(file: str, share: str, link: str) -> None:
     inputs = sum(op.nbytes for op in trace.ops if op.is_input)
     plain = predict(trace, Machine(1 << 62))
     above = int(float(share) * (plain.peak - inputs))
-    machine = Machine(inputs + above, "cuda", "host", float(link), float(link))
+    machine = Machine(inputs + above, "cuda", "host", link=Link(float(link), float(link)))
     begin = time.perf_counter()
     answer = _plan(trace, machine)
     spent = _spent(begin)
@@ -83,17 +83,17 @@ def _fits(choice: PlanResult) -> Found:
 
 
 def _fails(error: BudgetError, trace: Trace, machine: Machine, inputs: int) -> Found:
-    floor = re.search(r"No plan can do with less than (\d+) bytes", str(error))
+    floor = re.search(r"No plan can use less than (\d+) bytes", str(error))
     least = int(floor[1]) if floor else error.smallest
     return Found("floor" if floor else _proven(trace, machine), least=least - inputs)
 
 
 def _proven(trace: Trace, machine: Machine) -> str:
     """What the linear program says of a budget for which there was no plan; the planner's error does not say it."""
-    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget))
+    relaxed = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), machine.budget))
     if relaxed is None:
         return "proven"
-    return "single" if relaxed.solved is None else "none"
+    return "single" if relaxed.solution is None else "none"
 
 
 if __name__ == "__main__":

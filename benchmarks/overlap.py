@@ -30,6 +30,7 @@ from benchmarks.records import write
 from benchmarks.state import Training, compiled, parameters
 from memgraph.storage import io_threads
 from passes import Forecast, Machine
+from passes.ir.ops import FREE, WAIT
 from passes.simulate.forecast import update_nbytes
 
 GOAL, GOAL_FORECAST = 1.1, 0.1
@@ -82,12 +83,12 @@ def held_to(rate: float) -> Iterator[None]:
     if not rate:
         yield
         return
-    plain, kept = io_threads.transfer, os.environ.get("MEMGRAPH_CACHE")
-    io_threads.transfer, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
+    plain, kept = io_threads.transfer_pages, os.environ.get("MEMGRAPH_CACHE")
+    io_threads.transfer_pages, os.environ["MEMGRAPH_CACHE"] = _slowed(plain, rate), ""
     try:
         yield
     finally:
-        io_threads.transfer = plain
+        io_threads.transfer_pages = plain
         del os.environ["MEMGRAPH_CACHE"]
         os.environ |= {} if kept is None else {"MEMGRAPH_CACHE": kept}
 
@@ -147,11 +148,11 @@ def queues(forecast: Forecast, machine: Machine) -> Alone:
     for op, begin, end in zip(trace.ops, forecast.begins, ends, strict=True):
         if op.phase == "update":
             come, go = update_nbytes(trace, op)
-            took["back"] += come / (machine.back or 1.0)
-            took["out"] += go / (machine.out or 1.0)
+            took["back"] += come / (machine.link.back or 1.0)
+            took["out"] += go / (machine.link.out or 1.0)
             compute += op.us
-        elif op.fn not in ("memgraph.free.default", "memgraph.wait.default"):
+        elif op.fn not in (FREE, WAIT):
             compute += end - begin
     for copy in forecast.copies:
         took[copy.queue] += copy.end - copy.begin
-    return Alone(compute, sum(took.values()) if machine.turns else max(took.values()))
+    return Alone(compute, sum(took.values()) if machine.link.half_duplex else max(took.values()))

@@ -109,7 +109,7 @@ class Ring:
     def _added_us(self, plan: memgraph.Report) -> float:
         """What a plan computes again by the prices that the rival has too: a later plan has those of its own steps."""
         alone = memgraph.plan(self.model, *self.batch, budget=AMPLE, offload=None).choice.captured.trace.op
-        return sum(alone[op.again].us for op in plan.forecast.trace.ops if op.again)
+        return sum(alone[op.recomputes].us for op in plan.forecast.trace.ops if op.recomputes)
 
     def smallest(self) -> int:
         """The least budget that memgraph names."""

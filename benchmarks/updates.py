@@ -17,7 +17,7 @@ from benchmarks.beside import Figure
 from memgraph.optim.offloaded_update import LARGEST
 from memgraph.optim.windowed_update import WindowedUpdate
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 from memgraph.system.timer import timed_us
 
 LAPS = 5
@@ -40,7 +40,7 @@ def rows(device: torch.device, count: int = COUNT, elements: int = ELEMENTS) -> 
 
 def _bring(parameters: list[nn.Parameter], host: PinnedBufferAllocator) -> None:
     """Let parameters live on the host."""
-    for parameter, home in zip(parameters, begin_reload([each.detach() for each in parameters], host), strict=True):
+    for parameter, home in zip(parameters, offload_tensors([each.detach() for each in parameters], host), strict=True):
         parameter.data = home
 
 
@@ -51,12 +51,12 @@ def _ms(
     there: Container[Tensor],
 ) -> float:
     """Milliseconds of an update, a few times; the first one makes states and is not counted."""
-    gradients = begin_reload([torch.ones_like(parameter.detach()) for parameter in parameters], host)
+    gradients = offload_tensors([torch.ones_like(parameter.detach()) for parameter in parameters], host)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
     def update() -> None:
         with torch.no_grad():
-            WindowedUpdate(optimizer, LARGEST, lambda _: True, host, hosted=lambda parameter: parameter in there).run()
+            WindowedUpdate(optimizer, LARGEST, lambda _: True, host, on_host=lambda parameter: parameter in there).run()
 
     return median([timed_us(update, host.device)[1] / 1e3 for _ in range(LAPS + 1)][1:])

@@ -3,12 +3,12 @@
 from .ir.decisions import Decision, Offload, Plan, Recompute, Reload, Stream, apply, parse_plan
 from .ir.errors import BudgetError
 from .ir.invariants import BrokenTrace, check
-from .ir.liveness import Life, lifetimes
-from .ir.machine import Machine
+from .ir.liveness import Lifetime, lifetimes
+from .ir.machine import Cast, Link, Machine, Network, Streaming
 from .ir.trace import INPUTS, Op, Storage, Trace, parse
 from .pipeline import PASSES, make_plan
-from .simulate.choice import PlanResult, Proposal
 from .simulate.forecast import KINDS, Copy, Forecast, predict
+from .simulate.plan_result import PlanResult, Proposal
 
 __all__ = [
     "INPUTS",
@@ -16,11 +16,14 @@ __all__ = [
     "PASSES",
     "BrokenTrace",
     "BudgetError",
+    "Cast",
     "Copy",
     "Decision",
     "Forecast",
-    "Life",
+    "Lifetime",
+    "Link",
     "Machine",
+    "Network",
     "Offload",
     "Op",
     "Plan",
@@ -30,6 +33,7 @@ __all__ = [
     "Reload",
     "Storage",
     "Stream",
+    "Streaming",
     "Trace",
     "apply",
     "check",

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from .ir.decisions import Plan, apply
 from .ir.errors import BudgetError
 from .ir.machine import Machine
-from .ir.trace import OTHERS, Op, Storage, Trace
+from .ir.trace import OTHER_FORWARDS, Op, Storage, Trace
 from .pipeline import QUICK, make_plan
-from .simulate.choice import PlanResult
 from .simulate.forecast import Forecast, predict
+from .simulate.plan_result import PlanResult
 
 Search = Callable[[Trace, Machine], PlanResult]
 
@@ -54,7 +54,7 @@ def plan_forwards(trace: Trace, machine: Machine, count: int, search: Search) ->
     return found
 
 
-def as_it_is_nbytes(trace: Trace, machine: Machine, count: int) -> int:
+def unplanned_nbytes(trace: Trace, machine: Machine, count: int) -> int:
     """The bytes that so many open forwards of the step need if nothing is decided."""
     if count < 2 or trace.boundary == len(trace.ops):
         return predict(trace, machine).peak
@@ -63,20 +63,22 @@ def as_it_is_nbytes(trace: Trace, machine: Machine, count: int) -> int:
 
 def without_others(trace: Trace) -> Trace:
     """The step alone."""
-    return replace(trace, ops=tuple(op for op in trace.ops if op.name != OTHERS)) if trace.others else trace
+    return (
+        replace(trace, ops=tuple(op for op in trace.ops if op.name != OTHER_FORWARDS)) if trace.other_nbytes else trace
+    )
 
 
-def held_nbytes(forecast: Forecast) -> int:
+def open_forward_nbytes(forecast: Forecast) -> int:
     """The bytes that an open forward holds until its backward, and its tangents then; what all forwards share is left
     out: parameters, buffers, states and gradients."""
     trace, turn = forecast.trace, forecast.trace.boundary
     stays = {op.name for op in trace.ops if op.fn in STAYS}
     tangents = {op.name for op in trace.ops if op.fn == "tangent"}
-    open_ = (life for life in forecast.lives if life.first < turn <= life.last or life.maker in tangents)
-    return sum(life.nbytes for life in open_ if life.maker not in stays)
+    open_ = (life for life in forecast.lifetimes if life.first < turn <= life.last or life.producer in tangents)
+    return sum(life.nbytes for life in open_ if life.producer not in stays)
 
 
-def waiting_nbytes(trace: Trace) -> int:
+def pending_gradient_nbytes(trace: Trace) -> int:
     """The bytes of a set of gradients, which waits in autograd, or in `.grad`, for those of the next backward."""
     handed = {
         held for kind, value in trace.outputs if kind in ("gradient", "watched") for held in trace.op[value].holds
@@ -116,9 +118,9 @@ class _Shares:
     def _tried(self, share: float, search: Search) -> Iterator[PlanResult]:
         """The plan found where an open forward may hold so much, if there is one that keeps the budget."""
         plain = predict(self.trace, self.machine)
-        held, least = held_nbytes(plain), self._handed
+        held, least = open_forward_nbytes(plain), self._handed
         limit = least + int(share * (held - least))
-        others = (self.count - 1) * limit + waiting_nbytes(self.trace)
+        others = (self.count - 1) * limit + pending_gradient_nbytes(self.trace)
         # So many bytes at the first op of backward leave no room for more to be held across the turn.
         room = self.machine.budget - others - (int(plain.total[self.trace.boundary]) - held) - limit
         narrowed = _with_others(_narrowed(self.trace, max(0, room)), others)
@@ -147,8 +149,8 @@ class _Shares:
 
     def _whole(self, plan: Plan, found: PlanResult | None = None) -> PlanResult:
         """A plan with what it really lets other forwards hold."""
-        held = held_nbytes(predict(apply(self._ordered(found), plan), self.machine))
-        trace = _with_others(self._ordered(found), (self.count - 1) * held + waiting_nbytes(self.trace))
+        held = open_forward_nbytes(predict(apply(self._ordered(found), plan), self.machine))
+        trace = _with_others(self._ordered(found), (self.count - 1) * held + pending_gradient_nbytes(self.trace))
         captured, forecast = predict(trace, self.machine), predict(apply(trace, plan), self.machine)
         greedy = found is not None and found.greedy
         return PlanResult(plan, captured, forecast, greedy=greedy)
@@ -164,7 +166,7 @@ class _Shares:
 def _smallest(trace: Trace, machine: Machine, count: int) -> int:
     """A budget for which the quick passes find a plan, halved in on from what the step needs as it is."""
     no = machine.budget
-    yes = as_it_is_nbytes(trace, machine, count)
+    yes = unplanned_nbytes(trace, machine, count)
     for _ in range(ROUNDS):
         between = (no + yes) // 2
         if _Shares(trace, replace(machine, budget=between), count).fits:
@@ -186,5 +188,11 @@ def _narrowed(trace: Trace, nbytes: int) -> Trace:
 
 
 def _with_others(trace: Trace, nbytes: int) -> Trace:
-    op = Op(OTHERS, "buffer", makes=(Storage(OTHERS, nbytes),), holds=(OTHERS,), where="other open forwards")
+    op = Op(
+        OTHER_FORWARDS,
+        "buffer",
+        makes=(Storage(OTHER_FORWARDS, nbytes),),
+        holds=(OTHER_FORWARDS,),
+        where="other open forwards",
+    )
     return replace(trace, ops=(op, *trace.ops))

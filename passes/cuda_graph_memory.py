@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .ir.liveness import RELEASED
+from .ir.ops import OFFLOAD, is_runtime, verb_of
 from .ir.trace import Op, Storage, Trace
 
-KEPT = "kept_for_replays"
+RECORDING = "kept_for_replays"
 LIBRARIES = "libraries"  # what these keep on the device for themselves, for each of two threads
 HOSTS = {  # what the host does in an op
     "rng_state": "random numbers are drawn a second time, for which the host sets the generator",
@@ -26,24 +27,24 @@ HOSTS = {  # what the host does in an op
 }
 
 
-def replay_obstacle(trace: Trace) -> str:
+def explain_not_recordable(trace: Trace) -> str:
     """What of a planned step no replay does; empty if there is nothing."""
     for op in trace.ops:
-        verb = op.fn.split(".")[1] if op.fn.startswith("memgraph.") else ""
+        verb = verb_of(op.fn) if is_runtime(op.fn) else ""
         if verb in HOSTS:
             return HOSTS[verb]
         if op.fn == "gradient":
             return "it adds to gradients that are there"
-        if op.far:
+        if op.offloaded:
             return "some of its state lives far"
-    if any(trace.op[value].fn == "memgraph.offload.default" for _, value in trace.outputs):
+    if any(trace.op[value].fn == OFFLOAD for _, value in trace.outputs):
         return "some of its state lives far"
     if sum(op.fn == "tangent" for op in trace.ops) > 1:
         return "gradients may come for some of its outputs and not for others"
     return ""
 
 
-def kept_nbytes(trace: Trace) -> int:
+def recording_nbytes(trace: Trace) -> int:
     """The bytes that a step which is replayed has beside those of its plan: copies of what it is called with and of
     what comes to backward, copies of what it returns, what the update takes beside the step's memory, and what
     libraries keep for its own stream."""
@@ -54,7 +55,9 @@ def kept_nbytes(trace: Trace) -> int:
     return copied + libraries + sum(trace.nbytes[held] for held in handed) + update
 
 
-def add_replay_memory(trace: Trace) -> Trace:
+def add_recording_memory(trace: Trace) -> Trace:
     """The step with these bytes among what is there throughout."""
-    kept = Op(KEPT, "state", makes=(Storage(KEPT, kept_nbytes(trace)),), holds=(KEPT,), where="replays")
+    kept = Op(
+        RECORDING, "state", makes=(Storage(RECORDING, recording_nbytes(trace)),), holds=(RECORDING,), where="replays"
+    )
     return replace(trace, ops=(kept, *trace.ops))

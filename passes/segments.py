@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .ir.machine import Machine
+from .ir.ops import SEGMENT, is_runtime
 from .ir.trace import Op, Storage, Trace
 from .simulate.forecast import predict
 
@@ -31,7 +32,7 @@ class Segment:
     name: str
     ops: tuple[str, ...]
     reads: tuple[str, ...]
-    gives: tuple[str, ...]
+    outputs: tuple[str, ...]
     views: tuple[str, ...]
 
 
@@ -43,7 +44,7 @@ class Price:
     workspace: int = 0
 
 
-def segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]:
+def find_segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]:
     """The longest segments of ops that are `fusible`, and of views."""
     readers = _readers(trace)
     torn = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values that are several
@@ -54,7 +55,7 @@ def segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]
     return tuple(found)
 
 
-def fused(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
+def fuse_segments(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
     """The step in which each chosen segment is one line, at its price."""
     first = {segment.ops[0]: segment for segment in chosen}
     inside = {name for segment in first.values() for name in segment.ops}
@@ -68,7 +69,7 @@ def fused(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) 
     return replace(trace, ops=tuple(ops))
 
 
-def affordable(
+def affordable_segments(
     trace: Trace, machine: Machine, found: Sequence[Segment], prices: Mapping[str, Price]
 ) -> tuple[Segment, ...]:
     """Those that are faster than their ops, and whose line is within the budget.
@@ -76,13 +77,13 @@ def affordable(
     At other lines the step holds with segments what it holds without.
     """
     faster = [each for each in found if prices[each.name].us < sum(trace.op[name].us for name in each.ops)]
-    forecast = predict(fused(trace, faster, prices), machine)
+    forecast = predict(fuse_segments(trace, faster, prices), machine)
     lines = zip(forecast.trace.ops, forecast.total, strict=True)
     over = {op.name for op, nbytes in lines if nbytes > machine.budget}
     return tuple(each for each in faster if each.name not in over)
 
 
-def shared(trace: Trace, found: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
+def spread_segment_times(trace: Trace, found: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
     """The step in which the ops of a segment that is faster than they are take its time, each by its part."""
     us: dict[str, float] = {}
     for segment in found:
@@ -94,11 +95,11 @@ def shared(trace: Trace, found: Iterable[Segment], prices: Mapping[str, Price]) 
 
 def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None:
     """What the ops of one segment have in common; None for an op that is in none."""
-    if op.is_input or op.phase == "update" or op.fn.startswith("memgraph."):
+    if op.is_input or op.phase == "update" or is_runtime(op.fn):
         return None
     if op.once or op.draws or not (is_view(op) or fusible(op)):
         return None
-    return op.phase, op.slice, op.part
+    return op.phase, op.slice, op.microbatch
 
 
 def is_view(op: Op) -> bool:
@@ -114,7 +115,7 @@ def _cut(lines: list[Op], readers: Mapping[str, Sequence[str]], torn: set[str]) 
         end = begin + len(run)
         while (bad := _half(run, readers, torn)) is not None:
             end, run = begin + bad + 1, run[:bad]
-        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, readers, torn)).gives:
+        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, readers, torn)).outputs:
             yield segment
         begin = end
 
@@ -172,19 +173,19 @@ def _needed(run: list[Op], gives: Iterable[str]) -> set[str]:
 
 def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]) -> Iterator[Op]:
     """What stands in a segment's place; `renamed` learns the names that its storages have now."""
-    ops = [trace.op[name] for name in segment.gives]
+    ops = [trace.op[name] for name in segment.outputs]
     one = trace.op[segment.ops[0]]
     made = tuple(Storage(f"{segment.name}.{i}", trace.nbytes[op.holds[0]]) for i, op in enumerate(ops))
     renamed |= {op.holds[0]: storage.name for op, storage in zip(ops, made, strict=True)}
     yield Op(
-        segment.name, "memgraph.segment", segment.reads, made, tuple(storage.name for storage in made), one.phase,
-        price.us, price.workspace, part=one.part, slice=one.slice, type=", ".join(op.type for op in ops),
+        segment.name, SEGMENT, segment.reads, made, tuple(storage.name for storage in made), one.phase,
+        price.us, price.workspace, microbatch=one.microbatch, slice=one.slice, type=", ".join(op.type for op in ops),
         where=one.where,
     )  # fmt: skip
     for op, storage in zip(ops, made, strict=True):
         yield Op(
-            op.name, "getitem", (segment.name,), holds=(storage.name,), phase=op.phase, part=op.part, slice=op.slice,
-            type=op.type, where=op.where,
+            op.name, "getitem", (segment.name,), holds=(storage.name,), phase=op.phase, microbatch=op.microbatch,
+            slice=op.slice, type=op.type, where=op.where,
         )  # fmt: skip
     yield from (_holding(trace.op[name], renamed) for name in segment.views)
 

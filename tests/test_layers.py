@@ -21,8 +21,8 @@ MEMGRAPH = (
 )
 OSS = (
     {"memgraph.oss.compiled"},
-    {"memgraph.oss.checkpoint"},
     {"memgraph.oss"},
+    {"memgraph.oss.checkpoint"},
     {"memgraph.oss.comm"},
     {"memgraph.oss.shards"},
 )

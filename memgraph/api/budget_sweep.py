@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from passes import BudgetError, Machine, PlanResult, Trace, make_plan, predict
-from passes.concurrent_forwards import as_it_is_nbytes, plan_forwards
+from passes.concurrent_forwards import plan_forwards, unplanned_nbytes
 
 from ..options.argument_rules import check_argument
 from ..planning.progress import Progress
@@ -72,7 +72,7 @@ class _BudgetPlans:
     def __init__(self, trace: Trace, machine: Machine, seconds: float, forwards: int = 1) -> None:
         self.trace, self.machine, self.seconds, self.forwards = trace, machine, seconds, forwards
         self.plain = predict(trace, machine)
-        self.smallest = self.most = as_it_is_nbytes(trace, machine, forwards)
+        self.smallest = self.most = unplanned_nbytes(trace, machine, forwards)
         self.plans: list[tuple[int, PlanResult]] = []  # with the budget of each search
 
     def sweep(self, budgets: Sequence[int] | None) -> Sweep:

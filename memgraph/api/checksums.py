@@ -1,10 +1,10 @@
-"""Find damage in a saved training before any of it is loaded.
+"""Find damage in a saved file before any of it is loaded.
 
-    checksum(f32[2, 8])                     ->  3523407757, of its type, its shape and its numbers
+    checksum(f32[2, 8])                     ->  3523407757, from its dtype, shape and elements
     refuse_damaged_archive("run.pt", state) ->  StateError: 'model.fc.weight' was damaged since it was written
 
-A checksum is a CRC-32: it shows every flipped bit and every run of damage up to 32 bits, and all but one in four
-billion of the rest.  It is no protection against somebody who means to change a file.
+A checksum is a CRC-32: it detects every flipped bit, every run of damage up to 32 bits, and all but one in four billion
+of other damage.  It does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ FAULTS = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOF
 
 
 def checksum(tensor: Tensor) -> int:
-    """A checksum of a contiguous tensor in memory of the host."""
+    """Return the checksum of a contiguous tensor in host memory."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return zlib.crc32(numbers(tensor), zlib.crc32(kind))
 
 
 def numbers(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in memory of the host, which are not copied."""
+    """Return the bytes of a contiguous tensor in host memory, without a copy."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def refuse_damaged_archive(path: str | os.PathLike[str], state: object) -> None:
-    """Compare a file of `torch.save` with the checksums in it; `state` is what was mapped from it.
+    """Compare a file of `torch.save` with the checksums in it; `state` is mapped from it.
 
     Raises:
-        StateError: some part of it is damaged; says which tensor's.
-        OSError: it can't be read.
+        StateError: a part is damaged; names its tensor.
+        OSError: the file can't be read.
     """
     with zipfile.ZipFile(path) as archive:
         parts = sorted(archive.infolist(), key=lambda part: part.header_offset)
@@ -57,20 +57,20 @@ def _is_whole(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> bool:
         with archive.open(part) as content:
             while content.read(CHUNK):
                 pass
-    except FAULTS:  # what the standard library raises for a part that is not what its entry says
+    except FAULTS:  # which the standard library raises for a part that differs from its entry
         return False
     return True
 
 
 def _owner(state: object, number: int | None) -> str | None:
-    """The tensors in a storage of the file, counted as they lie there."""
+    """Return the names of the tensors in a storage of the file; storages are numbered by offset."""
     if number is None:
         return None
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, tensor in _named(state, ""):
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes():
-            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(repr(name))
-    owners = [found[address] for address in sorted(found)]
+            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(repr(name))
+    owners = [names[address] for address in sorted(names)]
     return ", ".join(owners[number]) if number < len(owners) else None
 
 

@@ -1,25 +1,26 @@
-"""The module that `memgraph.compile` returns: the given one, whose step stays under the budget.
+"""The module that `memgraph.compile` returns: the given one, with a step that stays within the budget.
 
-    model(x)    ->  a plan for calls like this, made now or found; then its forward.  Backward follows by autograd.
+    model(x)    ->  the step for calls like this, planned now or kept; its forward runs, and autograd runs its backward
 
-Steps are kept by signature, and the one that was used longest ago goes first; what was decided of it stays, in
-`plan_cache`.
+Steps are kept by signature; the least recently used one is dropped first.  Its plan stays in `planning/plan_cache.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
-from ..errors import FusedError, NoPlanError
+from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
@@ -38,15 +39,14 @@ from ..system.locks import PLANNING_LOCK, read_when_not_capturing
 from ..system.user_warning import warn_user
 from ..tensors.loss_outputs import OutputSelector, select_all, select_scalars
 from ..tensors.pytree import Spec, flatten, tensors_of
-from .transforms import refuse_duals, refuse_transforms
 
-PLANS = 8  # steps that are kept in any case; the one that was used longest ago goes first
-NODES = 10_000  # of their graphs: more steps are kept as long as they have no more, at about 5 kB each
+PLANS = 8  # steps that are always kept
+NODES = 10_000  # in their graphs: more steps are kept while they have fewer; a node takes about 5 kB
 LEAST = 50  # nodes that each step counts for besides its own
 LOG = logging.getLogger(__name__)
 
-Key = tuple[Hashable, bool, OutputSelector]  # the guard, whether gradients are there, and what backward starts from
-ONCE = "this one step runs the plain module again, outside of the budget, and later steps are planned for"
+Key = tuple[Hashable, bool, OutputSelector]  # the guard, whether gradients exist, the outputs that backward starts from
+ONCE = "this one step runs the plain module, outside of the budget, and later steps are planned for"
 MORE = f"a loss was made of outputs for which no backward was planned; {ONCE} all"
 LESS = f"no loss was made of outputs for which backward was planned beside the scalar ones; {ONCE} the scalar"
 
@@ -60,23 +60,23 @@ class CompiledModule(ModuleProxy):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.module)
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
-        self.__dict__["_wanted"] = planner.options.outputs
+        self.__dict__["_outputs"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
         self.__dict__["_captures"] = CaptureCache()
         self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
 
     def __reduce__(self) -> Any:
-        """A copy is the copied module, compiled anew; without the optimizer, which is one of the old parameters."""
-        self._refuse_awaited("a copy")
+        """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
+        self._refuse_incomplete_parameters("a copy")
         options = replace(self._planner.options, optimizer=None, fuse_update=False, host_update=False)
-        return _again, (self._planner.module, options)
+        return _compiled, (self._planner.module, options)
 
     @property
     def plan(self) -> Report:
-        """What the step of the latest call does, what it was forecast to take, and what it took.
+        """The report of the latest call's step: its plan, its forecast, and what was measured.
 
         Raises:
-            NoPlanError: the module has not been called yet; it is an AttributeError, for whoever looks around.
+            NoPlanError: the module was not called yet.  It is an AttributeError, for `hasattr`.
         """
         if self._latest is None:
             raise NoPlanError(
@@ -87,10 +87,9 @@ class CompiledModule(ModuleProxy):
 
     @property
     def plans(self) -> tuple[Report, ...]:
-        """The reports of all kinds of calls whose plans are kept, the one that was used longest ago first.
+        """The reports of all kinds of calls whose steps are kept, the least recently used one first.
 
-        A call that adds to gradients is another kind than one that makes them, and so is one of another shape, or
-        without gradients.  There are none before the first call.
+        Calls differ in kind if they differ in shapes, if they add to gradients or make them, or if they make none.
         """
         return tuple(step.report for step in list(self._steps.values()))
 
@@ -104,11 +103,12 @@ class CompiledModule(ModuleProxy):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; the norm before, as torch's own function
-        gives it, wherever the gradients live.  With a sharded optimizer it is that of the means over all ranks.
+        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before.
+
+        Gradients may be offloaded.  With a sharded optimizer the norm is that of the means over all ranks.
 
         Raises:
-            FusedError: with `fuse_update` there are none.
+            FusedError: with `fuse_update` there are no gradients.
         """
         if self._planner.state.sharded is not None:
             return self._planner.state.sharded.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -126,138 +126,156 @@ class CompiledModule(ModuleProxy):
         return iter(read_when_not_capturing(self._module, lambda: list(self._module.named_buffers(*args, **kwargs))))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_awaited("state_dict()")
+        self._refuse_incomplete_parameters("state_dict()")
         return read_when_not_capturing(self._module, lambda: self._module.state_dict(*args, **kwargs))
 
     @torch.compiler.disable(reason="a compiled module of memgraph runs a graph of its own")  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_transforms()
-        self.refuse_torn()
+        self.refuse_partial_update()
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
         step, floats = self._step(args, kwargs, key)
-        refuse_leaf_writes(tensors, step.parts.captured.rewritten)
+        captured = step.parts.captured
+        refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unforeseen(step.parts.captured, args, kwargs), floats)
-        return step.parts.captured.result(rewrite_leaf_inputs(outputs, tensors, step.parts.captured.rewritten), tensors)
+        outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
+        return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
-    def refuse_torn(self) -> None:
+    def refuse_partial_update(self) -> None:
         """
         Raises:
-            FusedError: a backward that updates has failed half way, and no earlier state was loaded since.
+            FusedError: a backward that updates failed half way, and no earlier state was loaded since.
         """
         if self._planner.state.fused_update is not None:
-            self._planner.state.fused_update.torn.check()
+            self._planner.state.fused_update.guard.check()
 
-    def _refuse_awaited(self, what: str) -> None:
+    def _refuse_incomplete_parameters(self, what: str) -> None:
         """
         Raises:
-            ShardError: what other ranks have updated of the parameters has not been gathered since.
+            ShardError: parameters that other ranks have updated were not gathered yet.
         """
         if self._planner.state.sharded is not None:
-            self._planner.state.sharded.awaited.refuse(self._module.parameters(), what)
+            self._planner.state.sharded.pending_gathers.refuse_reads(self._module.parameters(), what)
 
     def _read(self, spec: Spec, leaves: Sequence[object]) -> tuple[list[Tensor], Key]:
-        """All tensors that a call reads, and the key of its plan."""
+        """Return all tensors that a call reads, and the key of its step."""
         parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
         owned = [*parameters, *buffers]
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
-        return tensors, ((guard, self._planner.state.key()), adds, self._wanted)
+        return tensors, ((guard, self._planner.state.key()), adds, self._outputs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
-        """Return the planned step for a call, kept or made now, and the floats that it takes."""
+        """Return the step of a call, kept or planned now, and the floats that it takes."""
         key, floats = self._floats.lookup(call, self._steps)
         step: Step | None = self._steps.get(key)
         if step is None or step.needs_replan:
             return self._planned(args, kwargs, call)
-        return self._used(key, step), floats
+        with suppress(KeyError):  # another thread may have dropped it by now
+            self._steps.move_to_end(key)
+        return step, floats
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         steps: OrderedDict[Key, Step] = self._steps
         with PLANNING_LOCK:
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                key, floats = self._floats.add(call, key, self._made(args, kwargs, key), steps)
+                key, floats = self._floats.add(call, key, self._new_step(args, kwargs, key), steps)
             if steps[key].needs_replan and steps[key].report.plan:
-                LOG.info("a plan is looked for once more, with the times that the step's own ops took")
+                LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
-            steps.move_to_end(key)  # or it could be the one to go: a better plan may hold more
+            steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                (guard, _, wanted), dropped = steps.popitem(last=False)
+                (guard, _, outputs), dropped = steps.popitem(last=False)
                 if self._planner.keeps_captures:
-                    self._captures.add((guard, wanted), dropped.parts.captured)
+                    self._captures.add((guard, outputs), dropped.parts.captured)
             return step, floats
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
-        """A new step; who wonders what takes so long, or why it is done again, sees it in the log."""
+    def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+        """Plan a step, and log why that happens and how long it took."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
-        guard, adds, wanted = key
-        similar = self._steps.get((guard, not adds, wanted))
-        earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, wanted))
-        can_open = earlier is None and self._planner.keeps_captures
-        capture = self._floats.capture_for(key, self._steps) if can_open else None
+        guard, adds, outputs = key
+        similar = self._steps.get((guard, not adds, outputs))
+        earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
+        traces = earlier is None and self._planner.keeps_captures
+        capture = self._floats.capture_for(key, self._steps) if traces else None
         if capture is None:
-            self._count_kind(args, kwargs)
-        step: Step = self._planner.step(args, kwargs, wanted, earlier, capture)
-        if capture is not None and step.parts.captured.float_values:
+            self._warn_of_kinds(args, kwargs)
+        step = self._planner.step(args, kwargs, outputs, earlier, capture)
+        if capture is not None and self._floats.are_inputs(key, capture, step):
             self._kinds.forget(args, kwargs)
         elif capture is not None:
-            self._count_kind(args, kwargs)
-            self._floats.note_failure(key, capture)
-            LOG.info("floats stay constants of the graph: %s", capture.reason or "this time they differ by more")
+            self._warn_of_kinds(args, kwargs)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
 
-    def _count_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count one more kind of calls, and warn if their number seems to have no end."""
+    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one more kind of calls, and warn if there are ever more."""
         if warning := self._kinds.warning(args, kwargs):
             warn_user(warning)
 
-    def _used(self, key: Key, step: Step) -> Step:
-        with suppress(KeyError):  # another thread may have let it go by now
-            self._steps.move_to_end(key)
-        return step
-
-    def _unforeseen(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
-        """What to do if a gradient comes for an output that no loss was expected to be made of, or the other way
-        round."""
+    def _unplanned(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
+        """Return what to do when gradients arrive for other outputs than planned."""
         if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
             return lambda tangents: []
         if self._planner.state.fused_update is not None:
-            return _refuse_unforeseen
-        again = eager_gradients(self._module, captured, args, kwargs)
+            return _refuse_unplanned
+        differentiate = eager_gradients(self._module, captured, args, kwargs)
 
         def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             if any(tangent is not None and i not in captured.tangents for i, tangent in enumerate(tangents)):
-                what, self.__dict__["_wanted"] = MORE, select_all
+                what, self.__dict__["_outputs"] = MORE, select_all
             else:
-                what, self.__dict__["_wanted"] = LESS, select_scalars
+                what, self.__dict__["_outputs"] = LESS, select_scalars
             warn_user(f"{what} outputs")
-            return again(tangents)
+            return differentiate(tangents)
 
         return run
 
 
 def _weight(step: Step) -> int:
-    """What a step counts for: its nodes; more, if it holds room elsewhere."""
+    """Return the nodes that a step counts for; more, if it holds memory or slots in a tier."""
     halves = step.parts.halves.forward, step.parts.halves.backward
-    nodes = sum(len(half.graph.nodes) for half in halves if half is not None)
-    holds = step.parts.tier or step.parts.state_slots or step.cuda_graphs
-    return max(LEAST + nodes, NODES // PLANS) if holds else LEAST + nodes
+    nodes = LEAST + sum(len(half.graph.nodes) for half in halves if half is not None)
+    resources = step.parts.tier, step.parts.state_slots, step.cuda_graphs
+    return nodes if all(resource is None for resource in resources) else max(nodes, NODES // PLANS)
 
 
-def _refuse_unforeseen(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _refuse_unplanned(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     raise FusedError(
-        "a loss was made of outputs other than the scalar ones, from which alone backward updates: let the model "
+        "a loss was made of outputs other than the scalar ones, and backward updates from those alone: let the model "
         "return its loss, give loss=, or compile without fuse_update"
     )
 
 
-def _again(module: nn.Module, options: CompileOptions) -> CompiledModule:
+def _compiled(module: nn.Module, options: CompileOptions) -> CompiledModule:
     return CompiledModule(Planner(module, options))
+
+
+def refuse_transforms() -> None:
+    """
+    Raises:
+        MemgraphError: vmap, grad, vjp, jvp or another transform of torch.func is running.
+    """
+    if peek_interpreter_stack() is not None:
+        raise MemgraphError(
+            "torch.func (vmap, grad, vjp, jvp, ...) can't transform a compiled module, which runs a step as it was "
+            "captured: transform the plain module, or compile a module whose forward calls torch.func"
+        )
+
+
+def refuse_duals(tensors: Iterable[Tensor]) -> None:
+    """
+    Raises:
+        MemgraphError: a tensor has a forward-mode tangent, which the step would drop.
+    """
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise MemgraphError(
+            "a compiled module can't be differentiated forward (torch.autograd.forward_ad): use the plain module"
+        )

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ShardError
 from ..guards.module_proxy import WithLoss
 from ..microbatch.microbatches import MicroBatches
-from ..optim.fused_update import refuse_fused
+from ..optim.fused_update import check_fusable
 from ..options.argument_rules import check_argument
 from ..options.compile_options import Budget, CompileArguments, CompileOptions, PlanArguments, parse_options
 from ..oss import OSS
@@ -200,14 +200,14 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
     owned = set(model.parameters())
     if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
-    if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.exchange.is_alone:
+    if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
         raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
     if isinstance(optimizer, OSS) and options.forwards > 1:
         raise ShardError("forwards= of more than 1 is not built for a sharded optimizer; leave it out")
     if isinstance(optimizer, OSS) and options.host_update:
         raise ShardError("host_update=True is not built for a sharded optimizer; leave it out")
     if options.fuse_update:
-        refuse_fused(optimizer)
+        check_fusable(optimizer)
 
 
 def _refuse_parts(model: nn.Module) -> None:

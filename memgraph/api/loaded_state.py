@@ -1,9 +1,9 @@
-"""Give what was loaded from a mapped file memory of its own.
+"""Copy loaded tensors out of the mapped file.
 
     optimizer.state[p]["exp_avg"]   mapped from run.pt   ->   in memory, or in a nameless file
 
-A mapped tensor changes when somebody overwrites the file, and ends the process when somebody cuts it short.  Tensors
-are copied one by one, after what they replace is gone, so that there are never two whole sets of them in memory.
+A mapped tensor changes when the file is overwritten, and the process crashes when the file is truncated.  Tensors are
+copied one by one, after those that they replace were freed, so that memory never holds two complete sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..oss import OSS
 from ..profile.memory_meter import resident_bytes
-from ..storage.transfer import begin_reload
+from ..storage.transfer import offload_tensors
 from ..tensors.layout import is_dense
 from .compiled_module import CompiledModule
 
@@ -25,7 +25,7 @@ class LoadedState:
     """One load of a model and its optimizer.
 
     Attributes:
-        model_state, optimizer_state: what their `load_state_dict` is to be given.
+        model_state, optimizer_state: the arguments of their `load_state_dict`.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]) -> None:
@@ -33,10 +33,10 @@ class LoadedState:
         Raises:
             SpillError: the disk has no room for states.
         """
-        self.optimizer = None if isinstance(optimizer, OSS) else optimizer  # which copies by itself
+        self.optimizer = None if isinstance(optimizer, OSS) else optimizer  # a sharded optimizer copies on its own
         self.before = None if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
         saved = state["model"]
-        # Values that are no tensors are a module's own, which may keep them as they are.
+        # A module may keep values that are no tensors as they are, so those are copied now.
         self.model_state = type(saved)(
             (name, value if isinstance(value, Tensor) else _copied(value, None)) for name, value in saved.items()
         )
@@ -45,15 +45,15 @@ class LoadedState:
         self.optimizer_state = state["optimizer"]
         self.mapped = _addresses(self.optimizer_state)
         if self.optimizer is not None and isinstance(model, CompiledModule):
-            self.optimizer_state = _at_home(model, self.optimizer_state)
+            self.optimizer_state = _offloaded(model, self.optimizer_state)
 
     def undo(self) -> None:
-        """Give the optimizer back what it had."""
+        """Give the optimizer its earlier state."""
         if self.optimizer is not None and self.before is not None:
             self.optimizer.state, self.optimizer.param_groups = self.before
 
     def keep(self) -> None:
-        """Let the earlier state go, and copy what is still in the file."""
+        """Free the earlier state, and copy all that is still mapped."""
         self.before = None
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
@@ -62,8 +62,8 @@ class LoadedState:
                         state[name] = _copied(value, self.mapped)
 
 
-def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same state in a nameless file, if it does not fit the model's budget beside its parameters and buffers."""
+def _offloaded(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state in a nameless file if it exceeds the model's budget beside parameters and buffers."""
     target = model._planner.target
     tensors = {
         (number, name): value
@@ -71,11 +71,11 @@ def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, An
         for name, value in entries.items()
         if isinstance(value, Tensor) and value.dim() and value.numel() and is_dense(value)
     }
-    there = resident_bytes([*model.parameters(), *model.buffers()])
-    needed = there + sum(tensor.nbytes for tensor in tensors.values())
+    owned_nbytes = resident_bytes([*model.parameters(), *model.buffers()])
+    needed = owned_nbytes + sum(tensor.nbytes for tensor in tensors.values())
     if target.tier != "disk" or target.device.type != "cpu" or needed <= target.budget:
         return state
-    moved = dict(zip(tensors, begin_reload(list(tensors.values()), target.location), strict=True))
+    moved = dict(zip(tensors, offload_tensors(list(tensors.values()), target.location), strict=True))
     states = {
         number: {name: moved.get((number, name), value) for name, value in entries.items()}
         for number, entries in state["state"].items()
@@ -84,7 +84,7 @@ def _at_home(model: CompiledModule, state: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _addresses(value: object) -> set[int]:
-    """Where the storages of all tensors in a value begin."""
+    """Return the addresses of all storages in a value."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr()} if value.layout == torch.strided else set()
     if isinstance(value, Mapping):
@@ -94,13 +94,15 @@ def _addresses(value: object) -> set[int]:
     return set()
 
 
-def _copied(value: Any, only: Collection[int] | None) -> Any:
-    """The same value with copies of its tensors, or `only` of those whose storage begins at one of these addresses."""
+def _copied(value: Any, addresses: Collection[int] | None) -> Any:
+    """Return the value with copies of its tensors, or only of those with a storage at one of these addresses."""
     if isinstance(value, Tensor):
-        wanted = only is None or value.layout != torch.strided or value.untyped_storage().data_ptr() in only
-        return value.clone() if wanted else value
+        is_chosen = (
+            addresses is None or value.layout != torch.strided or value.untyped_storage().data_ptr() in addresses
+        )
+        return value.clone() if is_chosen else value
     if isinstance(value, Mapping):
-        return type(value)((name, _copied(part, only)) for name, part in value.items())  # type: ignore[call-arg]
+        return type(value)((name, _copied(part, addresses)) for name, part in value.items())  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)(_copied(part, only) for part in value)
+        return type(value)(_copied(part, addresses) for part in value)
     return value

@@ -1,16 +1,16 @@
-"""A training state as a safetensors file, which anybody can read who has that library.
+"""A training state as a safetensors file, which the safetensors library can read.
 
     {"model": {"fc.weight": w}, "optimizer": {"state": {0: {"exp_avg": m}}, ...}, "random": r}      ->
 
     fc.weight                             w     under its own name: model.load_state_dict(load_file(path), strict=False)
-    memgraph.optimizer.state.0.exp_avg    m     beside the model's, behind "memgraph."
+    memgraph.optimizer.state.0.exp_avg    m     everything else has the prefix "memgraph."
     memgraph.random                       r
-    __metadata__: memgraph                the rest as JSON: what is nested where, options, numbers
-                  memgraph.api.checksums        a checksum of each tensor, and of that JSON
+    __metadata__: memgraph                the rest as JSON: the nesting, options, numbers
+                  memgraph.digests        a checksum of each tensor, and of that JSON
 
-A tensor with two names (tied weights) is written once, under the first. What lies on disk passes through the page
-cache, and so does a copy of what is not contiguous or not on the CPU. The library reads the file; it is written here,
-because the library would write to a file with a name first, which a process that is killed leaves behind.
+A tensor with two names (tied weights) is written once, under the first.  Mapped tensors pass through the page cache,
+and so do copies of tensors that are not contiguous or not on the CPU.  The library reads the file.  It is written here,
+because the library writes to a named file first, which stays behind if the process is killed.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 Target = str | os.PathLike[str]
-Path = tuple[object, ...]  # of keys and places, from the whole state to a part of it
+Path = tuple[object, ...]  # of keys and indices, from the whole state to a part of it
 
 
 def write(state: Mapping[str, Any], path: Target, folder: Target, check: Callable[[], None] = lambda: None) -> None:
-    """Write `state` to `path`; copies of what can't be written as it is go through a nameless file in `folder`.
+    """Write `state` to `path`; tensors that can't be written as they are get copied to a nameless file in `folder`.
 
     Args:
         check: is called between tensors, and may raise.
 
     Raises:
-        OSError: the disk does not take it.
-        SpillError: nor the copies.
-        TypeError, ValueError: there is something in it that neither is a tensor nor can be written as JSON.
+        OSError: the file can't be written.
+        SpillError: the disk has no room for the copies.
+        TypeError, ValueError: a value is neither a tensor nor can be written as JSON.
     """
-    book = _Book()
-    text = json.dumps(book.written(state, ()))
-    tensors = dict(sorted(_plain(book.tensors, folder).items(), key=lambda each: -each[1].dtype.itemsize))  # aligned
+    outline = _Outline()
+    text = json.dumps(outline.encode(state, ()))
+    plain = _plain(outline.tensors, folder)
+    tensors = dict(sorted(plain.items(), key=lambda each: -each[1].dtype.itemsize))  # so that all are aligned
     digests = {name: checksum(tensor) for name, tensor in tensors.items()} | {"": zlib.crc32(text.encode())}
     with open(path, "wb") as file:
         file.write(_header(tensors, {"format": "pt", PREFIX: text, DIGESTS: json.dumps(digests)}))
@@ -71,12 +72,12 @@ def write(state: Mapping[str, Any], path: Target, folder: Target, check: Callabl
 
 
 def read(path: Target) -> Any:
-    """What was written, its tensors mapped from the file.
+    """Read a state, with its tensors mapped from the file.
 
     Raises:
-        SafetensorError, OSError: it is no whole safetensors file, or can't be read.
-        LookupError, TypeError, ValueError: it is one that was not written here.
-        StateError: something in it was damaged since it was written.
+        SafetensorError, OSError: it is no complete safetensors file, or can't be read.
+        LookupError, TypeError, ValueError: it was not written by `write`.
+        StateError: a part of it was damaged since it was written.
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -86,7 +87,7 @@ def read(path: Target) -> Any:
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the tensors: the bytes that follow as a number, and JSON that ends 8 bytes further."""
+    """Return the bytes before the tensors: the length of the JSON as 8 bytes, and the JSON padded to 8 bytes."""
     ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
     entries = {
         name: {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends[i : i + 2]}
@@ -98,10 +99,10 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _refuse_damaged(digests: Mapping[str, int], text: str, tensor: Callable[[str], Tensor]) -> None:
-    """Compare with what was noted when the file was written; an older one has no digests.
+    """Compare a file with its digests; an old file has none.
 
     Raises:
-        StateError: something is another; says what.
+        StateError: a part differs; names it.
     """
     if digests and digests.get("") != zlib.crc32(text.encode()):
         raise StateError("its outline was damaged since it was written")
@@ -110,24 +111,24 @@ def _refuse_damaged(digests: Mapping[str, int], text: str, tensor: Callable[[str
             raise StateError(f"{name!r} was damaged since it was written")
 
 
-class _Book:
-    """The tensors of a state by their names in the file, each once."""
+class _Outline:
+    """A state without its tensors, and the tensors by their names in the file, each once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[object, str] = {}
 
-    def written(self, value: Any, path: Path) -> Any:
-        """A part of a state in JSON's words: an object there says what it stands for, and all else is itself."""
+    def encode(self, value: Any, path: Path) -> Any:
+        """Return a part of a state as JSON: an object stands for a tensor, mapping or tuple, all else for itself."""
         if isinstance(value, Tensor):
-            found = {"tensor": self._name(value, path)}
-            return found if value.is_contiguous() or not is_dense(value) else {**found, "strides": value.stride()}
+            entry = {"tensor": self._name(value, path)}
+            return entry if value.is_contiguous() or not is_dense(value) else {**entry, "strides": value.stride()}
         if isinstance(value, Mapping):
-            items = [[_key(key), self.written(part, (*path, key))] for key, part in value.items()]
-            versions = getattr(value, "_metadata", None)  # of the modules, for which torch asks when it loads
-            return {"items": items} if versions is None else {"items": items, "versions": self.written(versions, path)}
+            items = [[_key(key), self.encode(part, (*path, key))] for key, part in value.items()]
+            versions = getattr(value, "_metadata", None)  # of the modules, which torch reads when it loads
+            return {"items": items} if versions is None else {"items": items, "versions": self.encode(versions, path)}
         if isinstance(value, list | tuple):
-            parts = [self.written(part, (*path, i)) for i, part in enumerate(value)]
+            parts = [self.encode(part, (*path, i)) for i, part in enumerate(value)]
             return parts if isinstance(value, list) else {"tuple": parts}
         return value
 
@@ -152,46 +153,46 @@ def _key(key: object) -> object:
 
 
 def _plain(tensors: Mapping[str, Tensor], folder: Target) -> dict[str, Tensor]:
-    """The same values, each contiguous, on the CPU, and in a storage of its own."""
+    """Return the same values, each contiguous, on the CPU, and in a storage of its own."""
     owners = dict[int, str]()
-    strange = []
+    copied = []
     for name, tensor in tensors.items():
         alone = owners.setdefault(tensor.untyped_storage()._cdata, name) == name
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not (alone and plain and tensor.device.type == "cpu"):
-            strange.append(tensor)
-    wanted = [torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format) for tensor in strange]
-    copies = iter(_copies(strange, list(map(tensor_spec_of, wanted)), folder))
-    remaining = set(map(id, strange))
-    return {name: next(copies) if id(tensor) in remaining else tensor for name, tensor in tensors.items()}
+            copied.append(tensor)
+    metas = [torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format) for tensor in copied]
+    copies = iter(_copies(copied, list(map(tensor_spec_of, metas)), folder))
+    ids = set(map(id, copied))
+    return {name: next(copies) if id(tensor) in ids else tensor for name, tensor in tensors.items()}
 
 
-def _copies(tensors: Sequence[Tensor], forms: Sequence[TensorSpec], folder: Target) -> list[Tensor]:
-    """Copies that lie as the forms say, in a nameless file."""
-    home = MappedBuffer(forms, folder) if forms else None
-    return [home.tensor(i).copy_(tensor) for i, tensor in enumerate(tensors)] if home else []
+def _copies(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], folder: Target) -> list[Tensor]:
+    """Return copies with these layouts, in a nameless file."""
+    buffer = MappedBuffer(specs, folder) if specs else None
+    return [buffer.tensor(i).copy_(tensor) for i, tensor in enumerate(tensors)] if buffer else []
 
 
-def _state(found: Any, named: Callable[[str], Tensor]) -> Any:
-    """What was written in JSON's words."""
-    if isinstance(found, list):
-        return [_state(part, named) for part in found]
-    if not isinstance(found, dict):
-        return found
-    if "tensor" in found:
-        return _laid(named(found["tensor"]), found.get("strides"))
-    if "tuple" in found:
-        return tuple(_state(found["tuple"], named))
-    items = {key: _state(part, named) for key, part in found["items"]}
-    if "versions" not in found:
+def _state(encoded: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the state behind the JSON of an outline; `tensor` returns one by its name."""
+    if isinstance(encoded, list):
+        return [_state(part, tensor) for part in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if "tensor" in encoded:
+        return _with_strides(tensor(encoded["tensor"]), encoded.get("strides"))
+    if "tuple" in encoded:
+        return tuple(_state(encoded["tuple"], tensor))
+    items = {key: _state(part, tensor) for key, part in encoded["items"]}
+    if "versions" not in encoded:
         return items
     state = OrderedDict(items)
-    state._metadata = _state(found["versions"], named)  # type: ignore[attr-defined]
+    state._metadata = _state(encoded["versions"], tensor)  # type: ignore[attr-defined]
     return state
 
 
-def _laid(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
-    """As it lay in memory, which the file does not show."""
+def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+    """Return a tensor with the strides that it had in memory, which the file does not keep."""
     if strides is None:
         return tensor
     return _copies([tensor], [TensorSpec(tuple(tensor.shape), tuple(strides), tensor.dtype)], spill_folder())[0]

@@ -1,14 +1,14 @@
 """Save a training and go on with it, in a file that plain PyTorch loads.
 
     memgraph.save_state("run.pt", model, optimizer)     # model, optimizer, random generators; whole or not at all
-    memgraph.load_state("run.pt", model, optimizer)     # goes on bit for bit
+    memgraph.load_state("run.pt", model, optimizer)     # training continues bit for bit
     torch.load("run.pt", weights_only=True)["model"]    # the plain model's state_dict()
 
     memgraph.save_state("run.safetensors", model, optimizer)            # the same in the other format
-    safetensors.torch.load_file("run.safetensors")["fc.weight"]         # the plain model's, and the rest beside it
+    safetensors.torch.load_file("run.safetensors")["fc.weight"]         # the plain model's, beside everything else
 
-What lives on disk passes through the page cache, and no full copy of it is ever in memory.  What was loaded is the
-process's own: the file may be overwritten, cut short or removed.
+State on disk passes through the page cache, and memory never holds a full copy of it.  Loaded tensors do not refer to
+the file: it may be overwritten, truncated or removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..optim.validate_state import class_name, refuse_other_optimizers
+from ..optim.validate_state import check_state_dict, class_name
 from ..options.argument_rules import SAVE_RULES, check_argument
 from ..oss import OSS
 from ..storage.spill_file import SpillError, advice_for
@@ -37,29 +37,29 @@ from .compiled_module import CompiledModule
 from .loaded_state import LoadedState
 
 FORMAT, SAFETENSORS = 1, ".safetensors"
-HOOKS = "_optimizer_load_state_dict_pre_hooks"  # of torch's
+HOOKS = "_optimizer_load_state_dict_pre_hooks"  # torch's attribute
 Target = str | os.PathLike[str]
 
 
 def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write parameters, buffers, the optimizer's state, the random generators' and a compiled model's plans to `path`.
 
-    A name that ends in .safetensors asks for that format, in which what is the model's has its own name, and all else
-    one that begins with "memgraph."; every other name for that of `torch.save`.  The file has no name until it is
-    complete and on disk: whatever happens meanwhile, `path` is the old file or the new one, and there is nothing beside
-    it, even if the process is killed.
+    A name that ends in .safetensors selects that format: the model's tensors have their own names, and everything else
+    a name that begins with "memgraph.".  Every other name selects the format of `torch.save`.  The file gets its name
+    when it is complete and on disk: even if the process is killed, `path` is the old file or the new one, and no other
+    file is left.
 
     Raises:
-        TypeError: `path`, `model` or `optimizer` is something else.
-        StateError: the folder does not take it: full, not there, not writable; or the format does not.
-        ShardError: ranges of the parameters are on other ranks, since the last step has left the gathering to forward.
-        FusedError: only some parameters are updated, since a backward with `fuse_update` has failed.
+        TypeError: `path`, `model` or `optimizer` has another type.
+        StateError: the file can't be written: no room, no folder, no permission, or a value that the format excludes.
+        ShardError: shards of the parameters are on other ranks, since the last step left gathering to forward.
+        FusedError: only some parameters are updated, since a backward with `fuse_update` failed.
     """
-    _refuse_others_than_wanted(path, model, optimizer)
+    _check_types(path, model, optimizer)
     if isinstance(model, CompiledModule):
-        model.refuse_torn()
+        model.refuse_partial_update()
     if isinstance(optimizer, OSS):
-        optimizer.awaited.refuse(model.parameters(), "save_state")
+        optimizer.pending_gathers.refuse_reads(model.parameters(), "save_state")
     state = {
         "memgraph": FORMAT,
         "model": model.state_dict(),
@@ -69,34 +69,35 @@ def save_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "plans": _plans(model),
     }
-    whole = Path(path).absolute()
+    file = Path(path).absolute()
     try:
-        _write(state, whole)
+        _write(state, file)
     except OSError as error:
-        reason = f"{whole} can't be written: {os.strerror(error.errno) if error.errno else error}"
-        kept = "; the file of this name is as it was" if os.path.exists(whole) else ""
-        raise StateError(f"{reason}{kept}; {advice_for(error, _way_out(error, whole))}") from error
+        reason = f"{file} can't be written: {os.strerror(error.errno) if error.errno else error}"
+        kept = "; the file of this name is unchanged" if os.path.exists(file) else ""
+        raise StateError(f"{reason}{kept}; {advice_for(error, _write_advice(error, file))}") from error
 
 
 def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Bring model, optimizer and random generators to where they were when `path` was saved.
+    """Load model, optimizer and random generators from a file of `save_state`.
 
-    All of the file is read and compared with its checksums first; then Ctrl-C waits until all of it is there.  Nothing
-    that was loaded refers to the file any more.
+    The whole file is read and compared with its checksums first; then Ctrl-C waits until everything is loaded.  Loaded
+    tensors do not refer to the file.
 
     Raises:
-        StateError: it is no training state, is damaged, or is one of another model or optimizer.  Nothing was changed.
+        StateError: the file is no training state, is damaged, or is of another model or optimizer.  Nothing has
+            changed.
         FileNotFoundError: there is no such file.
-        SpillError: the disk has no room for the states of a compiled model that are to live there; neither.
-        TypeError: `path`, `model` or `optimizer` is something else.
+        SpillError: the disk has no room for offloaded states of a compiled model.  Nothing has changed.
+        TypeError: `path`, `model` or `optimizer` has another type.
     """
-    _refuse_others_than_wanted(path, model, optimizer)
+    _check_types(path, model, optimizer)
     if isinstance(optimizer, OSS):
-        optimizer.awaited.gather()  # after a torn step, too
+        optimizer.pending_gathers.gather()  # also after a step that failed half way
     _refuse_unreadable(path)
     state = _read(path)
-    _refuse_unsound(path, state)
-    _refuse_others(path, model.state_dict(), state["model"])
+    _refuse_other_formats(path, state)
+    _refuse_other_models(path, model.state_dict(), state["model"])
     if (optimizer is None) != (state["optimizer"] is None):
         has, wanted = ("no ", "one was given") if optimizer is not None else ("an ", "none was given")
         raise StateError(f"{path} has {has}optimizer's state, and {wanted}: load it as it was saved")
@@ -107,72 +108,72 @@ def load_state(path: Target, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class whose state it is: that of the optimizer in a wrapper."""
+    """Return the class of an optimizer, or of the one that it wraps."""
     if isinstance(optimizer, OSS):
-        return optimizer.optim
+        return optimizer.optimizer_class
     inner = getattr(optimizer, "optimizer", None)
     return _kind(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer)
 
 
-def _way_out(error: OSError, whole: Path) -> str:
-    """What to do about a name that can't be written."""
+def _write_advice(error: OSError, file: Path) -> str:
+    """Return what to do about a file that can't be written."""
     if error.errno == errno.ENAMETOOLONG:
         return "give a shorter name"
     if error.errno == errno.ENOENT:
-        return f"there is no folder {whole.parent}: make it, or name another"
+        return f"there is no folder {file.parent}: make it, or name another"
     if error.errno == errno.ENOTDIR:
-        return f"{whole.parent} is no folder, or lies in none: name another"
+        return f"{file.parent} is no folder, or is in none: name another"
     return "free some space, or name another folder"
 
 
 def _plans(model: nn.Module) -> list[str]:
-    """What `memgraph.compile(plan=...)` takes, so that with a `wire_dtype` the same values are rounded again."""
+    """Return the plans for `memgraph.compile(plan=...)`, so that with a `wire_dtype` the same values are rounded."""
     return [step.report.to_json() for step in model._steps.values()] if isinstance(model, CompiledModule) else []
 
 
-def _write(state: Mapping[str, Any], whole: Path) -> None:
+def _write(state: Mapping[str, Any], file: Path) -> None:
     with Interrupts() as interrupts:
 
         def fill(name: str) -> None:
-            if whole.suffix == SAFETENSORS:
-                _put_tensors(state, name, whole, interrupts)
+            if file.suffix == SAFETENSORS:
+                _write_safetensors(state, name, file, interrupts)
             else:
-                _put(state, name, interrupts)
+                _write_archive(state, name, interrupts)
 
-        replace(whole, fill, interrupts.check)
+        replace(file, fill, interrupts.check)
 
 
-def _put_tensors(state: Mapping[str, Any], name: str, whole: Path, interrupts: Interrupts) -> None:
+def _write_safetensors(state: Mapping[str, Any], name: str, file: Path, interrupts: Interrupts) -> None:
     try:
-        safetensors_file.write(state, name, whole.parent, interrupts.check)
+        safetensors_file.write(state, name, file.parent, interrupts.check)
     except SpillError as error:
-        raise StateError(f"{whole} can't be written: copies of what is not contiguous have no room: {error}") from error
+        raise StateError(f"{file} can't be written: no room for copies of non-contiguous tensors: {error}") from error
     except (TypeError, LookupError, ValueError) as error:
-        raise StateError(f"{whole} can't be written: {error}; name it .pt, which takes all that torch does") from error
+        raise StateError(f"{file} can't be written: {error}; name it .pt, which takes all that torch does") from error
 
 
-def _put(state: Mapping[str, Any], name: str, interrupts: Interrupts) -> None:
+def _write_archive(state: Mapping[str, Any], name: str, interrupts: Interrupts) -> None:
     with open(name, "wb") as file:
         sink = _Sink(file, interrupts)
         try:
-            torch.save(state, cast(BinaryIO, sink))  # which writes, and no more
-        except RuntimeError as error:  # torch's own words for a write that failed, which do not say why
+            torch.save(state, cast(BinaryIO, sink))  # torch.save only writes
+        except RuntimeError as error:  # torch's error for a failed write does not say why
             if sink.error is None:
                 raise
             raise sink.error from error
 
 
 class _Sink:
-    """A file that remembers why it could not be written; Ctrl-C is a reason too."""
+    """A file that keeps the error of a failed write; Ctrl-C is one too."""
 
     def __init__(self, file: BinaryIO, interrupts: Interrupts) -> None:
         self.file, self.interrupts = file, interrupts
         self.error: BaseException | None = None
 
-    def write(self, given: bytes) -> int:
+    def write(self, data: bytes) -> int:
         try:
             self.interrupts.check()
-            return self.file.write(given)
+            return self.file.write(data)
         except BaseException as error:
             self.error = error
             raise
@@ -182,17 +183,16 @@ class _Sink:
 
 
 def _refuse_unreadable(path: Target) -> None:
-    """Refuse what is no regular file, or has nothing in it."""
+    """Refuse a file that is not regular, or is empty."""
     try:
-        found = regular_file(path)
+        status = regular_file(path)
     except OSError as error:
         raise StateError(f"{path} can't be read: {error.strerror}; give a file of save_state") from error
-    if found is not None and not found.st_size:
+    if status is not None and not status.st_size:
         raise StateError(f"{path} can't be read as a training state: it is empty; give a file of save_state")
 
 
 def _read(path: Target) -> Any:
-    """What a file says it is."""
     try:
         if Path(path).suffix == SAFETENSORS:
             return safetensors_file.read(path)
@@ -200,28 +200,28 @@ def _read(path: Target) -> Any:
         refuse_damaged_archive(path, state)
         return state
     except FileNotFoundError as error:
-        if os.path.exists(path):  # safetensors says so of whatever can't be opened
-            raise StateError(f"{path} can't be opened; {_advice(path)}") from error
+        if os.path.exists(path):  # safetensors raises it for every file that it can't open
+            raise StateError(f"{path} can't be opened; {_read_advice(path)}") from error
         raise
     except StateError as error:
-        raise StateError(f"{path} is damaged: {error}; go on from an earlier one") from error
+        raise StateError(f"{path} is damaged: {error}; continue from an earlier one") from error
     except LookupError as error:
         raise StateError(f"{path} is no training state; give a file of save_state") from error
-    except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
-        raise StateError(f"{path} can't be read as a training state: {_words(error)}; {_advice(path)}") from error
+    except Exception as error:  # pickle, zipfile, torch and safetensors have errors of their own
+        raise StateError(f"{path} can't be read as a training state: {_reason(error)}; {_read_advice(path)}") from error
 
 
-def _words(error: Exception) -> str:
-    """Why a file can't be read; of what torch says, its remarks on other ways to load it are left out."""
-    if found := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
-        return f"it has a pickled {found[1]} in it, and only tensors, numbers, texts and containers of them are read"
+def _reason(error: Exception) -> str:
+    """Return why a file can't be read, without torch's remarks on other ways to load it."""
+    if match := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+        return f"it has a pickled {match[1]} in it, and only tensors, numbers, texts and containers of them are read"
     if "mmap can only be used" in str(error):
-        return "it is none of torch.save's archives"
+        return "it is no archive of torch.save"
     return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n")[0]
 
 
-def _advice(path: Target) -> str:
-    """What to do about a file that can't be read: two files are open while one is."""
+def _read_advice(path: Target) -> str:
+    """Return what to do about a file that can't be read; reading it takes two open files."""
     files = []
     try:
         for _ in range(2):
@@ -244,7 +244,7 @@ def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.
         raise StateError(f"{path} is of another optimizer: {error}; make one with the same groups") from error
     try:
         model.load_state_dict(loading.model_state)
-    except BaseException:  # of a hook, or of a module's own way to load
+    except BaseException:  # raised by a hook, or by a module's own loading
         loading.undo()
         raise
     loading.keep()
@@ -253,17 +253,17 @@ def _restore(path: Target, state: Any, model: nn.Module, optimizer: torch.optim.
         torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
-def _refuse_unsound(path: Target, state: Any) -> None:
-    """Refuse what this version of memgraph has not written, and random numbers of another torch."""
+def _refuse_other_formats(path: Target, state: Any) -> None:
+    """Refuse a state that this version of memgraph has not written, or random generators of another torch."""
     kinds = {"model": Mapping, "optimizer": Mapping | NoneType, "random": Tensor, "random_cuda": list}
-    known = isinstance(state, Mapping) and state.get("memgraph") == FORMAT
-    if not known or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+    has_format = isinstance(state, Mapping) and state.get("memgraph") == FORMAT
+    if not has_format or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise StateError(f"{path} is no training state of this version of memgraph; give a file of save_state")
     _refuse_other_random_numbers(path, state["random"], state["random_cuda"])
 
 
 def _refuse_other_random_numbers(path: Target, random: Tensor, random_cuda: list[Any]) -> None:
-    """Try them on generators that are nobody's."""
+    """Try the states on new generators."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         torch.Generator().set_state(random)
@@ -272,13 +272,13 @@ def _refuse_other_random_numbers(path: Target, random: Tensor, random_cuda: list
                 torch.Generator(f"cuda:{place}").set_state(each)
     except (RuntimeError, TypeError) as error:
         raise StateError(
-            f"{path} has the random generators of another torch, or of other devices: {error}; load its model and "
-            "optimizer by themselves"
+            f"{path} has random generators of another torch, or of other devices: {error}; load its model and "
+            "optimizer separately"
         ) from error
 
 
 def _refuse_other_classes(path: Target, saved: object, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse the state of another class, which an older file does not name; hooks may make of it what they want."""
+    """Refuse the state of another class, if the file names it; an optimizer with hooks may convert the state."""
     if optimizer is None or saved is None or getattr(optimizer, HOOKS, None):
         return
     if saved != (own := class_name(_kind(optimizer))):
@@ -288,40 +288,39 @@ def _refuse_other_classes(path: Target, saved: object, optimizer: torch.optim.Op
 
 
 def _refuse_other_states(path: Target, state: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse another optimizer, but for those that look for themselves, or whose hooks make of a state what they
-    want."""
+    """Refuse the state of another optimizer, unless the optimizer checks it itself, or has hooks that convert it."""
     if optimizer is None or isinstance(optimizer, OSS) or getattr(optimizer, HOOKS, None):
         return
     try:
-        refuse_other_optimizers(optimizer, state)
+        check_state_dict(optimizer, state)
     except StateError as error:
         raise StateError(f"{path} is of another optimizer: {error}; make the same optimizer") from error
 
 
-def _refuse_others(path: Target, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse another model before anything is changed."""
-    if strange := sorted(set(there) ^ set(saved)):
-        raise StateError(f"{path} is of another model: {strange[0]!r} is only in one of them; make the same model")
-    for name, tensor in there.items():
-        found, wanted = _look(saved[name]), _look(tensor)
-        if found != wanted:
+def _refuse_other_models(path: Target, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of another model before anything is changed."""
+    if different := sorted(set(current) ^ set(saved)):
+        raise StateError(f"{path} is of another model: {different[0]!r} is only in one of them; make the same model")
+    for name, tensor in current.items():
+        in_file, in_model = _described(saved[name]), _described(tensor)
+        if in_file != in_model:
             raise StateError(
-                f"{path} is of another model: {name!r} is {found} in the file and {wanted} in the model; make the same "
-                "model"
+                f"{path} is of another model: {name!r} is {in_file} in the file and {in_model} in the model; make the "
+                "same model"
             )
 
 
-def _look(value: object) -> str:
+def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return "no tensor"
     layout = "" if value.layout == torch.strided else f" {value.layout}"
     return f"{value.dtype} {tuple(value.shape)}{layout}"
 
 
-def _refuse_others_than_wanted(path: object, model: object, optimizer: object) -> None:
+def _check_types(path: object, model: object, optimizer: object) -> None:
     """
     Raises:
-        TypeError, ValueError: an argument is of another kind.
+        TypeError, ValueError: an argument has another type or value.
     """
     for name, value in {"path": path, "model": model, "optimizer": optimizer}.items():
         check_argument(name, value, SAVE_RULES)

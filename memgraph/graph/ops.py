@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..storage.tier import Lease
+from ..storage.tiers import Lease
 from ..storage.wire_cast import narrow, widen
 
 

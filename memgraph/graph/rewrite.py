@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from passes import Op, Trace
+from passes.ir.ops import is_runtime, value_of, verb_of
 
 from .nodes import derived_nodes, tensors
 from .result_layout import REAL, rerun
@@ -44,9 +45,9 @@ class Rewriter:
     def rewrite(self, applied: Trace) -> fx.Graph:
         """The new graph; once."""
         for op in applied.ops:
-            if op.name in self.old or op.again:
+            if op.name in self.old or op.recomputes:
                 self.env[op.name] = self._compute(op)
-            elif op.fn.startswith("memgraph."):
+            elif is_runtime(op.fn):
                 self.env[op.name] = self._memory_op(op)
         output = self.new.output(tuple(self.env[value] for _, value in applied.outputs))
         output.meta = self.graph.output_node().meta | {"kinds": tuple(kind for kind, _ in applied.outputs)}
@@ -55,28 +56,28 @@ class Rewriter:
 
     def _compute(self, op: Op) -> fx.Node:
         """A captured node, or a copy of one, reading what the line reads."""
-        source = self.old[op.again or op.name]
+        source = self.old[op.recomputes or op.name]
         inputs = source.all_input_nodes
         # The states that an update reads, which stand first, are in no graph.
         reads = dict(zip(inputs, op.reads[len(op.reads) - len(inputs) :], strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
         node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
-        if op.again:
-            node.meta["again"] = op.again
-        if op.far:
+        if op.recomputes:
+            node.meta["again"] = op.recomputes
+        if op.offloaded:
             node.meta[FAR] = True
         own = {made.name for made in op.makes}
         moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
-        if op.again and REAL in source.meta:
+        if op.recomputes and REAL in source.meta:
             node.meta["val"] = rerun(node, self.mode)
             self.fresh.add(node)
-        elif op.again or moved:
+        elif op.recomputes or moved:
             node.meta["val"] = derived_nodes(node, self.mode)
             self.fresh.add(node)
         return self._named(node, op)
 
     def _memory_op(self, op: Op) -> fx.Node:
-        verb = op.fn.split(".")[1]
+        verb = verb_of(op.fn)
         reads = tuple(self.env[read] for read in op.reads)
         node = self.new.call_function(getattr(torch.ops.memgraph, verb).default, (*reads, *self._rest(verb, op, reads)))
         node.meta = {"phase": op.phase, "where": op.where}
@@ -87,7 +88,7 @@ class Rewriter:
     def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[Any, ...]:
         """The arguments of a memory op behind the values that it reads."""
         if verb == "rng_state":
-            return (tensors(self.old[op.name.removesuffix("__rng")])[0].device,)
+            return (tensors(self.old[value_of(op.name)])[0].device,)
         if verb == "swap_rng":
             return (reads[0].args[-1],)
         if verb in ("narrow", "widen"):

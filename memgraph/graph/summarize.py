@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from passes import Op, Storage, Trace
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
+from passes.ir.ops import SEGMENT
 
 from ..system.device import block_nbytes
 from .inductor import Segment
@@ -53,7 +54,7 @@ FAR = "far"  # in the meta of an input whose bytes live in the far tier
 DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
 OPS = torch.ops.memgraph
 # Of memory ops, which are not run to know.
-WORKSPACES: dict[Any, int] = {OPS.narrow.default: WORKSPACE, OPS.reduced.default: DIVISOR}
+WORKSPACES: dict[Any, int] = {OPS.narrow.default: CAST_WORKSPACE, OPS.reduced.default: DIVISOR}
 Price = Callable[[fx.Node], Cost]
 
 
@@ -116,9 +117,9 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         workspace=block_nbytes(cost.workspace, values[0].device) if values else cost.workspace,
         draws=drawn,
         once=_once(node, mutated),
-        far=FAR in node.meta,
-        again=node.meta.get("again", ""),
-        part=node.meta.get("part", 0),
+        offloaded=FAR in node.meta,
+        recomputes=node.meta.get("again", ""),
+        microbatch=node.meta.get("part", 0),
         slice=node.meta.get("slice", 0),
         type=", ".join(map(_type, values)),
         where=node.meta.get("where", ""),
@@ -133,7 +134,7 @@ def _fn(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     if isinstance(node.target, Segment):
-        return "memgraph.segment"
+        return SEGMENT
     own = next((op for op in (accumulate, update) if node.target is op), None)
     return str(node.target) if own is None else f"memgraph.{own.__name__}"
 

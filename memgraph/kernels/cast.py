@@ -1,9 +1,10 @@
-"""Cast a flat range of numbers in one pass: a bucket to the format in which it is sent, and back; a value for its way.
+"""Cast dense tensors between float32 and bfloat16 in one pass on a GPU.
 
-    cast(f32[1000], bf16[1000])   ->  filled, to the nearest, nothing made infinite
-    copied(f32[8, 4], bf16)       ->  bf16[8, 4] with the same strides; nobody waits for it
+    cast_copy(f32[8, 4], bf16)   ->  bf16[8, 4] with the same strides, rounded to the nearest, nothing made infinite
+    cast_copy(bf16[8, 4], f32)   ->  f32[8, 4], exactly
 
-It needs no table, so nothing is copied to the device.  Not yet run on a GPU.
+Numbers are rounded in integers, so the bits equal those of `storage/wire_cast.py` on every machine. Unlike it, the
+kernel never waits for the device to report whether a range overflows. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,69 +18,50 @@ import triton.language as tl
 from torch import Tensor
 
 from ..tensors.layout import flat
-from .autotune import Found, Trial, Way, launch, measured, way_of
-from .copy_runs import check, move_twin
-from .formats import FORMATS, narrowed, widened
-from .random_bits import noise
+from .autotune import ConfigTable, LaunchConfig, best_config, launch, tune
+
+CODES = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16}  # the integers that hold the bits
 
 
-def cast(of: Tensor, into: Tensor, seed: int | None = None) -> None:
-    """Fill the flat `into` with `of` in its format; with a `seed`, rounded up or down by chance.
+def cast_copy(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return a copy of a dense tensor with the same strides, or None where the kernel was not measured to be faster.
 
     Raises:
-        ValueError: they are not flat, not of one length, or no formats that are cast.
+        ValueError: `x` has gaps or overlaps.
     """
-    check(of, into, seed)
-    cast_by(way_of("cast", of.device, of.nbytes), of, into, seed)
+    config = best_config("cast", x.device, x.nbytes)
+    return None if config is None else cast_by(config, x, dtype)
 
 
-def cast_by(way: Way | None, of: Tensor, into: Tensor, seed: int | None = None) -> None:
-    """`cast`, in a way of the caller's choice."""
-    if way is None or of.dtype is into.dtype:
-        move_twin([(of, into)], seed)
-    elif of.numel():
-        source, target = FORMATS[of.dtype], FORMATS[into.dtype]
-        launch(
-            _kernel, way, -(-of.numel() // way.block), of.device, _codes(of), _codes(into), of.numel(), seed or 0,
-            FROM=source.name, INTO=target.name, STOCHASTIC=seed is not None,
-        )  # fmt: skip
-
-
-def copied(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A copy of a dense tensor with the same strides; None where the twins, which are in `wire.py`, are faster."""
-    way = way_of("cast", x.device, x.nbytes)
-    if way is None:
-        return None
+def cast_by(config: LaunchConfig, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast by the kernel in a shape of the caller's choice."""
     copy = torch.empty_like(x, dtype=dtype)
-    cast_by(way, flat(x), flat(copy))
+    if count := x.numel():
+        codes, copied = flat(x).view(CODES[x.dtype]), flat(copy).view(CODES[dtype])
+        launch(_kernel, config, -(-count // config.block), x.device, codes, copied, count, WIDEN=dtype is torch.float32)
     return copy
 
 
-def compared(device: torch.device) -> Found:
-    """Find the fastest way to cast."""
-    return measured("cast", device, _trial(device))
+def tune_cast(device: torch.device, fallback: Callable[[Tensor], Tensor]) -> ConfigTable:
+    """Find what casts float32 to bfloat16 fastest: `fallback` or one of the kernel's shapes."""
+
+    def trial(nbytes: int, config: LaunchConfig | None) -> Callable[[], object]:
+        x = torch.zeros(nbytes // 4, device=device)
+        return partial(fallback, x) if config is None else partial(cast_by, config, x, torch.bfloat16)
+
+    return tune("cast", device, trial)
 
 
-def _trial(device: torch.device) -> Trial:
-    def trial(nbytes: int, way: Way | None) -> Callable[[], object]:
-        wide = torch.zeros(nbytes // 4, device=device)
-        return partial(cast_by, way, wide, torch.empty_like(wide, dtype=torch.bfloat16))
-
-    return trial
-
-
-def _codes(x: Tensor) -> Tensor:
-    return x.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[x.itemsize])
-
-
-@triton.jit(do_not_specialize=["seed"])
-def _kernel(
-    of, into, count, seed,
-    FROM: tl.constexpr, INTO: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _kernel(codes, copied, count, WIDEN: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
-    chance = i
-    if STOCHASTIC:
-        chance = noise(i, seed)
-    tl.store(into + i, narrowed(widened(tl.load(of + i, mask=inside), FROM), chance, INTO, STOCHASTIC), mask=inside)
+    bits = tl.load(codes + i, mask=inside)
+    if WIDEN:
+        tl.store(copied + i, bits.to(tl.uint32) << 16, mask=inside)
+    else:
+        size = bits & 0x7FFFFFFF
+        # To the nearest, of two equally near numbers to the even one; at most the largest finite number.
+        nearest = tl.minimum((size + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F)
+        code = tl.where(size == 0x7F800000, 0x7F80, tl.where(size > 0x7F800000, 0x7FC0, nearest))
+        tl.store(copied + i, (code | ((bits >> 31) << 15)).to(tl.uint16), mask=inside)

@@ -14,7 +14,7 @@ from torch import fx, nn
 from passes import BudgetError, Machine
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import PARTS, SMALLER
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 
 from ..capture.capture import capture
 from ..errors import CaptureError
@@ -69,4 +69,4 @@ def _cut(module: nn.Module) -> nn.Module | None:
 
 
 def _floor(graph: fx.Graph, machine: Machine) -> int:
-    return int(LinearProgram(ReuseGaps(summarize(graph)), machine).floor.max(initial=0))
+    return int(PlanProblem(ReuseGaps(summarize(graph)), machine).floor.max(initial=0))

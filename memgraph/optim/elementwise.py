@@ -1,10 +1,10 @@
-"""Whether an optimizer changes each element by itself, so that its own step may be run on any range of elements.
+"""Decide whether an optimizer updates each element independently, so that its step can run on any range of elements.
 
-    AdamW                        ->   yes: each element's parameter, gradient and states decide
-    AdamW(differentiable=True)   ->   no, and why, in words
-    one of the caller's          ->   if its class says `pointwise = True`
+    AdamW                        ->   yes: each element depends on its own parameter, gradient and states
+    AdamW(differentiable=True)   ->   no, with the reason
+    a class of the user          ->   if the class says `pointwise = True`
 
-Which of torch's do is a list, and the tests show each of them bit-equal in windows.
+torch's optimizers that do are a list; the tests show each of them bit-equal in windows.
 """
 
 from __future__ import annotations
@@ -23,40 +23,38 @@ ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adamax),
     *(optim.NAdam, optim.RAdam, optim.Adadelta, optim.Rprop, optim.ASGD),
 )
-OPTIONS = ("differentiable", "capturable")  # with which no update is run in windows
-EXACT = (torch.float32, torch.float64)  # results in these do not depend on which elements a kernel takes at once
+OPTIONS = ("differentiable", "capturable")  # with these no update runs in windows
+EXACT_DTYPES = (torch.float32, torch.float64)  # results do not depend on which elements a kernel takes together
 
 
-def is_exact(parameter: Tensor, hosted: bool = False) -> bool:
-    """Whether results do not depend on where an update of the parameter is cut; `hosted`: the host updates it.
+def is_exact(parameter: Tensor, on_host: bool = False) -> bool:
+    """Return True if results do not depend on where an update of the parameter is split.
 
-    A GPU's kernels compute each element in the same way, whatever stands beside it.  A CPU's take whole vectors of
-    elements and the rest one by one, which rounds otherwise in low precision.  Not yet run on a GPU.
+    A GPU's kernels compute each element in the same way. A CPU's take whole vectors of elements and the rest one by
+    one, which rounds differently in low precision. Not yet run on a GPU.
     """
-    return parameter.dtype in EXACT or (parameter.device.type == "cuda" and not hosted)
+    return parameter.dtype in EXACT_DTYPES or (parameter.device.type == "cuda" and not on_host)
 
 
 def declared_elementwise(kind: type[optim.Optimizer]) -> bool:
-    """Whether an optimizer of this class changes each element by itself: it is one of the list, or its class says so,
-    with `pointwise = True`.  A class that is derived from such a one may do otherwise, and says so again."""
+    """Return True if the class is in the list, or says `pointwise = True` in its own body: a subclass may differ."""
     return kind in ELEMENTWISE or vars(kind).get("pointwise") is True
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether its update can be run in windows, whatever gradients there will be."""
+    """Return True if its update can run in windows, whatever its gradients."""
     return declared_elementwise(type(optimizer)) and not any(
-        group.get(o) for group in optimizer.param_groups for o in OPTIONS
+        group.get(option) for group in optimizer.param_groups for option in OPTIONS
     )
 
 
-def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
-    """What is in the way of running its update in windows, whatever gradients those that are `trained` will have, in
-    words, with what to do."""
+def unsupported_reason(optimizer: optim.Optimizer, trained: Callable[[Tensor], bool]) -> str | None:
+    """Return why its update of the `trained` parameters can't run in windows, with what to do, or None."""
     name = type(optimizer).__name__
     if not declared_elementwise(type(optimizer)):
-        known = ", ".join(one.__name__ for one in ELEMENTWISE)
-        message = f"{name} is not known to change each element by itself, so its state can't be streamed"
-        advice = f"use one of {known} itself, say pointwise = True in its class if that is so"
+        supported = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        message = f"{name} is not known to update each element independently, so its state can't be offloaded"
+        advice = f"use one of {supported} itself, say pointwise = True in its class if that is so"
         return f"{message}; {advice}, or leave state and parameters on the device"
     for i, group in enumerate(optimizer.param_groups):
         for option in OPTIONS:
@@ -64,50 +62,50 @@ def obstacle_to_windows(optimizer: optim.Optimizer, trained: Callable[[Tensor], 
                 return f"{name} with {option}=True can't be run in windows; set {option}=False"
         for parameter in filter(trained, group["params"]):
             if is_nondeterministic(optimizer, i, parameter.dtype):
-                message = f"SGD with fused=True does not give the same twice in {parameter.dtype}"
+                message = f"SGD with fused=True is not deterministic in {parameter.dtype}"
                 return f"{message}, so it can't be run in windows; set fused=False"
     return None
 
 
-def refuse_not_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise what is in the way of running this optimizer's update in windows.
-
-    Raises:
-        UpdateError: it is none of those that are known to be pointwise, or an option or a gradient stands against it.
+def check_elementwise(optimizer: optim.Optimizer) -> None:
     """
-    if found := obstacle_to_windows(optimizer, lambda parameter: parameter.grad is not None):
-        raise UpdateError(found)
+    Raises:
+        UpdateError: the optimizer, an option, a parameter or a gradient does not allow an update in windows.
+    """
+    if reason := unsupported_reason(optimizer, lambda parameter: parameter.grad is not None):
+        raise UpdateError(reason)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                _refuse_gradient(type(optimizer).__name__, parameter, parameter.grad)
+                _check_tensors(type(optimizer).__name__, parameter, parameter.grad)
 
 
 def is_nondeterministic(optimizer: optim.Optimizer, group: int, dtype: torch.dtype) -> bool:
-    """Whether an update does not give the same twice."""
+    """Return True if two runs of an update may differ."""
     # Seen in torch 2.13 with momentum: the last elements differ from run to run.
-    return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT
+    return type(optimizer) is optim.SGD and bool(optimizer.param_groups[group]["fused"]) and dtype not in EXACT_DTYPES
 
 
-def _refuse_gradient(name: str, parameter: Tensor, gradient: Tensor) -> None:
-    where = f"of a parameter of shape {tuple(parameter.shape)}"
+def _check_tensors(name: str, parameter: Tensor, gradient: Tensor) -> None:
     if gradient.layout != torch.strided:
-        advice = "make it dense, e.g. with Embedding(sparse=False)"
-        raise UpdateError(f"{name} in windows takes dense gradients, and that {where} is {gradient.layout}; {advice}")
+        message = f"{name} in windows takes dense gradients, and that of a parameter of shape {tuple(parameter.shape)}"
+        raise UpdateError(f"{message} is {gradient.layout}; make it dense, e.g. with Embedding(sparse=False)")
     kind = type(parameter)
     if kind not in (Tensor, torch.nn.Parameter) or parameter.device != gradient.device or parameter.is_meta:
-        found = f"{kind.__name__} on {parameter.device}, its gradient on {gradient.device}"
-        raise UpdateError(f"{name} in windows takes plain tensors of one device, not a {found}; leave it on the device")
+        actual = f"{kind.__name__} on {parameter.device}, its gradient on {gradient.device}"
+        raise UpdateError(
+            f"{name} in windows takes plain tensors on one device, not a {actual}; leave it on the device"
+        )
 
 
-def without_hooks(kind: type[optim.Optimizer]) -> Callable[..., Any]:
-    """The step of a class as it was written, without the hooks that torch puts around it."""
+def unhooked_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
+    """Return the step of a class without the hooks that torch wraps around it."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def replace_step(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Any:
-    """`run` as the optimizer's step: a method, because schedulers take the function out of what they wrap."""
+    """Return `run` as the optimizer's step: a method, because schedulers take the function out of what they wrap."""
 
     @functools.wraps(optimizer.step)
     def step(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

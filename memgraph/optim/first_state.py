@@ -1,9 +1,9 @@
-"""What a first step leaves as the state of a parameter, so that what is loaded can be compared with it.
+"""Find the state that a first step creates for a parameter, so that a loaded one can be compared with it.
 
     Adam, w float32[7, 11]     ->     {"step": float32[], "exp_avg": float32[7, 11], "exp_avg_sq": float32[7, 11]}
 
-torch's own classes say so themselves, by a step on tensors without memory. Another class may do whatever it likes in a
-step, so it is not asked, and loads what it is given, as it does unsharded.
+torch's own classes are stepped on meta tensors. A class of the user may do anything in a step, so it is not run, and
+its state is loaded unchecked.
 """
 
 from __future__ import annotations
@@ -14,53 +14,52 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from .elementwise import without_hooks
+from .elementwise import unhooked_step
 
-PLAIN = ("fused", "foreach", "capturable", "differentiable")  # options without which the state has the same in it
+KERNEL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")  # do not change the entries of a state
 
 
 class FirstState:
-    """How a class of optimizers with these arguments begins."""
+    """First steps of a class of optimizers with these arguments."""
 
     def __init__(self, kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> None:
         self.kind, self.arguments = kind, arguments
-        self.is_torchs = is_torchs(kind)
-        self.known: dict[object, dict[str, Any]] = {}
+        self.cache: dict[object, dict[str, Any]] = {}
 
     def entries(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """What is there after a step with the options of this group; nothing, if the class does not say."""
+        """Return the state after a step with the options of this group; empty for a class of the user."""
         key = id(group), parameter.shape, parameter.stride(), parameter.dtype
-        if key not in self.known:
-            self.known[key] = self._stepped(group, torch.empty_like(parameter, device="meta"), {})[0]
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = self._step(group, torch.empty_like(parameter, device="meta"), {})[0]
+        return self.cache[key]
 
-    def needs(self, group: Mapping[str, Any], parameter: Tensor, there: Collection[str]) -> bool:
-        """Whether a step fails if of all entries only these are there: SGD does without its momentum."""
+    def needs(self, group: Mapping[str, Any], parameter: Tensor, present: Collection[str]) -> bool:
+        """Return True if a step fails with only these entries: SGD, for one, does without its momentum."""
         small = torch.zeros([min(size, 2) for size in parameter.shape], dtype=parameter.dtype)
-        whole, error = self._stepped(group, small, {})
-        return self._stepped(group, small, {name: whole.get(name, 0) for name in there})[1] != error
+        whole, error = self._step(group, small, {})
+        return self._step(group, small, {name: whole.get(name, 0) for name in present})[1] != error
 
-    def _stepped(
+    def _step(
         self, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]
     ) -> tuple[dict[str, Any], str]:
-        """The state after a step, and what was wrong with that."""
-        if not self.is_torchs:
+        """The state after a step, and its error."""
+        if not is_torch_optimizer(self.kind):
             return {}, ""
         stepped = parameter.detach().requires_grad_()
-        options = {name: False if name in PLAIN else value for name, value in group.items() if name != "param_names"}
-        found: dict[str, Any] = {}
+        options = {key: key not in KERNEL_OPTIONS and value for key, value in group.items() if key != "param_names"}
+        entries: dict[str, Any] = {}
         try:
-            one = self.kind([{**options, "params": [stepped]}], **self.arguments)
+            optimizer = self.kind([{**options, "params": [stepped]}], **self.arguments)
             layout = torch.sparse_coo if self.kind is optim.SparseAdam else torch.strided
             stepped.grad = torch.zeros(stepped.shape, dtype=stepped.dtype, device=stepped.device, layout=layout)
-            found = one.state[stepped] = dict(state) or one.state[stepped]
+            entries = optimizer.state[stepped] = dict(state) or optimizer.state[stepped]
             with torch.no_grad():
-                without_hooks(self.kind)(one)
+                unhooked_step(self.kind)(optimizer)
         except Exception as error:
-            return found, f"{type(error).__name__}: {error}"
-        return found, ""
+            return entries, f"{type(error).__name__}: {error}"
+        return entries, ""
 
 
-def is_torchs(kind: type) -> bool:
-    """Whether a class is one of torch.optim's own."""
+def is_torch_optimizer(kind: type) -> bool:
+    """Return True for a class of torch.optim."""
     return f"{kind.__module__}.".startswith("torch.optim.")

@@ -1,11 +1,11 @@
-"""The update of an optimizer for whose parameters the far tier is home, or for their gradients or states.
+"""Run `optimizer.step()` when parameters, gradients or states are offloaded.
 
-update = FarUpdate(optimizer, where=folder)
-update.nbytes(trained)                   what it takes on the device, in windows
-FarStates(update, parameters).begin()    from now on optimizer.step() runs in windows
+update = OffloadedUpdate(optimizer, location=folder)
+update.peak_nbytes(trained)                      what it takes on the device, in windows
+OffloadedStates(update, parameters).activate()   from now on optimizer.step() runs in windows
 
-How large a window is depends on what is trained and not on the budget, so that the smallest budget for which there is
-a plan is the same whatever was asked for. Windows are as large as the step that ran last was planned with.
+The size of a window depends on what is trained and not on the budget, so that the smallest budget with a plan is the
+same whatever budget was asked for. An update uses the window size that the step which ran last was planned with.
 """
 
 from __future__ import annotations
@@ -19,182 +19,186 @@ from torch import Tensor
 from passes import Trace
 
 from ..errors import UpdateError
-from ..storage.async_copy import CopiedBytes
+from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
-from .elementwise import obstacle_to_windows
-from .host_step import reserve
+from .elementwise import unsupported_reason
+from .host_step import host_update_rate, reserve_windows
 from .optimizer_profiler import states_nbytes
 from .state_parts import Owner, StatePart, is_large
-from .stepping import stepping
 from .streamed_update import StreamedUpdate
 from .update_cost import STATE
-from .window_memory import OffloadedParts, WindowBytes, window_bytes
+from .window_memory import OffloadedTensors, WindowBytes, window_bytes
 from .windowed_optimizer import WindowedOptimizer
 
 SMALLEST, LARGEST = 1 << 18, 16 << 20  # bytes of a window
-ON_GPU = 128 << 20  # the largest of a GPU's: its link brings 16 MiB in less time than the host takes to ask for them
-SHARE = 64  # of what is trained is one
+LARGEST_ON_GPU = 128 << 20  # its link copies 16 MiB in less time than the host takes to launch the copy
+SHARE = 64  # a window is this part of what is trained
 
 
 class OffloadedUpdate:
-    """The update of an optimizer, or of none: then it is the caller's own affair.  `fused`: updates run in backward,
-    where somebody else sees to it that each is in windows.  `hosts`: the host may step on states that live there."""
+    """The update of an optimizer; without one, the user updates.
+
+    `fused`: updates run in backward, where `FusedUpdate` runs each in windows. `host_update`: the host may update
+    parameters whose states are offloaded to it.
+    """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        fused: bool = False,
-        where: BufferLocation = None,
-        hosts: bool = False,
-    ) -> None:
-        self.optimizer, self.where, self.fused, self.hosts = optimizer, where, fused, hosts
+        self, optimizer: torch.optim.Optimizer | None, fused: bool = False, location: BufferLocation = None,
+        host_update: bool = False,
+    ) -> None:  # fmt: skip
+        self.optimizer, self.location, self.fused, self.host_update = optimizer, location, fused, host_update
         self.windowed: WindowedOptimizer | None = None
-        self.relayed: CopiedBytes = {}  # the copies of the latest updates in backward
-        self.far_states: set[Owner] = set()
-        self.hosted: set[Owner] = set()  # the parameters that are stepped on the host
-        self.reserved = 0  # bytes of a window there
-        self.planned: int | None = None  # bytes of a window in the latest step for which something is far
+        self.streamed_copies: CopyLog = {}  # of the latest updates in backward
+        self.offloaded_owners: set[Owner] = set()
+        self.host_owners: set[Owner] = set()  # the parameters that the host updates
+        self.reserved = 0  # bytes of a window on the host
+        self.planned_window: int | None = None  # bytes of a window in the latest step that offloads state
 
     @property
     def window(self) -> int:
-        """Bytes of a window, for who plans an update of what is trained now."""
+        """Bytes of a window, for planning an update of what is trained now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        largest = ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
+        largest = LARGEST_ON_GPU if any(p.device.type == "cuda" for p in trained) else LARGEST
         return min(largest, max(SMALLEST, sum(p.nbytes for p in trained) // SHARE))
 
     @property
     def current(self) -> int:
-        """Bytes of a window, for who updates: what was frozen or thawed since the plan changes nothing."""
-        return self.window if self.planned is None else self.planned
+        """Bytes of a window, for updating: parameters frozen since the plan change nothing."""
+        return self.window if self.planned_window is None else self.planned_window
 
     @property
-    def moved(self) -> CopiedBytes:
+    def copies(self) -> CopyLog:
         """The copies of the latest update in windows, or of the latest backward that has updated."""
-        return self.relayed if self.windowed is None else self.windowed.moved
+        return self.streamed_copies if self.windowed is None else self.windowed.copies
 
     @property
     def can_stream(self) -> bool:
-        """Whether any of the state may live far."""
-        return self.obstacle is None
+        """True if any of the state may be offloaded."""
+        return self.unsupported_reason is None
 
     @property
-    def obstacle(self) -> str | None:
-        """Why nothing of the state can live far with this optimizer, and what to do."""
+    def unsupported_reason(self) -> str | None:
+        """Why no state can be offloaded with this optimizer, and what to do."""
         if self.optimizer is None:
             return None
-        return obstacle_to_windows(self.optimizer, lambda parameter: parameter.requires_grad)
+        return unsupported_reason(self.optimizer, lambda parameter: parameter.requires_grad)
 
-    def nbytes(self, trained: Collection[Tensor]) -> int:
-        """What an update allocates at most, whatever lives far."""
-        return max((taken.total for taken in self._taken(trained)), default=0)
+    def peak_nbytes(self, trained: Collection[Tensor]) -> int:
+        """Return the most that an update allocates, whatever is offloaded."""
+        return max((forecast.total for forecast in self._forecasts(trained)), default=0)
 
-    def between(self, trained: Collection[Tensor]) -> int:
-        """What is there at most between two updates in backward, of which both move their windows meanwhile."""
-        return max((taken.between for taken in self._taken(trained)), default=0) if self.fused else 0
+    def nbytes_between(self, trained: Collection[Tensor]) -> int:
+        """Return the most that exists between two updates in backward, while the windows of both are copied."""
+        return max((forecast.between for forecast in self._forecasts(trained)), default=0) if self.fused else 0
 
-    def _taken(self, trained: Collection[Tensor]) -> Sequence[WindowBytes]:
-        """What the next update takes, and any later one, if all that is large lives far."""
+    def _forecasts(self, trained: Collection[Tensor]) -> Sequence[WindowBytes]:
+        """The bytes of the next update and of any later one, if everything large is offloaded."""
         if self.optimizer is None:
             return ()
-        return window_bytes(
-            self.optimizer, self.window, OffloadedParts(is_large, is_large, is_large), trained, self.fused
-        )
+        offloaded = OffloadedTensors(is_large, is_large, is_large)
+        return window_bytes(self.optimizer, self.window, offloaded, trained, self.fused)
 
-    def refuse_at_home(self, there: int, budget: float) -> None:
-        """Raise what is known of the optimizer before there is a step, if nothing of the state can live far with it;
-        `there`: the bytes of parameters and buffers.
-
-        Raises:
-            UpdateError: its update can't be planned, or all that has to stay is more than the budget.
+    def check_fits_on_device(self, module_nbytes: int, budget: float) -> None:
         """
-        if self.optimizer is None or (obstacle := self.obstacle) is None:
+        Raises:
+            UpdateError: the update can't be planned, or no state can be offloaded and all of it, with the parameters
+                and buffers of `module_nbytes`, is more than the budget.
+        """
+        if self.optimizer is None or (reason := self.unsupported_reason) is None:
             return
-        needed = there + states_nbytes(self.optimizer)
+        needed = module_nbytes + states_nbytes(self.optimizer)
         if needed > budget:
             raise UpdateError(
-                f"{obstacle}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
+                f"{reason}. Parameters, buffers and all states are {needed} bytes, over the budget of {budget}"
             )
 
-    def stepping(self, parts: Sequence[StatePart]) -> float:
-        """Bytes of states that the host steps on per microsecond; 0.0 if it may not, or is the device itself."""
-        if not self.hosts or self.optimizer is None or not isinstance(self.where, PinnedBufferAllocator):
+    def host_rate(self, parts: Sequence[StatePart]) -> float:
+        """Return the bytes of states that the host updates per microsecond; 0.0 if it may not, or is the device."""
+        if not self.host_update or self.optimizer is None or not isinstance(self.location, PinnedBufferAllocator):
             return 0.0
-        return stepping(self.optimizer, parts, self.window)
+        return host_update_rate(self.optimizer, parts, self.window)
 
-    def begin(self) -> None:
-        """Let the optimizer step in windows."""
+    def activate(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> None:
+        """Update in windows from now on, and create the states of `owners` in the tier; the host updates some.
+
+        Raises:
+            PinnedError: the host has no memory for its two windows.
+        """
+        self.planned_window = window
+        self.install()
+        self.offloaded_owners.update(owners)
+        if host_owners and self.reserved < self.current and isinstance(self.location, PinnedBufferAllocator):
+            reserve_windows(self.location, self.current, self)
+            self.reserved = self.current
+        self.host_owners.update(host_owners)
+
+    def install(self) -> None:
+        """Replace the optimizer's step by one in windows of the current size."""
         if self.windowed is not None:
             self.windowed.nbytes = self.current
         elif self.optimizer is not None and not self.fused:
-            far, hosted = self.far_states.__contains__, self.hosted.__contains__
-            self.windowed = WindowedOptimizer(self.optimizer, self.current, far, self.where, hosted)
+            offloaded, on_host = self.offloaded_owners.__contains__, self.host_owners.__contains__
+            self.windowed = WindowedOptimizer(self.optimizer, self.current, offloaded, self.location, on_host)
 
-    def host(self, parameters: Collection[Owner]) -> None:
-        """Step on these on the host from now on.
+    def is_active(self, owners: Collection[Owner], host_owners: Collection[Owner], window: int | None) -> bool:
+        """Return True if the update creates these states in the tier, in windows of this size."""
+        is_offloaded = self.offloaded_owners.issuperset(owners) and self.host_owners.issuperset(host_owners)
+        return is_offloaded and self.planned_window == window
 
-        Raises:
-            PinnedError: it has no room for two windows.
-        """
-        if parameters and self.reserved < self.current and isinstance(self.where, PinnedBufferAllocator):
-            reserve(self.where, self.current, self)
-            self.reserved = self.current
-        self.hosted.update(parameters)
+    def deactivate(self, owners: Collection[Owner], host_owners: Collection[Owner]) -> None:
+        """Create the states of `owners` on the device from now on, and update `host_owners` there."""
+        self.offloaded_owners.difference_update(owners)
+        self.host_owners.difference_update(host_owners)  # a plan that replaces this one adds its own
 
-    def relay(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
-        """Updates in windows for gradients that come one after the other, in this order."""
-        relay = StreamedUpdate(optimizer, parameters, self.current, self.far_states.__contains__, self.where)
-        self.relayed = relay.moved
-        return relay
+    def stream(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> StreamedUpdate:
+        """Start updates in windows for gradients that come one after the other, in this order."""
+        offloaded = self.offloaded_owners.__contains__
+        stream = StreamedUpdate(optimizer, parameters, self.current, offloaded, self.location)
+        self.streamed_copies = stream.copies
+        return stream
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """The states of these parameters, as far as there are any."""
+        """Return the states of these parameters that exist."""
         states = self.optimizer.state if self.optimizer is not None else {}
         return [states[owner] for owner in owners if isinstance(owner, Tensor) and owner in states]
 
 
 @dataclass(frozen=True, eq=False)
 class OffloadedStates:
-    """Whose states one step has far, which of them are stepped there, and the update that does so."""
+    """The states that one planned step offloads, those of them that the host updates, and the update that does so."""
 
     update: OffloadedUpdate
     owners: tuple[Owner, ...] = ()
-    hosted: tuple[Owner, ...] = ()
-    window: int | None = None  # bytes of one, as it was planned
+    host_owners: tuple[Owner, ...] = ()
+    window: int | None = None  # bytes, as planned
 
     @classmethod
     def of(cls, update: OffloadedUpdate, trace: Trace, parts: Sequence[StatePart]) -> OffloadedStates:
-        """What a planned step says of `parts` of the states."""
+        """Read from a planned step which `parts` of the states it offloads."""
         states = [
-            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.far and op.fn == "state"
+            (op, parts[int(op.name.removeprefix(f"{STATE}_"))]) for op in trace.ops if op.offloaded and op.fn == "state"
         ]
-        far = tuple(owner for _, part in states for owner in part.owners)
-        hosted = tuple(owner for op, part in states if op.hosted for owner in part.owners)
-        return cls(update, far, hosted, update.window)
+        owners = tuple(owner for _, part in states for owner in part.owners)
+        host_owners = tuple(owner for op, part in states if op.on_host for owner in part.owners)
+        return cls(update, owners, host_owners, update.window)
 
     @property
-    def begun(self) -> bool:
-        """Whether the update makes new states where they belong."""
-        update = self.update
-        known = update.far_states.issuperset(self.owners) and update.hosted.issuperset(self.hosted)
-        return known and update.planned == self.window
+    def is_active(self) -> bool:
+        return self.update.is_active(self.owners, self.host_owners, self.window)
 
-    def begin(self) -> list[dict[str, object]]:
-        """Let the update run in windows, and have new states made where they belong; the states that are there."""
-        self.update.planned = self.window
-        self.update.begin()
-        self.update.far_states.update(self.owners)
-        self.update.host(self.hosted)
-        return self.there()
+    def activate(self) -> list[dict[str, object]]:
+        """Update in windows from now on, and create new states in the tier; return the states that exist."""
+        self.update.activate(self.owners, self.host_owners, self.window)
+        return self.states()
 
-    def there(self) -> list[dict[str, object]]:
-        """The states, as far as there are any."""
+    def states(self) -> list[dict[str, object]]:
+        """Return the states that exist."""
         return self.update.states(self.owners)
 
-    def end(self, kept: Collection[Owner]) -> list[dict[str, object]]:
-        """New states are made on the device, but for those of `kept`; the states that are there and belong there."""
-        gone = set(self.owners) - set(kept)
-        self.update.far_states.difference_update(gone)
-        self.update.hosted.difference_update(self.hosted)  # a plan that takes this one's place says so anew
-        return self.update.states(gone)
+    def deactivate(self, kept: Collection[Owner]) -> list[dict[str, object]]:
+        """Create new states on the device, except for those of `kept`; return the states to bring back there."""
+        dropped = set(self.owners) - set(kept)
+        self.update.deactivate(dropped, self.host_owners)
+        return self.update.states(dropped)

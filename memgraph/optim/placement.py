@@ -1,10 +1,10 @@
-"""Which of a module's parameters, and of their gradients and states, live beyond the device.
+"""Offload parameters, gradients and states of a module, and keep track of where they are.
 
-    residence.settle({"parameter fc.weight": like, "gradient fc.weight": like})
-        fc.weight      its values are on disk, and the Parameter is mapped there
-        its gradient   has a place on disk, for when there is one
+    placement.place({("parameter", "fc.weight"): fake, ("gradient", "fc.weight"): fake})
+        fc.weight      its values are on disk, and the Parameter is mapped from there
+        its gradient   has a slice on disk, for when there is one
 
-Everybody else goes on with the same Parameter objects.
+The Parameter objects stay the same for everyone else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
-from ..storage.transfer import begin_reload
+from ..storage.transfer import offload_tensors
 from ..tensors.aliasing import overlap
 from ..tensors.layout import viewed_as
 
@@ -25,99 +25,99 @@ Key = tuple[str, str]  # one of the two, and the parameter's name
 
 
 class StatePlacement:
-    """The far homes of one module."""
+    """The offloaded state of one module."""
 
-    def __init__(self, module: nn.Module, where: BufferLocation = None) -> None:
-        self.module, self.where = module, where
-        self.gradients: dict[str, Tensor] = {}
+    def __init__(self, module: nn.Module, location: BufferLocation = None) -> None:
+        self.module, self.location = module, location
+        self.gradients: dict[str, Tensor] = {}  # mapped
 
-    def settle(self, homes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
-        """The places of these, which are brought there if they are elsewhere: also when the caller has re-bound them.
+    def place(self, fakes: Mapping[Key, Tensor], states: Iterable[dict[str, object]] = ()) -> dict[Key, BufferSlice]:
+        """Return the slices of these, and offload what is not there yet, or was re-bound by the user.
 
-        `homes` shows what each looks like; `states` are of parameters whose states live far as well.
+        `fakes` show the layout of each; `states` are offloaded as well.
 
         Raises:
-            SpillError: the disk does not take them.  Nothing has changed.
-            UpdateError: a parameter that is elsewhere lies in the memory of another, or of a buffer.
+            SpillError: the disk does not take them. Nothing has changed.
+            UpdateError: a parameter shares memory with another one, or with a buffer.
         """
         named = dict(self.module.named_parameters())
-        parameters = [named[name] for name in _names(homes)]
-        strangers = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
-        gradients = {name: like for (kind, name), like in homes.items() if kind == GRADIENT}
-        wanted = {name: like for name, like in gradients.items() if not self._has_room(name, like)}
-        if strangers and (shared := overlap(named | dict(self.module.named_buffers()), _names(homes))):
-            raise UpdateError(f"{shared}, or compile anew, which leaves them on the device")
-        if strangers or wanted:
-            self._move(strangers, wanted)
-        self._move_states(states)
-        return {(kind, name): self._place(kind, name, named) for kind, name in homes}
+        parameters = [named[name] for name in _parameter_names(fakes)]
+        resident = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
+        gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
+        missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
+        if resident and (shared := overlap(named | dict(self.module.named_buffers()), _parameter_names(fakes))):
+            raise UpdateError(f"{shared}, or compile again, which leaves them on the device")
+        if resident or missing:
+            self._offload(resident, missing)
+        self._offload_states(states)
+        return {(kind, name): self._slice(kind, name, named) for kind, name in fakes}
 
-    def leave(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
-        """Bring parameters and states back to the device."""
+    def move_to_device(self, names: Iterable[str], states: Iterable[dict[str, object]]) -> None:
+        """Copy parameters and states back to the device for good."""
         named = dict(self.module.named_parameters())
         for name in names:
             named[name].data = named[name].detach().clone()
         for state in states:
-            state |= {
-                key: value.clone() for key, value in state_tensors(state).items() if buffer_slice_of(value) is not None
-            }
+            for key, value in elementwise_states(state).items():
+                if buffer_slice_of(value) is not None:
+                    state[key] = value.clone()
 
-    def adopt(self, name: str, gradient: Tensor) -> None:
-        """Bring a gradient that the caller has made to its home; it stays the caller's object."""
+    def adopt_gradient(self, name: str, gradient: Tensor) -> None:
+        """Offload a gradient that the user has set; it stays the user's object."""
         if buffer_slice_of(gradient) != buffer_slice_of(self.gradients[name]):
-            if self.is_held(name):
-                self.gradients |= self.apart({name: gradient})
-            home = self.gradients[name]
-            gradient.data = viewed_as(home, gradient if gradient.is_contiguous() else home).copy_(gradient)
+            if self.is_referenced(name):
+                self.gradients |= self.new_buffers({name: gradient})
+            mapped = self.gradients[name]
+            gradient.data = viewed_as(mapped, gradient if gradient.is_contiguous() else mapped).copy_(gradient)
 
-    def is_held(self, name: str) -> bool:
-        """Whether somebody has a tensor in the home of a gradient: then the next one may not lie there."""
-        # One is the tensor here, and one the storage's own object.
+    def is_referenced(self, name: str) -> bool:
+        """Return True if the user has a tensor over the slice of a gradient, which the next one must not overwrite."""
+        # One reference is the tensor here, and one the storage's own object.
         return torch._C._storage_Use_Count(self.gradients[name].untyped_storage()._cdata) > 2
 
-    def apart(self, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New places on disk for gradients.
+    def new_buffers(self, fakes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Allocate new slices for gradients.
 
         Raises:
-            SpillError: the disk has no room for them.
+            SpillError: the disk has no space for them.
         """
-        home = MappedBuffer([tensor_spec_of(like) for like in likes.values()], self.where)
-        return {name: home.tensor(i) for i, name in enumerate(likes)}
+        buffer = MappedBuffer([tensor_spec_of(fake) for fake in fakes.values()], self.location)
+        return {name: buffer.tensor(i) for i, name in enumerate(fakes)}
 
-    def _has_room(self, name: str, like: Tensor) -> bool:
-        """Whether a gradient has a home, and that is none from when its parameter had another dtype or shape, nor of
-        before a fork."""
-        home = self.gradients.get(name)
-        return home is not None and home.nbytes == like.nbytes and buffer_slice_of(home) is not None
+    def _has_slice(self, name: str, fake: Tensor) -> bool:
+        """Return True if a gradient has a slice that was made for its present size and in this process."""
+        mapped = self.gradients.get(name)
+        return mapped is not None and mapped.nbytes == fake.nbytes and buffer_slice_of(mapped) is not None
 
-    def _move(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-        moved = begin_reload([parameter.detach() for parameter in parameters], self.where)
+    def _offload(self, parameters: list[nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+        offloaded = offload_tensors([parameter.detach() for parameter in parameters], self.location)
         if gradients:
-            self.gradients |= self.apart(gradients)
-        for parameter, mapped in zip(parameters, moved, strict=True):
+            self.gradients |= self.new_buffers(gradients)
+        for parameter, mapped in zip(parameters, offloaded, strict=True):
             parameter.data = mapped
 
-    def _move_states(self, states: Iterable[dict[str, object]]) -> None:
-        """All into one home: each has a file of its own, of which a process may open so many."""
-        near = [
-            (one, key, value)
-            for one in states
-            for key, value in state_tensors(one).items()
+    def _offload_states(self, states: Iterable[dict[str, object]]) -> None:
+        """Offload all states to one buffer: each has an open file, and their number is limited."""
+        resident = [
+            (state, key, value)
+            for state in states
+            for key, value in elementwise_states(state).items()
             if buffer_slice_of(value) is None
         ]
-        for (one, key, _), moved in zip(near, begin_reload([value for *_, value in near], self.where), strict=True):
-            one[key] = moved
+        offloaded = offload_tensors([value for *_, value in resident], self.location)
+        for (state, key, _), mapped in zip(resident, offloaded, strict=True):
+            state[key] = mapped
 
-    def _place(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
-        place = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
-        assert place is not None
-        return place
-
-
-def _names(homes: Iterable[Key]) -> list[str]:
-    return [name for kind, name in homes if kind == PARAMETER]
+    def _slice(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
+        found = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
+        assert found is not None
+        return found
 
 
-def state_tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
-    """What a state has in it that is no single number."""
+def _parameter_names(keys: Iterable[Key]) -> list[str]:
+    return [name for kind, name in keys if kind == PARAMETER]
+
+
+def elementwise_states(state: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the tensors of a state that are no scalars."""
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}

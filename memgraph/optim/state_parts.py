@@ -1,20 +1,21 @@
-"""The states of an optimizer in a few parts, each of which lives on the device or far from it.
+"""Divide the states of an optimizer into a few parts that are offloaded or kept as a whole, and say what a step trains.
 
-AdamW over 12 layers, 25.3M parameters   ->   8 parts of about 25 MB
+    AdamW over 12 layers, 25.3M parameters   ->   8 parts of about 25 MB
 
-Whose states they are is the parameters', or the buckets' of a sharded optimizer, by their numbers.
+The owners of a part are parameters, or the numbers of a sharded optimizer's buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from passes.ir.machine import SMALLEST_HOME
+from passes.ir.machine import SMALLEST_STREAMED
 
+from ..graph.captured import Captured
 from .elementwise import is_elementwise
 from .optimizer_clone import ClonedOptimizer
 
@@ -24,8 +25,7 @@ Owner = Tensor | int
 
 @dataclass(frozen=True, eq=False)
 class StatePart:
-    """Parameters or buckets that follow one another, and the bytes of those of their states that have an element for
-    each of theirs."""
+    """Consecutive parameters or buckets, and the bytes of their elementwise states."""
 
     owners: tuple[Owner, ...]
     nbytes: int
@@ -35,20 +35,34 @@ class StatePart:
         return tuple(owner for owner in self.owners if isinstance(owner, Tensor))
 
 
+@dataclass(frozen=True, eq=False)
+class TrainedParameters:
+    """The parameters whose gradients a step computes, and the states of the optimizer in parts."""
+
+    parameters: Sequence[Tensor]
+    parts: Sequence[StatePart]
+    updates: Mapping[str, Tensor] = field(default_factory=dict)  # those that backward updates, by the names of the ops
+    shards: frozenset[int] = frozenset()  # the buckets that backward reduces over ranks
+    gathers: frozenset[int] = frozenset()  # the buckets that forward gathers
+    captured: Captured | None = None
+
+
 def state_parts(optimizer: torch.optim.Optimizer, each: bool = False) -> list[StatePart]:
-    """The states of large parameters, cut into parts of about the same bytes, or those of each for themselves; none, if
-    the optimizer's update can't be run in windows, or if it has no states."""
+    """Return the states of large parameters in parts of about equal bytes, or one part for `each` parameter.
+
+    There are none if the optimizer has no states, or its update can't run in windows.
+    """
     if not is_elementwise(optimizer):
         return []
-    return in_parts(_nbytes(optimizer), 0 if each else PARTS)
+    return partition_states(_states_nbytes(optimizer), 0 if each else PARTS)
 
 
-def in_parts(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
-    """The states of these owners, of so many bytes each, in about so many parts; each for itself if that is 0."""
-    known = [(owner, nbytes) for owner, nbytes in sizes if nbytes]
-    share = sum(nbytes for _, nbytes in known) / count if count else 0
+def partition_states(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
+    """Divide states of so many bytes into about `count` parts; 0: one part for each owner."""
+    owners = [(owner, nbytes) for owner, nbytes in sizes if nbytes]
+    share = sum(nbytes for _, nbytes in owners) / count if count else 0
     parts: list[StatePart] = []
-    for owner, nbytes in known:
+    for owner, nbytes in owners:
         if not parts or parts[-1].nbytes >= share:
             parts.append(StatePart((), 0))
         parts[-1] = StatePart((*parts[-1].owners, owner), parts[-1].nbytes + nbytes)
@@ -56,16 +70,15 @@ def in_parts(sizes: Iterable[tuple[Owner, int]], count: int) -> list[StatePart]:
 
 
 def is_large(parameter: Tensor) -> bool:
-    """Whether it is worth a trip to the far tier, and so are its gradient and its states."""
-    return parameter.nbytes >= SMALLEST_HOME
+    """Return True if a parameter is worth the copies to a tier, and so are its gradient and its states."""
+    return parameter.nbytes >= SMALLEST_STREAMED
 
 
-def _nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
-    """Each large parameter that is trained or was, and the bytes of its states."""
-    stepper, found = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
+def _states_nbytes(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, int]]:
+    clone, sizes = ClonedOptimizer(optimizer), list[tuple[Owner, int]]()
     for i, group in enumerate(optimizer.param_groups):
         for parameter in filter(is_large, group["params"]):
             if parameter.requires_grad or parameter in optimizer.state:
-                dtypes = stepper.entries(i, parameter.dtype).values()
-                found.append((parameter, parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)))
-    return found
+                dtypes = clone.state_dtypes(i, parameter.dtype).values()
+                sizes.append((parameter, parameter.numel() * sum(dtype.itemsize for dtype in dtypes if dtype)))
+    return sizes

@@ -1,13 +1,12 @@
-"""Update parameters one after the other, as their gradients come, while the disk works ahead and behind.
+"""Update parameters one after the other, as their gradients come, while the disk reads ahead and writes behind.
 
 Before:                                  After:
     update(v, dv)  fill, compute, drain      update(v, dv)  ..., compute
     ...                                      ...            drain the end of v, fill the begin of w
     update(w, dw)  fill, compute, drain      update(w, dw)  compute, ...
 
-It is one update in windows whose gradients come late: the two windows go on from one parameter to the next, so the disk
-has work while backward computes.  What was read ahead has changed nothing, and what is written late has ended when
-`finish` returns.
+It is one update in windows whose gradients come late: its two buffers pass from one parameter to the next, so that the
+disk works while backward computes. Reading ahead changes nothing, and all writes have ended when `finish` returns.
 """
 
 from __future__ import annotations
@@ -18,30 +17,21 @@ from torch import Tensor, optim
 
 from ..storage.mapped_storage import BufferLocation
 from ..system.signals import Interrupts
-from .update_operands import GRADIENT, PARAMETER, Whose
-from .windowed_update import WindowedUpdate, view
+from .update_operands import GRADIENT, PARAMETER, ParameterPredicate
+from .window_views import view
+from .windowed_update import WindowedUpdate
 
 
 class StreamedUpdate(WindowedUpdate):
     """The updates of some parameters in one backward."""
 
     def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        parameters: Sequence[Tensor],
-        nbytes: int,
-        far_states: Whose,
-        where: BufferLocation,
-    ) -> None:
-        """`optimizer` has these parameters and no others; their gradients will come in this order.
-
-        Raises:
-            SpillError: the disk does not take states that have to go there. Nothing has changed.
-            UpdateError: two parameters lie on one place.
-            ValueError: the windows are too small for a piece of some parameter.
-        """
-        super().__init__(optimizer, nbytes, far_states, where, awaited=parameters)
-        self.upcoming = 0  # the parameter that comes next
+        self, optimizer: optim.Optimizer, parameters: Sequence[Tensor], nbytes: int, offloaded: ParameterPredicate,
+        location: BufferLocation,
+    ) -> None:  # fmt: skip
+        """`optimizer` has these parameters and no others; their gradients come in this order. Errors as in the base."""
+        super().__init__(optimizer, nbytes, offloaded, location, gradient_order=parameters)
+        self.next_parameter = 0
 
     def update(self, parameter: Tensor, gradient: Tensor) -> None:
         """Compute all windows of one parameter. The last of them are still being written when this returns.
@@ -49,21 +39,21 @@ class StreamedUpdate(WindowedUpdate):
         Raises:
             SpillError: the disk failed, for this parameter or for an earlier one.
         """
-        subject = self.subjects[self.upcoming]
-        assert subject.parameter is parameter, "updates come in the order of the graph"
+        update = self.updates[self.next_parameter]
+        assert update.parameter is parameter, "updates come in the order of the graph"
         with Interrupts() as interrupts:
             try:
-                subject.takes(gradient)
-                while subject.left and not self._is_past(self.upcoming):
+                update.set_gradient(gradient)
+                while update.chunks_left and not self._is_computed(self.next_parameter):
                     self._advance()
                     interrupts.check()
                 self._read_ahead()
             except BaseException:
-                self._settle()
+                self._finish_copies()
                 raise
             finally:
-                subject.takes(None)  # the gradient's bytes go here
-        self.upcoming += 1
+                update.set_gradient(None)  # frees the gradient
+        self.next_parameter += 1
 
     def finish(self) -> None:
         """Wait until everything has been written.
@@ -76,22 +66,22 @@ class StreamedUpdate(WindowedUpdate):
                 while self.finished < self.computed:
                     self._finish(self.finished)
             finally:
-                self._settle()
+                self._finish_copies()
 
     def stop(self) -> None:
-        """Wait until no copy is under way, well or not."""
-        self._settle()
+        """Wait until no copy runs, with or without errors."""
+        self._finish_copies()
 
-    def _is_past(self, turn: int) -> bool:
-        """Whether all windows of the parameter at `turn` are computed."""
-        return self.computed == len(self.windows) or self.windows[self.computed][0].row > turn
+    def _is_computed(self, row: int) -> bool:
+        """Return True if all windows of the parameter are computed."""
+        return self.computed == len(self.windows) or self.windows[self.computed][0].row > row
 
     def _compute(self, at: int) -> None:
-        for one in self.filled[at].cuts:
-            strand = one.subject.strands[GRADIENT]
-            if not strand.roomy(one.piece.whole):
-                one.tensors[GRADIENT] = view(strand, one.piece)
+        for each in self.filled[at].views:
+            operand = each.update.operands[GRADIENT]
+            if not operand.needs_buffer(each.chunk.whole):
+                each.tensors[GRADIENT] = view(operand, each.chunk)
         super()._compute(at)
-        for one in self.drained[at].cuts:
-            del one.tensors[GRADIENT]
-            one.tensors[PARAMETER].grad = None
+        for each in self.drained[at].views:
+            del each.tensors[GRADIENT]
+            each.tensors[PARAMETER].grad = None

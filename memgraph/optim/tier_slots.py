@@ -1,8 +1,8 @@
-"""The slots of the far tier that a rewritten graph uses, and whose home a slot is.
+"""List the slots of the tier that a rewritten graph uses, and bind those that hold state of the module.
 
 offload(a, 0), reload(..., 0)      ->   slot 0: 4194304 bytes of this step's own
-reload(w, 1)                       ->   slot 1: where parameter fc.weight lives
-offload(g, 2), return ticket       ->   slot 2: where its gradient lives
+reload(w, 1)                       ->   slot 1: the slice of parameter fc.weight
+offload(g, 2), return ticket       ->   slot 2: the slice of its gradient
 """
 
 from __future__ import annotations
@@ -20,162 +20,161 @@ from ..graph.summarize import FAR
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
 from ..tensors.layout import viewed_as
 from .offloaded_update import OffloadedStates
-from .placement import GRADIENT, PARAMETER, Key, StatePlacement, state_tensors
+from .placement import GRADIENT, PARAMETER, Key, StatePlacement, elementwise_states
 
 OFFLOAD, RELOAD = torch.ops.memgraph.offload.default, torch.ops.memgraph.reload.default
 
 
 @dataclass(frozen=True, eq=False)
 class TierSlot:
-    """What lies in a slot: a fake tensor; and whose home it is, if it is one."""
+    """A slot: a fake tensor for its layout, and the key of the state that it holds, if any."""
 
-    like: Tensor
-    home: Key | None = None
-    is_sent: bool = False  # and not only fetched
+    fake: Tensor
+    key: Key | None = None
+    is_offloaded: bool = False  # by the graph, which else only reloads it
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the step's own room."""
-        return 0 if self.home else self.like.nbytes
+        """Bytes that the step itself needs in the tier."""
+        return 0 if self.key else self.fake.nbytes
 
 
 def tier_slots(graph: fx.Graph, captured: Captured) -> tuple[TierSlot, ...]:
-    """All of them, by number."""
-    inputs = dict(zip(graph.find_nodes(op="placeholder"), _inputs(captured), strict=False))
-    handed = {node: role.name for node, role in zip(returned_values(graph), captured.outputs, strict=True)}
-    found: dict[int, TierSlot] = {}
+    """Return all slots of a graph, by number."""
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), _input_keys(captured), strict=False))
+    outputs = {node: role.name for node, role in zip(returned_values(graph), captured.outputs, strict=True)}
+    slots: dict[int, TierSlot] = {}
     for node in graph.nodes:
         if node.target is OFFLOAD:
-            home = (GRADIENT, handed[node]) if node in handed else None
-            found[node.args[1]] = TierSlot(tensors(node.args[0])[0], home, is_sent=True)
+            key = (GRADIENT, outputs[node]) if node in outputs else None
+            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], key, is_offloaded=True)
         elif node.target is RELOAD and node.args[0] in inputs:
-            found[node.args[1]] = TierSlot(tensors(node.args[0])[0], inputs[node.args[0]])
-    return tuple(found[number] for number in range(len(found)))
+            slots[node.args[1]] = TierSlot(tensors(node.args[0])[0], inputs[node.args[0]])
+    return tuple(slots[number] for number in range(len(slots)))
 
 
 def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
-    """The parameters that live far and that no op fetches, since the step has no use for them; with fake tensors."""
-    inputs = zip(graph.find_nodes(op="placeholder"), _inputs(captured), strict=False)
-    fetched = {node.args[0] for node in graph.nodes if node.target is RELOAD}
+    """Return the offloaded parameters that no op reloads, because the step does not use them, as fake tensors."""
+    inputs = zip(graph.find_nodes(op="placeholder"), _input_keys(captured), strict=False)
+    reloaded = {node.args[0] for node in graph.nodes if node.target is RELOAD}
     return {
         key: tensors(node)[0]
         for node, key in inputs
-        if FAR in node.meta and node not in fetched and key[0] == PARAMETER
+        if FAR in node.meta and node not in reloaded and key[0] == PARAMETER
     }
 
 
-def _inputs(captured: Captured) -> list[Key]:
-    """Of each placeholder what it is of, if it is a parameter, as is all that is fetched; those of gradients to add to
-    stand behind the captured ones."""
-    given = [(PARAMETER, role.name) for role in captured.inputs]
-    return [*given, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
+def _input_keys(captured: Captured) -> list[Key]:
+    """A key for each placeholder, as if all were parameters; those of gradients to accumulate into come last."""
+    parameters = [(PARAMETER, role.name) for role in captured.inputs]
+    return [*parameters, *((GRADIENT, role.name) for role in captured.outputs if role.kind == "gradient")]
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementKey:
-    """The process, and the addresses of all that belongs far, once it is there; while they are the same, so is
-    everything."""
+    """The process, and the addresses of everything offloaded: while they are the same, so are the slices."""
 
-    whereabouts: list[int]
-    places: dict[int, BufferSlice]  # of the slots
-    others: list[BufferSlice | None]  # of states: as long as a place is held, nothing else gets its address
+    addresses: list[int]
+    slices: dict[int, BufferSlice]  # by slot
+    states: list[BufferSlice | None]  # referenced, so that nothing else gets their addresses
 
 
 class OffloadedSlots:
-    """The slots of a step that are homes of the module's state, and what happens there before and after a flight."""
+    """The slots of a step that hold state of the module, and what happens to them before and after a run."""
 
     def __init__(
-        self, residence: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
+        self, placement: StatePlacement, slots: Sequence[TierSlot], step: Captured, states: OffloadedStates,
         unread: Mapping[Key, Tensor],
     ) -> None:  # fmt: skip
-        self.residence, self.states, self.unread = residence, states, unread
-        self.known: PlacementKey | None = None
-        self.homes = {number: (slot.home, slot.like) for number, slot in enumerate(slots) if slot.home}
+        self.placement, self.states, self.unread = placement, states, unread
+        self.placed: PlacementKey | None = None
+        self.slots = {number: (slot.key, slot.fake) for number, slot in enumerate(slots) if slot.key}
         inputs: list[Key] = [(role.kind, role.name) for role in step.inputs if role.kind != "tangent"]
-        self.inputs = [inputs.index(home) for home in self._living() if home[0] == PARAMETER]
+        self.inputs = [inputs.index(key) for key in self._fakes() if key[0] == PARAMETER]
         gradients = [role.name for role in step.outputs if role.kind != "output"]
-        sent = {slot.home[1]: number for number, slot in enumerate(slots) if slot.home and slot.is_sent}
-        self.sent = {gradients.index(name): number for name, number in sent.items()}
+        numbers = {slot.key[1]: number for number, slot in enumerate(slots) if slot.key and slot.is_offloaded}
+        self.offloaded = {gradients.index(name): number for name, number in numbers.items()}  # position -> slot
 
-    def settled(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
-        """The place of each slot, once everything is where it belongs; `tensors` are the inputs of the step."""
-        known = self.known
-        if known is None or not self.states.begun or known.whereabouts != self._whereabouts(tensors):
-            known = self.known = None  # so that the disk has the bytes of what is gone before it is asked for more
-            known = self.known = self._settle(tensors)
-        return known.places
+    def place(self, tensors: Sequence[Tensor]) -> dict[int, BufferSlice]:
+        """Offload what is not in the tier yet, and return the slice of each slot; `tensors` are the step's inputs."""
+        placed = self.placed
+        if placed is None or not self.states.is_active or placed.addresses != self._addresses(tensors):
+            placed = self.placed = None  # so that the disk frees old slices before it is asked for more
+            placed = self.placed = self._place(tensors)
+        return placed.slices
 
-    def replaced(self, other: OffloadedSlots | None) -> None:
-        """Another plan takes this one's place: what it has on the device comes back there."""
-        gone = self._living().keys() - (other._living().keys() if other is not None else set())
-        states = self.states.end(other.states.owners if other is not None else ())
-        self.residence.leave((name for kind, name in gone if kind == PARAMETER), states)
+    def release_to(self, other: OffloadedSlots | None) -> None:
+        """Move to the device what a plan that replaces this one does not offload."""
+        dropped = self._fakes().keys() - (other._fakes().keys() if other is not None else set())
+        states = self.states.deactivate(other.states.owners if other is not None else ())
+        self.placement.move_to_device((name for kind, name in dropped if kind == PARAMETER), states)
 
-    def before(self, takers: Sequence[Tensor | None], adds: bool) -> tuple[dict[int, Tensor], dict[int, BufferSlice]]:
-        """Make room for the gradients that leave.
+    def begin_backward(
+        self, grad_sinks: Sequence[Tensor | None], adds: bool
+    ) -> tuple[dict[int, Tensor], dict[int, BufferSlice]]:
+        """Prepare slices for the gradients that are offloaded.
 
-        Those that are there are brought home. If backward does not know to add to one of them, or somebody still has
-        what lies in a home, the new one lies apart. Returned are those, by position, and the places of all slots.
+        Existing gradients are offloaded first. A new one gets a separate buffer if backward does not add to the
+        existing one, or the user still references the slice. Returns those buffers, by position, and all slices.
 
         Raises:
-            SpillError: the disk has no room for them.
+            SpillError: the disk has no space for them.
         """
-        likes: dict[str, Tensor] = {}
-        for position, number in self.sent.items():
-            (_, name), like = self.homes[number]
-            taker = takers[position]
-            there = taker.grad if taker is not None else None
-            if there is not None:
-                self.residence.adopt(name, there)
-            if taker is None or (self.residence.is_held(name) if there is None else not adds):
-                likes[name] = like
-        made = self.residence.apart(likes) if likes else {}
-        lie = self.residence.gradients | made
-        places = {
-            number: buffer_slice_of(lie[name]) for number, ((kind, name), _) in self.homes.items() if kind == GRADIENT
+        fakes: dict[str, Tensor] = {}
+        for position, number in self.offloaded.items():
+            (_, name), fake = self.slots[number]
+            sink = grad_sinks[position]
+            gradient = sink.grad if sink is not None else None
+            if gradient is not None:
+                self.placement.adopt_gradient(name, gradient)
+            if sink is None or (self.placement.is_referenced(name) if gradient is None else not adds):
+                fakes[name] = fake
+        new = self.placement.new_buffers(fakes) if fakes else {}
+        gradients = self.placement.gradients | new
+        slices = {
+            number: buffer_slice_of(gradients[name])
+            for number, ((kind, name), _) in self.slots.items()
+            if kind == GRADIENT
         }
-        apart = {position: made[self._name(position)] for position in self.sent if self._name(position) in made}
-        return apart, {number: place for number, place in places.items() if place}
+        separate = {position: new[self._name(position)] for position in self.offloaded if self._name(position) in new}
+        return separate, {number: found for number, found in slices.items() if found}
 
-    def after(
-        self,
-        gradients: Sequence[Tensor],
-        takers: Sequence[Tensor | None],
-        apart: Mapping[int, Tensor],
+    def finish_backward(
+        self, gradients: Sequence[Tensor], grad_sinks: Sequence[Tensor | None], separate: Mapping[int, Tensor],
         sent: Mapping[int, Tensor],
-    ) -> list[Tensor]:
-        """The gradients with those that have gone home in place of their tickets."""
-        found = list(gradients)
-        for position, number in self.sent.items():
-            name, taker = self._name(position), takers[position]
-            if taker is not None and taker.grad is not None:
-                if position in apart:  # another step has been differentiated since this one's forward
-                    taker.grad.add_(viewed_as(apart[position], sent[number]))
-                found[position] = taker.grad
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the gradients, with mapped tensors in place of the tickets of offloaded ones."""
+        results = list(gradients)
+        for position, number in self.offloaded.items():
+            name, sink = self._name(position), grad_sinks[position]
+            if sink is not None and sink.grad is not None:
+                if position in separate:  # another step ran backward since this one's forward
+                    sink.grad.add_(viewed_as(separate[position], sent[number]))
+                results[position] = sink.grad
             else:
-                if taker is not None and position in apart:
-                    self.residence.gradients[name] = apart[position]
-                found[position] = viewed_as(apart.get(position, self.residence.gradients[name]), sent[number])
-                if taker is not None:
-                    taker.grad = found[position]
-        return found
+                if sink is not None and position in separate:
+                    self.placement.gradients[name] = separate[position]
+                results[position] = viewed_as(separate.get(position, self.placement.gradients[name]), sent[number])
+                if sink is not None:
+                    sink.grad = results[position]
+        return results
 
-    def _settle(self, tensors: Sequence[Tensor]) -> PlacementKey:
-        places = self.residence.settle(self._living(), self.states.begin())
-        by_number = {number: places[home] for number, (home, _) in self.homes.items()}
-        return PlacementKey(self._whereabouts(tensors), by_number, list(map(buffer_slice_of, self._states())))
+    def _place(self, tensors: Sequence[Tensor]) -> PlacementKey:
+        slices = self.placement.place(self._fakes(), self.states.activate())
+        by_slot = {number: slices[key] for number, (key, _) in self.slots.items()}
+        return PlacementKey(self._addresses(tensors), by_slot, list(map(buffer_slice_of, self._states())))
 
-    def _living(self) -> dict[Key, Tensor]:
-        """All parameters and gradients that live far, and what they look like."""
-        return dict(self.homes.values()) | dict(self.unread)
+    def _fakes(self) -> dict[Key, Tensor]:
+        """All offloaded parameters and gradients."""
+        return dict(self.slots.values()) | dict(self.unread)
 
-    def _whereabouts(self, tensors: Sequence[Tensor]) -> list[int]:
-        gradients = [self.residence.gradients[name] for (kind, name), _ in self.homes.values() if kind == GRADIENT]
-        far = (*(tensors[i] for i in self.inputs), *gradients, *self._states())
-        return [os.getpid(), *(tensor.data_ptr() for tensor in far)]
+    def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        gradients = [self.placement.gradients[name] for (kind, name), _ in self.slots.values() if kind == GRADIENT]
+        offloaded = (*(tensors[i] for i in self.inputs), *gradients, *self._states())
+        return [os.getpid(), *(tensor.data_ptr() for tensor in offloaded)]
 
     def _states(self) -> list[Tensor]:
-        return [tensor for state in self.states.there() for tensor in state_tensors(state).values()]
+        return [tensor for state in self.states.states() for tensor in elementwise_states(state).values()]
 
     def _name(self, position: int) -> str:
-        return self.homes[self.sent[position]][0][1]
+        return self.slots[self.offloaded[position]][0][1]

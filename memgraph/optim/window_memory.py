@@ -1,7 +1,7 @@
-"""Say what an update in windows allocates, before it is run and before anything has moved.
+"""Forecast the bytes that an update in windows allocates, before it runs and before anything is offloaded.
 
 AdamW over 50.0M parameters, all on disk, windows of 64.0 MB   ->   two windows 128.0 MB, temporaries 16.0 MB,
-                                                                    states that the first update makes 64.0 MB
+                                                                    states that the first update creates 64.0 MB
 """
 
 from __future__ import annotations
@@ -17,133 +17,136 @@ from torch import Tensor, optim
 from ..storage.mapped_storage import buffer_slice_of
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer, Temporaries
-from .update_operands import Whose
-from .window_plan import Window, WindowPiece, WindowRow, plan_windows
+from .update_operands import ParameterPredicate
+from .window_plan import Window, WindowChunk, WindowRow, plan_windows
 
-SCALAR = 8  # bytes of a number that is one for all elements of a parameter, or less
+SCALAR_NBYTES = 8  # of a scalar state, or less
 
 
 @dataclass(frozen=True)
-class OffloadedParts:
-    """Which parameters have their own bytes, their gradients and their states on disk, or will have."""
+class OffloadedTensors:
+    """The parameters whose own bytes, gradients and states are offloaded, or will be."""
 
-    parameters: Whose
-    gradients: Whose
-    states: Whose
+    parameters: ParameterPredicate
+    gradients: ParameterPredicate
+    states: ParameterPredicate
 
 
 @dataclass(frozen=True)
 class WindowBytes:
-    """What one update allocates at most. All of it is freed but for states that are made and stay in memory."""
+    """The most that one update allocates. All of it is freed except for states that are created and stay in memory."""
 
     windows: int  # two, for as long as the update takes
-    passing: int  # temporaries of the optimizer's step on a window, and states that it made and that are on their way
-    leaving: int  # the most of those that one window has made
-    numbers: int  # of `passing`: states that are one for all elements, as handed to the windows that are under way
+    temporary: int  # temporaries of the optimizer's step on a window, and states that are created and copied out
+    created: int  # the most of these states that one window creates
+    scalars: int  # of `temporary`: copies of scalar states for the windows that are in work
 
     @property
     def between(self) -> int:
-        """What is there behind one parameter's update and before the next one's, if both windows move meanwhile."""
-        return min(self.windows + 2 * self.leaving + self.numbers, self.total)
+        """The most that exists between the updates of two parameters, while both windows are copied."""
+        return min(self.windows + 2 * self.created + self.scalars, self.total)
 
     @property
     def total(self) -> int:
-        return self.windows + self.passing
+        return self.windows + self.temporary
 
 
 @dataclass(frozen=True)
-class WindowDraft:
-    """A parameter as it will be in an update."""
+class PlannedUpdate:
+    """The coming update of one parameter."""
 
     group: int
     row: WindowRow
     temporaries: Temporaries
-    numbers: int  # states that are one for all its elements
-    far_states: bool
+    scalars: int  # scalar states
+    has_offloaded_states: bool
 
-    def nbytes_of_numbers(self, piece: WindowPiece) -> int:
-        return 0 if piece.whole else SCALAR * self.numbers
+    def scalar_nbytes(self, chunk: WindowChunk) -> int:
+        return 0 if chunk.whole else SCALAR_NBYTES * self.scalars
 
-    def fresh(self, piece: WindowPiece) -> int:
-        return sum(piece.count * itemsize for itemsize in self.row.fresh)
+    def created_nbytes(self, chunk: WindowChunk) -> int:
+        return sum(chunk.count * itemsize for itemsize in self.row.created)
 
 
 def window_bytes(
-    optimizer: optim.Optimizer,
-    nbytes: int,
-    far: OffloadedParts,
-    trained: Collection[Tensor] | None = None,
-    apart: bool = False,
-) -> tuple[WindowBytes, WindowBytes]:
-    """Bytes of the next update and of any later one, in windows of `nbytes`; with `apart` each is of one parameter.
+    optimizer: optim.Optimizer, nbytes: int, offloaded: OffloadedTensors, trained: Collection[Tensor] | None = None,
+    separate: bool = False,
+) -> tuple[WindowBytes, WindowBytes]:  # fmt: skip
+    """Return the bytes of the next update and of any later one, in windows of `nbytes`.
 
-    All of `trained` have a gradient then, with the strides of its parameter; without it, all that require one.
+    All of `trained`, or else all that require a gradient, have one then, with the strides of the parameter. With
+    `separate` a window is of one parameter.
 
     Raises:
-        ValueError: the windows are too small for a piece of some parameter.
+        ValueError: the windows are too small for a chunk of some parameter.
     """
     sure = None if trained is None else set(map(id, trained))
-    stepper = ClonedOptimizer(optimizer)
-    known: dict[tuple[int, torch.dtype], Temporaries] = {}
+    clone = ClonedOptimizer(optimizer)
+    temporaries: dict[tuple[int, torch.dtype], Temporaries] = {}
     now, later = [], []
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.requires_grad if sure is None else id(parameter) in sure:
                 kind = i, parameter.dtype
-                if kind not in known:
-                    known[kind] = stepper.temporaries(*kind)
-                entries, state = stepper.entries(*kind), optimizer.state.get(parameter, {})
-                numbers = sum(dtype is None for dtype in entries.values())
-                rest = known[kind], numbers, far.states(parameter)
-                now.append(WindowDraft(i, _row(parameter, entries, state, far), *rest))
-                later.append(WindowDraft(i, _row(parameter, entries, None, far), *rest))
-    return _bytes(now, nbytes, apart), _bytes(later, nbytes, apart)
+                if kind not in temporaries:
+                    temporaries[kind] = clone.temporaries(*kind)
+                dtypes, state = clone.state_dtypes(*kind), optimizer.state.get(parameter, {})
+                scalars = sum(dtype is None for dtype in dtypes.values())
+                rest = temporaries[kind], scalars, offloaded.states(parameter)
+                now.append(PlannedUpdate(i, _row(parameter, dtypes, state, offloaded), *rest))
+                later.append(PlannedUpdate(i, _row(parameter, dtypes, None, offloaded), *rest))
+    return _bytes(now, nbytes, separate), _bytes(later, nbytes, separate)
 
 
 def _row(
-    parameter: Tensor, entries: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None, far: OffloadedParts
-) -> WindowRow:
-    """The parameter with the states that it has; None: with all of them."""
+    parameter: Tensor, dtypes: Mapping[str, torch.dtype | None], state: Mapping[str, Any] | None,
+    offloaded: OffloadedTensors,
+) -> WindowRow:  # fmt: skip
+    """The parameter with its existing states; None: with all of them."""
     tensors = [
-        (parameter.dtype, far.parameters(parameter) or buffer_slice_of(parameter) is not None),
-        (parameter.dtype, far.gradients(parameter)),
+        (parameter.dtype, offloaded.parameters(parameter) or buffer_slice_of(parameter) is not None),
+        (parameter.dtype, offloaded.gradients(parameter)),
     ]
-    fresh = []
-    for key, dtype in entries.items():
-        there = None if state is None else state.get(key)
-        if dtype is not None and state is not None and there is None:
-            fresh.append(dtype.itemsize)
+    created = []
+    for key, dtype in dtypes.items():
+        existing = None if state is None else state.get(key)
+        if dtype is not None and state is not None and existing is None:
+            created.append(dtype.itemsize)
         elif dtype is not None:
-            tensors.append((dtype, far.states(parameter) or (there is not None and buffer_slice_of(there) is not None)))
-    moved, resident = (tuple(dtype.itemsize for dtype, away in tensors if away is side) for side in (True, False))
-    return WindowRow(parameter.numel(), moved, resident, tuple(fresh), is_exact(parameter))
+            is_mapped = existing is not None and buffer_slice_of(existing) is not None
+            tensors.append((dtype, offloaded.states(parameter) or is_mapped))
+    buffered, resident = (
+        tuple(dtype.itemsize for dtype, is_offloaded in tensors if is_offloaded is side) for side in (True, False)
+    )
+    return WindowRow(parameter.numel(), buffered, resident, tuple(created), is_exact(parameter))
 
 
-def _bytes(drafts: Sequence[WindowDraft], nbytes: int, apart: bool) -> WindowBytes:
-    windows = plan_windows([draft.row for draft in drafts], nbytes, apart=apart)
+def _bytes(updates: Sequence[PlannedUpdate], nbytes: int, separate: bool) -> WindowBytes:
+    windows = plan_windows([update.row for update in updates], nbytes, separate=separate)
 
-    def each(of: Callable[[WindowDraft, WindowPiece], int]) -> list[int]:
-        return [sum(of(drafts[piece.row], piece) for piece in window) for window in windows]
+    def of_windows(of_chunk: Callable[[PlannedUpdate, WindowChunk], int]) -> list[int]:
+        return [sum(of_chunk(updates[chunk.row], chunk) for chunk in window) for window in windows]
 
-    slab = max(each(lambda draft, piece: draft.row.room(piece.count)), default=0) * len(windows[:2])
-    works = [_temporaries(drafts, window) for window in windows]
-    made = each(lambda draft, piece: draft.fresh(piece) + draft.nbytes_of_numbers(piece))
-    # What the window before has made may still be on its way, and the next one has its numbers already.
-    leaving = each(lambda draft, piece: draft.fresh(piece) if draft.far_states else 0)
-    numbers = each(lambda draft, piece: draft.nbytes_of_numbers(piece))
-    beside = [before + after for before, after in zip([0, *numbers], [*numbers[1:], 0], strict=False)]
-    passing = max(map(sum, zip(works, made, [0, *leaving], beside, strict=False)), default=0)
-    handed = max(map(sum, zip(numbers, beside, strict=False)), default=0)
-    tried = max((draft.temporaries.most([2]) + draft.row.nbytes(2) for draft in drafts), default=0)
-    return WindowBytes(slab, max(passing, tried - slab), max(leaving, default=0), handed)
+    buffers = of_windows(lambda update, chunk: update.row.buffer_nbytes(chunk.count))
+    both = max(buffers, default=0) * len(windows[:2])
+    temporaries = [_temporaries(updates, window) for window in windows]
+    results = of_windows(lambda update, chunk: update.created_nbytes(chunk) + update.scalar_nbytes(chunk))
+    # States that the window before has created may still be copied out, and the next one has its scalars already.
+    created = of_windows(lambda update, chunk: update.created_nbytes(chunk) if update.has_offloaded_states else 0)
+    scalars = of_windows(lambda update, chunk: update.scalar_nbytes(chunk))
+    neighbours = [before + after for before, after in zip([0, *scalars], [*scalars[1:], 0], strict=False)]
+    temporary = max(map(sum, zip(temporaries, results, [0, *created], neighbours, strict=False)), default=0)
+    copied_scalars = max(map(sum, zip(scalars, neighbours, strict=False)), default=0)
+    sample = max((update.temporaries.most([2]) + update.row.nbytes(2) for update in updates), default=0)
+    return WindowBytes(both, max(temporary, sample - both), max(created, default=0), copied_scalars)
 
 
-def _temporaries(drafts: Sequence[WindowDraft], window: Window) -> int:
-    """What the optimizer's step on a window takes; it does group after group."""
-    found = [0]
-    for _, pieces in itertools.groupby(window, key=lambda piece: drafts[piece.row].group):
-        run = list(pieces)
-        kinds = {drafts[piece.row].temporaries for piece in run}
-        # Where types are mixed, those of the most are assumed for all.
-        found.append(max(kind.most([piece.count for piece in run]) for kind in kinds))
-    return max(found)
+def _temporaries(updates: Sequence[PlannedUpdate], window: Window) -> int:
+    """Bytes that the optimizer's step on a window allocates, group after group."""
+    of_groups = [0]
+    for _, group in itertools.groupby(window, key=lambda chunk: updates[chunk.row].group):
+        chunks = list(group)
+        kinds = {updates[chunk.row].temporaries for chunk in chunks}
+        # Where types are mixed, the largest temporaries are assumed for all.
+        of_groups.append(max(kind.most([chunk.count for chunk in chunks]) for kind in kinds))
+    return max(of_groups)

@@ -1,17 +1,17 @@
-"""Cut what an update reads and writes into windows of few bytes.
+"""Split the tensors of an update into windows of few bytes.
 
     w  f32[1000000], with its gradient and two states        ->   w[0:262144]            window 0
-    b  f32[1000], with as much                                    w[262144:524288]       window 1
+    b  f32[1000], likewise                                        w[262144:524288]       window 1
     windows of 4 MiB                                              ...
                                                                   w[786432:1000000], b   window 3
 
-A piece is a range of a parameter's elements in the order in which they lie in memory. It begins a page of every tensor
-that it is cut from, so that it can be moved past the page cache.
+A chunk is a range of a parameter's elements in the order of its memory. It begins at a page of every tensor that it is
+taken from, so that it can be copied past the page cache.
 
-Where a piece ends can be seen in the last bit of a low-precision result: kernels take whole vectors of elements, and
-the rest one by one, which rounds otherwise. So a parameter in low precision is left whole where it fits a window. Where
-it does not, its pieces are whole vectors, and so short that threads do not divide them: they give what a single thread
-gives on the whole.
+Where a chunk ends can be seen in the last bit of a low-precision result: kernels take whole vectors of elements, and
+the rest one by one, which rounds differently. So a low-precision parameter stays whole where it fits a window. Where it
+does not, its chunks are whole vectors, and so short that threads do not divide them: they give what a single thread
+gives on the whole parameter.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ LINE = 64  # bytes to which each tensor in a window is aligned
 
 @dataclass(frozen=True)
 class WindowRow:
-    """A parameter in an update: how many elements, and the bytes of each in its tensors.
+    """A parameter in an update: its elements, and the bytes of an element in each of its tensors.
 
-    Those in `moved` get room in the window; those in `resident` are used where they are, and those in `fresh` are made
-    by the update.
+    `buffered` tensors are copied to the window, `resident` ones are used where they are, and the update makes those in
+    `created`.
     """
 
     count: int
-    moved: tuple[int, ...]
+    buffered: tuple[int, ...]
     resident: tuple[int, ...] = ()
-    fresh: tuple[int, ...] = ()
-    exact: bool = True  # results do not depend on where it is cut
+    created: tuple[int, ...] = ()
+    exact: bool = True  # results do not depend on where it is split
 
     def nbytes(self, count: int) -> int:
         """Bytes of `count` elements in all tensors."""
-        return count * sum(self.moved + self.resident + self.fresh)
+        return count * sum(self.buffered + self.resident + self.created)
 
-    def room(self, count: int) -> int:
+    def buffer_nbytes(self, count: int) -> int:
         """Bytes that `count` elements take in the window."""
-        return sum(aligned(count * itemsize) for itemsize in self.moved)
+        return sum(aligned(count * itemsize) for itemsize in self.buffered)
 
     @property
-    def quantum(self) -> int:
-        """Elements of the shortest piece."""
-        return PAGE // min(self.moved + self.resident + self.fresh)
+    def granularity(self) -> int:
+        """Elements of the shortest chunk."""
+        return PAGE // min(self.buffered + self.resident + self.created)
 
 
 @dataclass(frozen=True)
-class WindowPiece:
+class WindowChunk:
     """The elements from `begin` to `end` of the parameter in a row."""
 
     row: int
@@ -69,58 +69,51 @@ class WindowPiece:
         return self.end - self.begin
 
 
-Window = tuple[WindowPiece, ...]
+Window = tuple[WindowChunk, ...]
 
 
-def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, apart: bool = False) -> list[Window]:
-    """The windows of an update, each of at most `nbytes` of parameters, gradients and states; rows count from `first`.
-    With `apart` none holds pieces of two rows.
+def plan_windows(rows: Sequence[WindowRow], nbytes: int, first: int = 0, separate: bool = False) -> list[Window]:
+    """Return the windows of an update, each with at most `nbytes` of parameters, gradients and states.
+
+    Rows count from `first`; with `separate` no window holds chunks of two rows.
 
     Raises:
-        ValueError: the shortest piece of some parameter is larger than that.
+        ValueError: the shortest chunk of some parameter is larger than a window.
     """
-    windows: list[list[WindowPiece]] = [[]]
-    room = nbytes
+    windows: list[list[WindowChunk]] = [[]]
+    free = nbytes
     for i, row in enumerate(rows, first):
-        _refuse_coarse(row, nbytes)
+        if _fitting_count(row, 0, nbytes, nbytes) is None:
+            least = row.nbytes(min(row.count, row.granularity))
+            raise ValueError(f"windows of {nbytes} bytes hold no chunk of a parameter that wants {least} at least")
         begin, done = 0, False
         while not done:
-            count = None if apart and not begin and windows[-1] else _fits(row, begin, room, nbytes)
+            count = None if separate and not begin and windows[-1] else _fitting_count(row, begin, free, nbytes)
             if count is None:
                 windows.append([])
-                room = nbytes
+                free = nbytes
                 continue
-            windows[-1].append(WindowPiece(i, begin, begin + count, count == row.count))
-            room -= row.nbytes(count)
+            windows[-1].append(WindowChunk(i, begin, begin + count, count == row.count))
+            free -= row.nbytes(count)
             begin += count
             done = begin == row.count
     return [tuple(window) for window in windows if window]
 
 
-def _refuse_coarse(row: WindowRow, nbytes: int) -> None:
-    """
-    Raises:
-        ValueError: an empty window does not hold a piece of it.
-    """
-    if _fits(row, 0, nbytes, nbytes) is None:
-        least = row.nbytes(min(row.count, row.quantum))
-        raise ValueError(f"windows of {nbytes} bytes hold no piece of a parameter that wants {least} at least")
-
-
-def _fits(row: WindowRow, begin: int, room: int, nbytes: int) -> int | None:
-    """How many elements from `begin` on go into the room that a window of `nbytes` still has."""
+def _fitting_count(row: WindowRow, begin: int, free: int, nbytes: int) -> int | None:
+    """The elements from `begin` on that fit the free bytes of a window of `nbytes`."""
     rest = row.count - begin
     limit = rest if row.exact else SERIAL
     if not row.exact and begin == 0 and row.nbytes(rest) <= nbytes:
-        return rest if row.nbytes(rest) <= room else None  # it will fit the next window whole
-    if rest <= limit and row.nbytes(rest) <= room:
+        return rest if row.nbytes(rest) <= free else None  # it will fit the next window whole
+    if rest <= limit and row.nbytes(rest) <= free:
         return rest
-    pieces = min(room // row.nbytes(row.quantum), limit // row.quantum)
-    return pieces * row.quantum or None
+    granules = min(free // row.nbytes(row.granularity), limit // row.granularity)
+    return granules * row.granularity or None
 
 
-def aligned_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
-    """Views that together are the elements from `begin` to `end` of a tensor of any strides, row by row."""
+def range_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
+    """Return views that together are the elements from `begin` to `end` of a tensor of any strides, row by row."""
     if begin == end:
         return []
     if tensor.dim() <= 1:
@@ -128,13 +121,13 @@ def aligned_boxes(tensor: Tensor, begin: int, end: int) -> list[Tensor]:
     inner = tensor[0].numel()
     first, last = -(-begin // inner), end // inner
     if first > last:  # within one row
-        return aligned_boxes(tensor[last], begin - last * inner, end - last * inner)
-    found = aligned_boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
+        return range_boxes(tensor[last], begin - last * inner, end - last * inner)
+    boxes = range_boxes(tensor[first - 1], begin - (first - 1) * inner, inner) if begin < first * inner else []
     if first < last:
-        found.append(tensor[first:last])
-    return found + (aligned_boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
+        boxes.append(tensor[first:last])
+    return boxes + (range_boxes(tensor[last], 0, end - last * inner) if last * inner < end else [])
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes, rounded up to whole lines."""
+    """Round bytes up to whole lines."""
     return -(-nbytes // LINE) * LINE

@@ -1,10 +1,10 @@
-"""Put a step in windows on an optimizer.
+"""Replace an optimizer's step by one in windows.
 
-    windowed = Windowed(optimizer, nbytes, far_states, where)
-    optimizer.step()     # parameters, gradients and states that lie on disk pass through windows of nbytes
+    windowed = WindowedOptimizer(optimizer, nbytes, offloaded, location)
+    optimizer.step()     # offloaded parameters, gradients and states are updated in windows of nbytes
 
-Where nothing lies on disk, the plain step runs. Schedulers may be built before or after. Copies of the optimizer, and
-what is pickled of it, have the plain step.
+Where nothing is offloaded, the plain step runs. Schedulers may be built before or after. Copies and pickles of the
+optimizer have the plain step.
 """
 
 from __future__ import annotations
@@ -16,48 +16,44 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ..storage.async_copy import CopiedBytes
+from ..storage.async_copy import CopyLog
 from ..storage.mapped_storage import BufferLocation, buffer_slice_of
 from ..storage.spill_file import SpillError
-from .elementwise import declared_elementwise, refuse_not_elementwise, replace_step, without_hooks
-from .update_operands import Whose, no_operands
+from .elementwise import check_elementwise, declared_elementwise, replace_step, unhooked_step
+from .update_operands import ParameterPredicate, no_parameters
 from .windowed_update import WindowedUpdate
 
 
 class WindowedOptimizer:
-    """The step of one optimizer; `far_states` tells of which parameters the states belong on disk, and `hosted` which
-    are stepped on the host."""
+    """The step of one optimizer. `offloaded`: parameters whose states are; `on_host`: those that the host updates."""
 
     def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        nbytes: int,
-        far_states: Whose,
-        where: BufferLocation,
-        hosted: Whose = no_operands,
-    ) -> None:
-        self.nbytes, self.far_states, self.where, self.hosted = nbytes, far_states, where, hosted
+        self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
+        on_host: ParameterPredicate = no_parameters,
+    ) -> None:  # fmt: skip
+        self.nbytes, self.offloaded, self.location, self.on_host = nbytes, offloaded, location, on_host
         self.optimizer = optimizer
-        self.pending: WindowedUpdate | None = None
-        self.moved: CopiedBytes = {}  # the copies of the latest update
+        self.pending: WindowedUpdate | None = None  # that the disk has interrupted
+        self.pending_loss: Any = None  # that its closure returned
+        self.copies: CopyLog = {}  # of the latest update
         self.plain = optimizer.step
         optimizer.step = replace_step(optimizer, self.step)  # type: ignore[method-assign]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """What `optimizer.step` does now.
+        """Replace `optimizer.step`.
 
         Raises:
-            SpillError: the disk failed. The next call goes on with the same update.
+            SpillError: the disk failed. The next call resumes the same update.
             UpdateError: this optimizer's update can't be run in windows. Nothing has changed.
         """
         optimizer = self.optimizer
-        if not declared_elementwise(type(optimizer)) and not self._far():
+        if not declared_elementwise(type(optimizer)) and not self._is_offloaded():
             return self.plain(*args, **kwargs)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        if self.pending is not None and self._goes_on(self.pending):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
+        if self.pending is not None and self._is_resumable(self.pending):
             return self._resume(self.pending, args, kwargs)
-        if self._far():
-            refuse_not_elementwise(optimizer)
+        if self._is_offloaded():
+            check_elementwise(optimizer)
         return optim.Optimizer.profile_hook_step(self._begin)(optimizer, *args, **kwargs)
 
     def _begin(self, optimizer: optim.Optimizer, closure: Any = None) -> Any:
@@ -65,65 +61,73 @@ class WindowedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._far():
-            refuse_not_elementwise(optimizer)  # again, for the gradients that the closure made
+        if self._is_offloaded():
+            check_elementwise(optimizer)  # once more, for the gradients that the closure made
             with torch.inference_mode(False), torch.no_grad():
-                self.pending = WindowedUpdate(optimizer, self.nbytes, self.far_states, self.where, loss, self.hosted)
-                self.moved = self.pending.moved
+                self.pending = WindowedUpdate(optimizer, self.nbytes, self.offloaded, self.location, self.on_host)
+                self.pending_loss, self.copies = loss, self.pending.copies
                 self._run(self.pending)
         else:
-            without_hooks(type(optimizer))(optimizer)
+            unhooked_step(type(optimizer))(optimizer)
         return loss
 
     def _resume(self, update: WindowedUpdate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Go on with an update whose first hooks and closure have run."""
+        """Resume an update whose pre-hooks and closure have run."""
+        loss = self.pending_loss
         with torch.inference_mode(False), torch.no_grad():
             self._run(update)
         for hook in chain(self.optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
             hook(self.optimizer, args, kwargs)
-        return update.loss
+        return loss
 
     def _run(self, update: WindowedUpdate) -> None:
         try:
             update.run()
         except SpillError as error:
-            raise SpillError(f"{error}; {_left(update)}") from error
+            raise SpillError(f"{error}; {_what_is_left(update)}") from error
         except BaseException as error:
-            if isinstance(error, Exception) and not update.begun:  # the optimizer itself refuses what it was given
-                self.pending = None
+            if isinstance(error, Exception) and not update.is_started:  # the optimizer itself raised
+                self._drop()
             else:  # Ctrl-C
-                error.add_note(_left(update))
+                error.add_note(_what_is_left(update))
             raise
         finally:
-            if update.done:
-                self.pending = None
+            if update.is_done:
+                self._drop()
 
-    def _goes_on(self, update: WindowedUpdate) -> bool:
-        """Whether this update is still to be finished; no, if the state was loaded anew."""
+    def _drop(self) -> None:
+        self.pending = self.pending_loss = None
+
+    def _is_resumable(self, update: WindowedUpdate) -> bool:
+        """Return False if a state was loaded since.
+
+        Raises:
+            SpillError: the gradients have changed.
+        """
         changed = update.changed()
-        if changed == "gradient" and update.begun:
+        if changed == "gradient" and update.is_started:
             done = f"{update.finished} of {len(update.windows)} windows of the last update are done"
-            message = f"{done}, and the gradients that the others want have been changed"
+            message = f"{done}, and the gradients that the others need have been changed"
             raise SpillError(f"{message}; load an earlier state into model and optimizer")
         if changed is not None:
-            self.pending = None
+            self._drop()
         return changed is None
 
-    def _far(self) -> bool:
-        """Whether anything that the step needs is on disk, or belongs there."""
+    def _is_offloaded(self) -> bool:
+        """Return True if the step needs anything that is offloaded, or has to be."""
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         return any(
-            self.far_states(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
+            self.offloaded(parameter) or any(map(buffer_slice_of, self._tensors(parameter))) for parameter in trained
         )
 
     def _tensors(self, parameter: Tensor) -> list[Tensor]:
-        held = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
-        return [tensor for tensor in held if isinstance(tensor, Tensor)]
+        values = (parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values())
+        return [value for value in values if isinstance(value, Tensor)]
 
 
-def _left(update: WindowedUpdate) -> str:
-    """What an update that has ended early still has to do, and how."""
-    if update.done:
+def _what_is_left(update: WindowedUpdate) -> str:
+    """Say how many windows are done, and how to continue."""
+    if update.is_done:
         return "this update is done"
     done = f"{update.finished} of {len(update.windows)} windows of this update are done"
     return f"{done}: call step() again, which does the others, or load an earlier state into model and optimizer"

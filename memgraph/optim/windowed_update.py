@@ -1,4 +1,4 @@
-"""Update parameters, gradients and states that lie on disk, a window at a time.
+"""Update offloaded parameters, gradients and states, a window at a time.
 
 Before:                                  After:
     optimizer.step()                         fill window 0
@@ -7,18 +7,19 @@ Before:                                  After:
                                                  optimizer.step() on this one
                                                  drain it                 # two threads, to the disk
 
-There are two windows: while one is computed, the other is drained and filled anew. So the disk is busy throughout where
-it is slower than the processor, and the processor where it is slower. What is in memory is used where it is.
+There are two buffers: while one window is computed, the other is drained and filled again. So the slower of disk and
+processor is busy throughout. Tensors in memory are used where they are.
 
-Behind a GPU some parameters may be stepped on the host (`host_step.py`). Theirs are the last windows: the device has
-been given the others by then, and goes on with them meanwhile.
+Behind a GPU some parameters may be updated on the host (`host_step.py`). Theirs are the last windows: the device has
+been given the others by then, and works on them meanwhile.
 
-An update that the disk interrupts knows which windows are done, and goes on from there.
+An update that the disk interrupts knows which windows are done, and resumes from there.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,192 +27,200 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from ..storage.async_copy import CopiedBytes, Copy, CopyRequest, finish_copies
+from ..storage.async_copy import Copy, CopyFunction, CopyLog, finish_copies
 from ..storage.io_threads import read, write
 from ..storage.mapped_storage import BufferLocation
 from ..storage.pinned_storage import PinnedBufferAllocator
-from ..storage.transfer import Copying, offload_slices, reload_slices, wait_all
+from ..storage.transfer import PendingCopy, offload_slices, reload_slices, wait_all
 from ..system.signals import Interrupts
 from ..tensors.versions import version_of
-from .host_step import HostStep, split_parts, states_on_host
+from .host_step import HostStep, place_states_on_host, split_by_device
 from .optimizer_clone import ClonedOptimizer
-from .update_operands import GRADIENT, PARAMETER, Whose, make_places, no_operands, parameter_updates
+from .update_operands import (
+    GRADIENT,
+    PARAMETER,
+    ParameterPredicate,
+    ParameterUpdate,
+    allocate_new_states,
+    no_parameters,
+    parameter_updates,
+)
 from .window_plan import Window, aligned, plan_windows
 from .window_views import WindowView, WriteBack, commit, in_buffer, range_of, state_of, view
-
-__all__ = ["WindowedUpdate", "view"]
 
 
 @dataclass(frozen=True)
 class FilledWindow:
-    """A window that has been begun to be filled."""
+    """A window that is being filled."""
 
-    cuts: list[WindowView]
-    copies: list[Copying]
+    views: list[WindowView]
+    copies: list[PendingCopy]
 
 
 @dataclass(frozen=True)
 class DrainedWindow:
-    """A window that was computed and has been begun to be drained."""
+    """A window that was computed and is being drained."""
 
-    cuts: list[WindowView]
+    views: list[WindowView]
     writes: list[WriteBack]
-    copies: list[Copying]
+    copies: list[PendingCopy]
 
 
 class WindowedUpdate:
     """One update of an optimizer. `run` may be called again when it has failed."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, nbytes: int, far_states: Whose, where: BufferLocation, loss: Any = None,
-        hosted: Whose = no_operands, awaited: Sequence[Tensor] = (),
+        self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
+        on_host: ParameterPredicate = no_parameters, gradient_order: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        """`hosted`: the parameters that are stepped on the host, if that has their states; `awaited`: all parameters of
-        the optimizer, in this order, if their gradients come one by one.
+        """`nbytes`: of a window; `offloaded`: parameters whose states are; `on_host`: parameters that the host updates,
+        if their states are pinned; `gradient_order`: all parameters, in this order, if gradients come one by one.
 
         Raises:
-            SpillError: the disk does not take states that have to go there. Nothing has changed.
-            UpdateError: two parameters lie on one place.
-            ValueError: the windows are too small for a piece of some parameter.
+            SpillError: the disk does not take states that have to be offloaded. Nothing has changed.
+            UpdateError: two tensors share memory.
+            ValueError: the windows are too small for a chunk of some parameter.
         """
-        self.optimizer, self.loss = optimizer, loss
-        self.stepper = ClonedOptimizer(optimizer)
-        order = {parameter: i for i, parameter in enumerate(awaited)}
-        found = parameter_updates(optimizer, self.stepper, far_states, where, bool(awaited))
-        found.sort(key=lambda subject: order.get(subject.parameter, 0))
-        here, there = split_parts(found, self.stepper, hosted, where)
-        self.subjects = [*here, *there]
-        own = plan_windows([subject.row for subject in here], nbytes, apart=bool(awaited))
-        self.turn = len(own)  # of the windows from this one on, which are the host's
-        self.windows = own + plan_windows([subject.row for subject in there], nbytes, len(here))
-        for window in self.windows:
-            for piece in window:
-                self.subjects[piece.row].left += 1
-        make_places(self.subjects, far_states, where)
-        for subject in there:
-            states_on_host(subject)
-        device = here[0].parameter.device if here else None
-        self.slabs = [torch.empty(self._most(own), dtype=torch.uint8, device=device) for _ in own[:2]]
-        most = self._most(self.windows[self.turn :])
-        self.host_step = (
-            HostStep(optimizer, where, most) if there and isinstance(where, PinnedBufferAllocator) else None
-        )
+        self.optimizer, self.clone = optimizer, ClonedOptimizer(optimizer)
+        updates = parameter_updates(optimizer, self.clone, offloaded, location, gradient_order)
+        device_updates, host_updates = split_by_device(updates, self.clone, on_host, location)
+        self.updates = [*device_updates, *host_updates]
+        self.rows = [update.row for update in self.updates]
+        count = len(device_updates)
+        device_windows = plan_windows(self.rows[:count], nbytes, separate=bool(gradient_order))
+        self.windows = device_windows + plan_windows(self.rows[count:], nbytes, count)
+        self.first_host_window = len(device_windows)
+        self._allocate_states(host_updates, offloaded, location)
+        device = device_updates[0].parameter.device if device_updates else None
+        size = self._window_nbytes(device_windows)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in device_windows[:2]]
+        self.host_step: HostStep | None = None
+        if host_updates and isinstance(location, PinnedBufferAllocator):
+            self.host_step = HostStep(optimizer, location, self._window_nbytes(self.windows[len(device_windows) :]))
         self.computed = self.finished = 0  # windows
-        self.waited = 0.0  # seconds for the far tier
-        self.moved: CopiedBytes = {write: [], read: []}
+        self.waited_s = 0.0  # for the tier
+        self.copies: CopyLog = {write: [], read: []}
         self.filled: dict[int, FilledWindow] = {}
         self.drained: dict[int, DrainedWindow] = {}
-        self.seen = self._marks()
+        self.fingerprints = self._fingerprints()
 
-    def _most(self, windows: Sequence[Window]) -> int:
-        """The room that one of these takes."""
-        rows = [subject.row for subject in self.subjects]
-        return max((sum(rows[piece.row].room(piece.count) for piece in window) for window in windows), default=0)
+    def _allocate_states(
+        self, host_updates: Sequence[ParameterUpdate], offloaded: ParameterPredicate, location: BufferLocation
+    ) -> None:
+        counts = Counter(chunk.row for window in self.windows for chunk in window)
+        for i, update in enumerate(self.updates):
+            update.chunks_left = counts[i]
+        allocate_new_states(self.updates, offloaded, location)
+        for update in host_updates:
+            place_states_on_host(update)
+
+    def _window_nbytes(self, windows: Sequence[Window]) -> int:
+        """Bytes of the largest of these."""
+        sizes = (sum(self.rows[chunk.row].buffer_nbytes(chunk.count) for chunk in window) for window in windows)
+        return max(sizes, default=0)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.finished == len(self.windows)
 
     @property
-    def begun(self) -> bool:
-        """Whether anything may have changed."""
+    def is_started(self) -> bool:
+        """True if anything may have changed."""
         return self.computed > 0
 
     def run(self) -> None:
         """Update all windows that are not done.
 
         Raises:
-            SpillError: the disk failed. What is done is known, and the next call goes on.
+            SpillError: the disk failed. The next call resumes after the windows that are done.
         """
         with Interrupts() as interrupts:
             try:
-                self._begin_anew()
+                self._restart()
                 if self.host_step:
                     self.host_step.begin()
-                while not self.done:
+                while not self.is_done:
                     self._advance()
                     interrupts.check()
             except BaseException:
-                self._settle()
+                self._finish_copies()
                 raise
             finally:
-                self.seen = self._marks()
+                self.fingerprints = self._fingerprints()
 
     def changed(self) -> str | None:
-        """What somebody has changed since: "state" (a parameter or a state), "gradient", or None."""
-        states, gradients = self._marks()
-        return "state" if states != self.seen[0] else "gradient" if gradients != self.seen[1] else None
+        """Return what was changed from outside since: "state" (a parameter or a state), "gradient", or None."""
+        states, gradients = self._fingerprints()
+        return "state" if states != self.fingerprints[0] else "gradient" if gradients != self.fingerprints[1] else None
 
     def _advance(self) -> None:
         """Compute one window, or finish one if all are computed."""
-        now = self.computed
-        if now == len(self.windows):
+        current = self.computed
+        if current == len(self.windows):
             self._finish(self.finished)
             return
         self._read_ahead()
-        if now - self.finished == 2:
+        if current - self.finished == 2:
             self._finish(self.finished)
-        self._compute(now)
+        self._compute(current)
 
-    def _on_host(self, at: int) -> HostStep | None:
-        """What steps on a window, if that is the host."""
-        return self.host_step if at >= self.turn else None
+    def _host_step_of(self, at: int) -> HostStep | None:
+        return self.host_step if at >= self.first_host_window else None
 
     def _read_ahead(self) -> None:
-        """Begin to fill the next two windows, each as soon as what was there has been written."""
+        """Begin to fill the next two windows, each as soon as its buffer has been written."""
         for at in range(self.computed, min(self.computed + 2, len(self.windows))):
             if at not in self.filled:
                 self.filled[at] = self._fill(at)
 
     def _fill(self, at: int) -> FilledWindow:
-        host = self._on_host(at)
+        host = self._host_step_of(at)
         if host:
             host.wait()
-        before = self.drained.get(at - 2)
-        after = [part for copy in before.copies for part in copy.parts] if before else []
-        slab, begin = (host or self).slabs[at % 2], 0
+        before = self.drained.get(at - 2)  # in the same buffer
+        after = [chunk for copy in before.copies for chunk in copy.chunks] if before else []
+        buffer, begin = (host or self).buffers[at % 2], 0
         filled = FilledWindow([], [])
-        for piece in self.windows[at]:
-            subject, tensors = self.subjects[piece.row], {}
-            for name, strand in subject.strands.items():
-                if strand.roomy(piece.whole):
-                    room = aligned(piece.count * strand.tensor.dtype.itemsize)
-                    tensors[name] = in_buffer(slab[begin : begin + room], strand, piece)
-                    begin += room
+        for chunk in self.windows[at]:
+            update, tensors = self.updates[chunk.row], {}
+            for name, operand in update.operands.items():
+                if operand.needs_buffer(chunk.whole):
+                    end = begin + aligned(chunk.count * operand.tensor.itemsize)
+                    tensors[name] = in_buffer(buffer[begin:end], operand, chunk)
+                    begin = end
                 else:
-                    tensors[name] = view(strand, piece)
-                if place := strand.source(piece.whole):
-                    copy = reload_slices(range_of(place, piece, strand.tensor.dtype), tensors[name], after)
-                    filled.copies.append(self._noted(read, copy))
-            filled.cuts.append(WindowView(subject, piece, tensors, state_of(subject, piece, tensors)))
+                    tensors[name] = view(operand, chunk)
+                if slice := operand.copied_slice(chunk.whole):
+                    copy = reload_slices(range_of(slice, chunk, operand.tensor.dtype), tensors[name], after)
+                    filled.copies.append(self._logged(read, copy))
+            filled.views.append(WindowView(update, chunk, tensors, state_of(update, chunk, tensors)))
         return filled
 
     def _compute(self, at: int) -> None:
         filled = self.filled[at]
         self._wait(filled.copies)
-        given = []
-        for one in filled.cuts:
-            one.gather()
-            piece = one.tensors[PARAMETER]
-            piece.grad = one.tensors[GRADIENT]
-            given.append((one.subject.group, piece, one.state))
-        versions = [version_of(one.tensors[GRADIENT]) for one in filled.cuts]
-        states = (self._on_host(at) or self.stepper).step(given)
+        inputs = []
+        for each in filled.views:
+            each.gather()
+            parameter = each.tensors[PARAMETER]
+            parameter.grad = each.tensors[GRADIENT]
+            inputs.append((each.update.group, parameter, each.state))
+        versions = [version_of(each.tensors[GRADIENT]) for each in filled.views]
+        states = (self._host_step_of(at) or self.clone).step(inputs)
         del self.filled[at]
         self.computed += 1
         writes: list[WriteBack] = []
-        for one, state, version in zip(filled.cuts, states, versions, strict=True):
-            # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it, and do not say so.
-            written = version_of(one.tensors[GRADIENT]) > version or bool(self.stepper.scaling)
-            writes += one.changed(written) + one.made(state or {})
-            one.state.clear()  # its numbers are the subject's now
-        self.drained[at] = DrainedWindow(
-            filled.cuts, writes, [self._noted(write, offload_slices(*each)) for each in writes]
-        )
+        for each, state, version in zip(filled.views, states, versions, strict=True):
+            # Nesterov's momentum with foreach=True works in the gradient; fused updates unscale it without a version.
+            written = version_of(each.tensors[GRADIENT]) > version or bool(self.clone.scaling)
+            writes += each.write_back(written) + each.store_new_states(state or {})
+            each.state.clear()  # the update keeps its scalars
+        copies = [self._logged(write, offload_slices(*each)) for each in writes]
+        self.drained[at] = DrainedWindow(filled.views, writes, copies)
 
-    def _noted(self, move: CopyRequest, copy: Copying) -> Copying:
-        if isinstance(copy, Copy):  # what a stream copies keeps no times
-            self.moved[move] += copy.parts
+    def _logged(self, move: CopyFunction, copy: PendingCopy) -> PendingCopy:
+        if isinstance(copy, Copy):  # copies on a stream have no times
+            self.copies[move] += copy.chunks
         return copy
 
     def _finish(self, at: int) -> None:
@@ -219,40 +228,40 @@ class WindowedUpdate:
         self._wait(drained.copies)
         del self.drained[at]
         self.finished += 1
-        for one in drained.cuts:
-            one.subject.left -= 1
-            if not one.subject.left:
-                commit(self.optimizer, one.subject)
-                one.subject.scalars.clear()  # they would stay as long as the update
+        for each in drained.views:
+            each.update.chunks_left -= 1
+            if not each.update.chunks_left:
+                commit(self.optimizer, each.update)
+                each.update.scalars.clear()  # else they would exist as long as the whole update
 
-    def _wait(self, copies: Sequence[Copying]) -> None:
+    def _wait(self, copies: Sequence[PendingCopy]) -> None:
         begin = time.perf_counter()
         wait_all(copies)
-        self.waited += time.perf_counter() - begin
+        self.waited_s += time.perf_counter() - begin
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Read again what was not computed, and write again what could not be written."""
-        self._settle()
+        self._finish_copies()
         self.filled.clear()
         for drained in self.drained.values():
             for i, copy in enumerate(drained.copies):
-                if any(part.error for part in copy.parts):
+                if any(chunk.error for chunk in copy.chunks):
                     drained.copies[i] = offload_slices(*drained.writes[i])
 
-    def _settle(self) -> None:
-        """Wait until no copy is under way."""
+    def _finish_copies(self) -> None:
         windows: list[FilledWindow | DrainedWindow] = [*self.filled.values(), *self.drained.values()]
         for window in windows:
             finish_copies(*window.copies)
 
-    def _marks(self) -> tuple[list[object], list[object]]:
-        """What tells whether a parameter or a state, or a gradient, is another or was written."""
-        found = [subject.parameter for subject in self.subjects]
-        states = [value for parameter in found for value in self.optimizer.state.get(parameter, {}).values()]
-        return [_mark(value) for value in (*found, *states)], [_mark(parameter.grad) for parameter in found]
+    def _fingerprints(self) -> tuple[list[object], list[object]]:
+        """Values that differ if a parameter or state, or a gradient, was replaced or written."""
+        parameters = [update.parameter for update in self.updates]
+        states = [value for parameter in parameters for value in self.optimizer.state.get(parameter, {}).values()]
+        gradients = [_fingerprint(parameter.grad) for parameter in parameters]
+        return [_fingerprint(value) for value in (*parameters, *states)], gradients
 
 
-def _mark(value: Any) -> object:
+def _fingerprint(value: Any) -> object:
     if not isinstance(value, Tensor):
         return value
     return id(value), value.data_ptr(), version_of(value)

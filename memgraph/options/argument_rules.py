@@ -1,11 +1,10 @@
-"""What a caller may give, as one table: an argument becomes a value of the kind that is wanted, or an error.
+"""A table of what each argument accepts: an argument becomes a value of the right type, or an error.
 
     fuse_update=numpy.True_   ->   True
     microbatches=0            ->   ValueError: microbatches=0; give the number of parts of a batch, 1 for the whole
     fuse_update="yes"         ->   TypeError: fuse_update is a str, 'yes'; give True or False
 
-What else may be wrong with a value depends on the model, the device or other arguments, and is checked where that is
-known.
+Checks that need the model, the device or other arguments are made where those are known.
 """
 
 from __future__ import annotations
@@ -29,17 +28,23 @@ from ..system.byte_sizes import BUDGET
 
 @dataclass(frozen=True)
 class Rule:
-    """The kinds of values that an argument takes, what to do about any other, and which of those values `fit`; None
-    does, if it is taken.  `but` are kinds that would pass for one of them."""
+    """The values that one argument accepts.
+
+    Attributes:
+        kinds: the types of accepted values.
+        advice: what to give instead of another value.
+        accepts: returns True for an accepted value; not asked about None.
+        excluded: subtypes of `kinds` that are refused.
+    """
 
     kinds: tuple[type, ...]
     advice: str
-    fit: Callable[[Any], bool] = lambda _: True
-    but: tuple[type, ...] = ()
+    accepts: Callable[[Any], bool] = lambda _: True
+    excluded: tuple[type, ...] = ()
 
 
 def one_of(*choices: object, advice: str = "") -> Rule:
-    """Of the argument that takes these values."""
+    """Return the rule of an argument that accepts these values."""
     kinds = tuple(dict.fromkeys(map(type, choices)))
     return Rule(kinds, advice or f"give one of {', '.join(map(repr, choices))}", choices.__contains__)
 
@@ -53,7 +58,7 @@ COMPILE_RULES: Mapping[str, Rule] = {
     "loss": Rule(
         (Callable, NoneType),  # type: ignore[arg-type]
         "give a function of the model's result and, if there is one, the target",
-        but=(type,),
+        excluded=(type,),
     ),
     "offload": Rule((str, NoneType), 'give "auto", "disk", "host" or None'),
     "spill_dir": Rule((str, PathLike, NoneType), "give the path of a folder", lambda folder: folder != ""),
@@ -88,7 +93,14 @@ SHARDED_RULES: Mapping[str, Rule] = {
     "params": Rule(
         (Iterable,),
         "give an iterable of parameters or of dicts, as model.parameters()",
-        but=(Tensor, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, str),  # and not nn.ParameterList
+        excluded=(
+            Tensor,
+            nn.Sequential,
+            nn.ModuleList,
+            nn.ModuleDict,
+            nn.ParameterDict,
+            str,
+        ),  # nn.ParameterList is accepted
     ),
     "optim": Rule(
         (type,),
@@ -114,30 +126,29 @@ SAVE_SHARDED_RULES: Mapping[str, Rule] = {
 
 
 def check_argument(name: str, given: object, rules: Mapping[str, Rule] = COMPILE_RULES) -> Any:
-    """What an argument means, as a value of the first kind that it can be.
+    """Return an argument as a value of the first type that it can be.
 
     Raises:
-        TypeError: it is of no kind that is taken.
-        ValueError: it is of such a kind, and no such value is taken.
+        TypeError: no such type is accepted.
+        ValueError: the type is accepted, but not this value.
     """
     rule = rules[name]
-    found = [value for kind in rule.kinds for value in _as(kind, given)]
-    if not found or isinstance(given, rule.but):
+    values = [value for kind in rule.kinds for value in _as(kind, given)]
+    if not values or isinstance(given, rule.excluded):
         raise TypeError(f"{name} is {_described(given)}; {rule.advice}")
-    if found[0] is not None and not rule.fit(found[0]):
+    if values[0] is not None and not rule.accepts(values[0]):
         raise ValueError(f"{name}={given!r}; {rule.advice}")
-    return found[0]
+    return values[0]
 
 
 def _is_name(path: str | PathLike[str]) -> bool:
-    """Whether a file could have this name."""
+    """Return True if a file can have this name."""
     name = fsdecode(path)
     return name != "" and "\0" not in name
 
 
 def _as(kind: type, given: object) -> tuple[Any, ...]:
-    """The value as one of this kind, if it is one; numbers and truth values may be numpy's. A truth value is no
-    number."""
+    """Return a value as one of this type, or nothing.  Numbers and bools may be numpy's; a bool is no number."""
     if isinstance(given, bool | np.bool_):
         return (bool(given),) if kind is bool else ()
     if kind is int and isinstance(given, Integral):
@@ -155,7 +166,7 @@ def _float(number: Any) -> float:
 
 
 def _described(given: object) -> str:
-    """What it is, and which, if that is short."""
+    """Return the type of a value, and the value if that is short."""
     if given is None:
         return "None"
     if isinstance(given, type):

@@ -83,13 +83,13 @@ class CompileOptions:
 
     @property
     def search_key(self) -> tuple[object, ...]:
-        """What a search depends on besides the step and the machine."""
+        """Everything that a search depends on besides the step and the machine."""
         planned = self.time_limit, self.forwards, self.offload, self.fuse_update, self.wire_dtype, self.lower
         return *planned, self.host_update, self.pinned, self.cuda_graphs
 
     @property
     def outputs(self) -> OutputSelector:
-        """Which outputs backward starts from in the first plan.
+        """The outputs that backward starts from in the first plan.
 
         With several open forwards that is all: their loss combines outputs that are no scalars.
         """

@@ -1,4 +1,4 @@
-"""A step that evaluates its closure as often as it likes (LBFGS): one rank steps, and tells the others when.
+"""Step an optimizer that evaluates its closure several times (LBFGS): rank 0 steps, all ranks evaluate.
 
 rank 0                                   others
 LBFGS.step(evaluate)                     until rank 0 has stepped:
@@ -8,22 +8,21 @@ LBFGS.step(evaluate)                     until rank 0 has stepped:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CollectiveError, ShardError
-from ..optim.elementwise import without_hooks
-from .comm.failures import failures, in_words
+from .average_grads import GradAverager
+from .comm.rank_group import all_failures, format_failures
 from .grad_presence import exchange_presence
+from .shards.param_groups import Group
 from .step import FAILURE
 
-if TYPE_CHECKING:
-    from .optimizer import OSS
-
-STEPPED, EVALUATE, FAILED = 1, 2, 3  # what rank 0 says; the others say 0
+STEPPED, EVALUATE, FAILED = 1, 2, 3  # sent by rank 0; the others send 0
+Prepare = Callable[[Callable[[], Any]], tuple[Any, BaseException | None]]  # runs a closure, and returns its error
 
 
 class AllRanksFailed(Exception):
@@ -33,85 +32,88 @@ class AllRanksFailed(Exception):
         self.error = error
 
 
-def step_with_closure(optimizer: OSS, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-    """Step on rank 0, and evaluate on all; returns what the first evaluation returned here.
-
-    Raises:
-        ShardError: rank 0, or the closure on another rank, failed. Parameters are where the search had come to, the
-            same on all ranks.
-    """
-    losses: list[Any] = []
-    exchange = optimizer.exchange
-
-    def said(word: int) -> int:
-        return int(exchange.most(exchange.numbers([word], torch.int32, optimizer.pieces.device)))
-
-    def loss() -> Any:
-        if closure is None:
-            raise TypeError(f"{optimizer.optim.__name__} evaluates the loss again and again; call step(closure)")
-        found = closure()
-        float(found.detach() if isinstance(found, Tensor) else found)  # as LBFGS does, but where all ranks are told
-        return found
-
-    def evaluate() -> Tensor:
-        said(EVALUATE)
-        return _evaluate(optimizer, loss, losses)
-
-    if exchange.rank == 0:
-        _lead(optimizer, evaluate, said, kwargs)
+def step_with_closure(
+    averager: GradAverager, prepare: Prepare, closure: Callable[[], Any] | None, groups: Sequence[Group], kwargs: Group
+) -> Any:
+    """Step on rank 0, and evaluate on all; return the loss of the first evaluation on this rank."""
+    comm, step = averager.comm, _ClosureStep(averager, prepare, closure, groups)
+    if comm.rank == 0:
+        step.lead(kwargs)
     else:
-        while (word := said(0)) == EVALUATE:
+        while (word := step.send(0)) == EVALUATE:
             try:
-                _evaluate(optimizer, loss, losses)
+                step.evaluate()
             except AllRanksFailed as failed:
                 raise failed.error from None
         if word == FAILED:
-            told = failures(optimizer.watch, None, FAILURE)
-            _spread(optimizer)
-            raise ShardError(f"the step has failed on another rank: {in_words(told)}")
-    _spread(optimizer)
-    return losses[0] if losses else None
+            failures = all_failures(comm.watchdog, None, FAILURE)
+            step.broadcast_parameters()
+            raise ShardError(f"the step has failed on another rank: {format_failures(failures)}")
+    step.broadcast_parameters()
+    return step.losses[0] if step.losses else None
 
 
-def _lead(optimizer: OSS, evaluate: Callable[[], Tensor], said: Callable[[int], int], kwargs: dict[str, Any]) -> None:
-    inner = optimizer.inner
-    inner.param_groups[0].update({k: v for k, v in optimizer.param_groups[0].items() if k in inner.defaults})
-    try:
-        without_hooks(type(inner))(inner, closure=evaluate, **kwargs)
-    except AllRanksFailed as failed:
-        raise failed.error from None
-    except CollectiveError:  # nobody can be told anything
-        raise
-    except BaseException as error:
-        said(FAILED)
-        failures(optimizer.watch, error, FAILURE)
-        _spread(optimizer)
-        raise
-    finally:
-        for view in inner.param_groups[0]["params"]:
-            view.grad = None
-    said(STEPPED)
+class _ClosureStep:
+    def __init__(
+        self, averager: GradAverager, prepare: Prepare, closure: Callable[[], Any] | None, groups: Sequence[Group]
+    ) -> None:
+        self.averager, self.prepare, self.closure, self.groups = averager, prepare, closure, groups
+        self.layout, self.comm, self.optimizer = averager.layout, averager.comm, averager.optimizer
+        self.losses: list[Any] = []
 
+    def send(self, word: int) -> int:
+        return int(self.comm.maximum(self.comm.tensor([word], torch.int32, self.layout.device)))
 
-def _evaluate(optimizer: OSS, closure: Callable[[], Any], losses: list[Any]) -> Tensor:
-    """The closure's loss, the mean of all ranks, with gradients where rank 0 wants them."""
-    with torch.no_grad():
-        if losses:
-            _spread(optimizer)
-        loss, trouble = optimizer.prepare(closure)
-        losses.append(loss)
+    def lead(self, kwargs: Group) -> None:
+        """Step on rank 0."""
+        inner, (group,) = self.optimizer.optimizer, self.groups
+        own = inner.param_groups[0]
+        own.update({name: value for name, value in group.items() if name in inner.defaults})
         try:
-            kinds, _ = exchange_presence(optimizer.exchange, optimizer.pieces, optimizer.param_groups, trouble, {})
+            self.optimizer.step([own], {**kwargs, "closure": self._lead_evaluation})
+        except AllRanksFailed as failed:
+            raise failed.error from None
+        except CollectiveError:  # the group can't send anything any more
+            raise
         except BaseException as error:
-            raise AllRanksFailed(error) from error
-        optimizer.inside.kinds = kinds
-        optimizer.averages.give(kinds)
-        optimizer.held = None
-        return optimizer.exchange.mean(torch.as_tensor(loss))
+            self.send(FAILED)
+            all_failures(self.comm.watchdog, error, FAILURE)
+            self.broadcast_parameters()
+            raise
+        finally:
+            for view in own["params"]:
+                view.grad = None
+        self.send(STEPPED)
 
+    def _lead_evaluation(self) -> Tensor:
+        self.send(EVALUATE)
+        return self.evaluate()
 
-def _spread(optimizer: OSS) -> None:
-    """The parameters of rank 0, to all."""
-    exact = optimizer.exchange.exact()  # a search along a line is lost in what rounding changes
-    for wait in [exact.gather(laid.bucket, laid.views) for laid in optimizer.pieces.laid]:
-        wait()
+    def evaluate(self) -> Tensor:
+        """Run the closure on this rank, and return the mean loss; gradients are averaged on rank 0."""
+        with torch.no_grad():
+            if self.losses:
+                self.broadcast_parameters()
+            loss, error = self.prepare(self._loss)
+            self.losses.append(loss)
+            try:
+                kinds, _ = exchange_presence(self.comm, self.layout, self.groups, error, {})
+            except BaseException as failure:
+                raise AllRanksFailed(failure) from failure
+            self.averager.sharded_grads.kinds = kinds
+            self.averager.assign_all(kinds)
+            self.averager.clipped = None
+            return self.comm.mean(torch.as_tensor(loss))
+
+    def _loss(self) -> Any:
+        if self.closure is None:
+            raise TypeError(f"{self.optimizer.name} evaluates its closure several times; call step(closure)")
+        loss = self.closure()
+        float(loss.detach() if isinstance(loss, Tensor) else loss)  # LBFGS needs a number: fail on all ranks
+        return loss
+
+    def broadcast_parameters(self) -> None:
+        """Send the parameters of rank 0 to all, unrounded: a line search is lost in rounding errors."""
+        exact = self.comm.exact()
+        for wait in [exact.gather(bucket.bucket, bucket.views) for bucket in self.layout.buckets]:
+            wait()

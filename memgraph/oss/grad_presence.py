@@ -1,9 +1,9 @@
-"""What all ranks have to know of each other before a step: whose gradients there are, and whether somebody can't step.
+"""Before a step, agree on all ranks which parameters have gradients and whether a rank can't step.
 
     rank 0: w has a gradient, b has none       ->   w has one, b has one: on both ranks
     rank 1: w has none, b has one
 
-A rank that fails tells the others, so that none of them waits for it.
+An error of one rank is an error on all, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -15,80 +15,76 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from .comm.agreement import check_agreement, written
-from .comm.exchange import BucketComm
-from .comm.failures import failures, in_words
+from .comm.agreement import check_agreement, format_option
+from .comm.rank_group import RankGroup, all_failures, format_failures
+from .shards.layout import ShardLayout
 from .shards.param_groups import Group, options
-from .shards.placeholder_grads import is_placeholder
-from .shards.shard_views import ShardViews
+from .shards.shard_views import is_placeholder
 
-NONE, PARTS, DENSE, SPARSE = range(4)  # PARTS: backward has averaged it already, and each rank has its part
-ANY_INFINITE = "any gradients that are not finite"  # the one flag that ranks need not agree on
+NONE, SHARDED, DENSE, SPARSE = range(4)  # SHARDED: backward has averaged it, and each rank keeps its shard
+ANY_INFINITE = "any gradients that are not finite"  # the one flag that may differ between ranks
 ADVICE = "Set the same on all ranks, and give a scheduler that looks at a loss their mean; nothing has been updated."
 
 
 def exchange_presence(
-    exchange: BucketComm,
-    pieces: ShardViews,
+    ranks: RankGroup,
+    layout: ShardLayout,
     groups: Sequence[Group],
-    trouble: BaseException | None,
+    error: BaseException | None,
     flags: dict[str, bool],
-    asked: str = "",
+    call: str = "",
 ) -> tuple[list[int], dict[str, bool]]:
-    """What any rank has: of each parameter the most of a gradient, and which flags; a collective.
+    """Return for each parameter the largest kind of gradient on any rank, and the flags that any rank has.
 
     Args:
-        trouble: why this rank can't step.
-        asked: what has to be the same on all ranks, besides options and what is frozen.
-
-    Raises:
-        ShardError: another rank is in trouble, or ranks disagree on a flag or an option; nothing has been sent.
+        error: why this rank can't step.
+        call: what has to be equal on all ranks, besides options and which parameters are frozen.
     """
-    parameters = pieces.parameters
-    mine = [trouble is not None, *flags.values(), *(not flag for flag in flags.values()), *map(_kind, parameters)]
-    chosen = _checksum(groups, parameters, asked)
-    mine += [pieces.checksum, -pieces.checksum, chosen, -chosen]
-    *found, most, least, most_chosen, least_chosen = exchange.most(
-        exchange.numbers(mine, torch.int32, pieces.device)
+    parameters = layout.parameters
+    own = [error is not None, *flags.values(), *(not flag for flag in flags.values()), *map(_kind, parameters)]
+    chosen = _checksum(groups, parameters, call)
+    own += [layout.checksum, -layout.checksum, chosen, -chosen]
+    *largest, layout_max, layout_min, chosen_max, chosen_min = ranks.maximum(
+        ranks.tensor(own, torch.int32, layout.device)
     ).tolist()
-    if found[0]:
-        told = failures(exchange.watch, trouble, "exchange of why a rank can't step")
-        raise trouble or ShardError(f"another rank can't step, so none does: {in_words(told)}")
-    if most != -least:
+    if largest[0]:
+        failures = all_failures(ranks.watchdog, error, "exchange of why a rank can't step")
+        raise error or ShardError(f"another rank can't step, so none does: {format_failures(failures)}")
+    if layout_max != -layout_min:
         raise ShardError("ranks have parameters of different shapes, types or strides; do the same to all of them")
-    yes, no = found[1 : 1 + len(flags)], found[1 + len(flags) : 1 + 2 * len(flags)]
-    for name, is_there, is_missing in zip(flags, yes, no, strict=True):
-        if is_there and is_missing and name != ANY_INFINITE:
+    count = len(flags)
+    on, off = largest[1 : 1 + count], largest[1 + count : 1 + 2 * count]
+    for name, is_on, is_off in zip(flags, on, off, strict=True):
+        if is_on and is_off and name != ANY_INFINITE:
             raise ShardError(f"some ranks have {name}, others have not; call the same on all ranks")
-    if most_chosen != -least_chosen:
-        check_agreement(exchange.watch, list(_lines(groups, parameters, asked)), ADVICE)
-    return found[1 + 2 * len(flags) :], dict(zip(flags, map(bool, yes), strict=True))
+    if chosen_max != -chosen_min:
+        check_agreement(ranks.watchdog, list(_lines(groups, parameters, call)), ADVICE)
+    return largest[1 + 2 * count :], dict(zip(flags, map(bool, on), strict=True))
 
 
-def _checksum(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> int:
-    """A number that int32 takes, of the options of all groups, of what is frozen, and of what is asked."""
+def _checksum(groups: Sequence[Group], parameters: Sequence[Tensor], call: str) -> int:
+    """Return a checksum of `_lines` that int32 can hold."""
     frozen = bytes([parameter.requires_grad for parameter in parameters])
-    return zlib.crc32("\n".join([asked, *_options(groups)]).encode(), zlib.crc32(frozen)) >> 1
+    return zlib.crc32("\n".join([call, *_option_lines(groups)]).encode(), zlib.crc32(frozen)) >> 1
 
 
-def _options(groups: Sequence[Group]) -> Iterator[str]:
+def _option_lines(groups: Sequence[Group]) -> Iterator[str]:
     for place, group in enumerate(groups):
         for name, value in sorted(options(group).items()):
-            yield f"{name} of group {place}: {written(value)}"
+            yield f"{name} of group {place}: {format_option(value)}"
 
 
-def _lines(groups: Sequence[Group], parameters: Sequence[Tensor], asked: str) -> Iterator[str]:
-    """What the checksum is of, in words."""
-    yield f"what is asked for: {asked}"
-    yield from _options(groups)
+def _lines(groups: Sequence[Group], parameters: Sequence[Tensor], call: str) -> Iterator[str]:
+    yield f"what is called: {call}"
+    yield from _option_lines(groups)
     for place, parameter in enumerate(parameters):
         yield f"parameter {place}: {'trained' if parameter.requires_grad else 'frozen'}"
 
 
 def _kind(parameter: Tensor) -> int:
-    gradient = parameter.grad
-    if gradient is None:
+    grad = parameter.grad
+    if grad is None:
         return NONE
-    if is_placeholder(gradient):
-        return PARTS
-    return DENSE if gradient.layout == torch.strided else SPARSE
+    if is_placeholder(grad):
+        return SHARDED
+    return DENSE if grad.layout == torch.strided else SPARSE

@@ -1,27 +1,26 @@
-"""A GradScaler whose ranks have the same scale, and what a step does with one.
+"""A GradScaler with the same scale on all ranks.
 
     rank 0: finite     rank 1: infinite     ->   neither steps, and both halve the scale
 
-Where each rank has gradients of its own, a scaler looks at these, and they may be infinite on one rank alone. The step
-itself is left out on all ranks with any scaler; with `torch.amp.GradScaler` only those that found it lower their scale.
+With `torch.amp.GradScaler`, too, the step is left out on all ranks, but only ranks with infinities lower their scale.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from .shards.placeholder_grads import is_placeholder
-
-if TYPE_CHECKING:
-    from .optimizer import OSS
+from .clip_norm import AveragedGrads
+from .comm.rank_group import RankGroup
+from .shards.layout import ShardLayout
+from .shards.shard_views import is_placeholder
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, for gradients that differ between ranks: what one has found, all have.
+    """`torch.amp.GradScaler` for gradients that differ between ranks: an infinity on one rank counts on all.
 
     `step` and `unscale_` raise a ShardError where a compiled module's backward has averaged the gradients.
     """
@@ -29,42 +28,32 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Any, Tensor]:
-        _refuse_ghosts(optimizer)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not hasattr(optimizer, "exchange"):
-            return found
-        worst = sum(float(value) for value in found.values())
-        exchange = optimizer.exchange
-        everywhere = exchange.most(exchange.numbers([worst], torch.float32, found_inf.device))[0]
-        # Where there are no gradients, torch finds nothing, and has nothing to look at later.
-        return {device: value.copy_(everywhere) for device, value in (found or {found_inf.device: found_inf}).items()}
-
-
-def _refuse_ghosts(optimizer: Any) -> None:
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter.grad is not None and is_placeholder(parameter.grad):
+        if any(is_placeholder(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]):
             raise ShardError(
-                "the compiled module's backward has averaged the gradients and keeps its rank's part, of which a "
-                "GradScaler sees nothing: train without one, as with bfloat16, or compile without optimizer="
+                "the compiled module's backward has averaged the gradients and keeps a shard of them, which a "
+                "GradScaler can't see: train without one, as with bfloat16, or compile without optimizer="
             )
+        infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        comm = getattr(optimizer, "comm", None)
+        if not isinstance(comm, RankGroup):
+            return infs
+        own = sum(float(value) for value in infs.values())
+        largest = comm.maximum(comm.tensor([own], torch.float32, found_inf.device))[0]
+        # Without gradients torch returns nothing, and later finds no flag of this rank.
+        return {device: value.copy_(largest) for device, value in (infs or {found_inf.device: found_inf}).items()}
 
 
-def unscale(optimizer: OSS, scale: Tensor) -> None:
-    """Undo the scale of the gradients as `GradScaler.unscale_` does; of the averaged ones, if these are held.
-
-    Raises:
-        ShardError: what is held was averaged of gradients of different scales.
-    """
+def unscale(layout: ShardLayout, ranks: RankGroup, clipped: AveragedGrads | None, scale: Tensor) -> None:
+    """Divide gradients by the scale as `GradScaler.unscale_` does; the averaged ones if they were clipped."""
     inverse = scale.double().reciprocal().float()
-    if optimizer.held is not None:
+    if clipped is not None:
         number = float(scale)
-        device = optimizer.pieces.device
-        most = optimizer.exchange.most(optimizer.exchange.numbers([number, -number], torch.float64, device))
-        if float(most[0]) != -float(most[1]):
-            message = f"gradients were clipped while ranks had scaled them by {float(most[0])} and {-float(most[1])}"
+        most, least = ranks.maximum(ranks.tensor([number, -number], torch.float64, layout.device)).tolist()
+        if most != -least:
+            message = f"gradients were clipped while ranks had scaled them by {most} and {-least}"
             raise ShardError(f"{message}; call scaler.unscale_(optimizer) before, or use memgraph.GradScaler")
-        optimizer.held.scale(inverse)
+        clipped.scale(inverse)
         return
-    for parameter in optimizer.pieces.parameters:
+    for parameter in layout.parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -1,103 +1,61 @@
-"""The states of shards that live far, bucket by bucket, and the update of a bucket whose they are.
+"""Offload optimizer state per bucket, and step an offloaded bucket in windows.
 
-    bucket 3 on this rank: 3 MB of parameters, AdamW   ->   exp_avg and exp_avg_sq of them, 6 MB, in a nameless file
-    step()                                                  averaged, updated in windows, gathered, as every bucket
+    bucket 3 on this rank: 3 MB of parameters, AdamW   ->   6 MB of exp_avg and exp_avg_sq in an unnamed file
+    step()                                                  averages, updates in windows, gathers
 
-Parameters and gradients stay on the device. Of a bucket that is far, what is too small for a trip stays there, too.
+Parameters and gradients stay on the device, and so do the states of shards that are too small to copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
-
-from passes.ir.machine import SMALLEST_HOME
+from torch import optim
 
 from ..optim.elementwise import is_elementwise, is_nondeterministic
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.optimizer_clone import ClonedOptimizer
-from ..optim.state_parts import PARTS, Owner, StatePart, in_parts, is_large
-from ..optim.twin import clone_optimizer
+from ..optim.optimizer_clone import clone_optimizer
+from ..optim.state_parts import Owner, is_large
 from ..optim.windowed_update import WindowedUpdate
-from .shards.param_groups import Group, options
-
-if TYPE_CHECKING:
-    from .optimizer import OSS
+from .shards.layout import ShardLayout
+from .shards.param_groups import Group
+from .shards.shard_optimizer import ShardOptimizer
 
 
 class OffloadedShards(OffloadedUpdate):
-    """The update of one optimizer's shards; the owners of states that are far are buckets, by their numbers."""
+    """The update of shards with offloaded states; states are offloaded by bucket number."""
 
-    def __init__(self, oss: OSS) -> None:
+    def __init__(self, oss: optim.Optimizer, layout: ShardLayout, optimizer: ShardOptimizer) -> None:
         super().__init__(oss)
-        self.oss = oss
-        self.half: tuple[int, WindowedUpdate] | None = None  # a bucket, and its update that the disk has interrupted
+        self.layout, self.shard_optimizer = layout, optimizer
+        self.interrupted: tuple[int, WindowedUpdate] | None = None  # by an error of the disk, in this bucket
 
     @property
     def can_stream(self) -> bool:
-        parameters, inner = self.oss.pieces.parameters, self.oss.inner
-        kinds = {(group, p.dtype) for group, p in zip(self.oss.group_of, parameters, strict=True)}
-        on_cpu = all(p.device.type == "cpu" for p in parameters)
-        steady = not any(is_nondeterministic(inner, *kind) for kind in kinds)
-        return on_cpu and self.oss.is_cut and is_elementwise(inner) and steady
+        layout, inner = self.layout, self.shard_optimizer.optimizer
+        kinds = {(group, p.dtype) for group, p in zip(layout.group_of, layout.parameters, strict=True)}
+        on_cpu = all(p.device.type == "cpu" for p in layout.parameters)
+        deterministic = not any(is_nondeterministic(inner, *kind) for kind in kinds)
+        return on_cpu and self.shard_optimizer.splits and is_elementwise(inner) and deterministic
 
     def begin(self) -> None:
-        """Nothing has to be put on the optimizer, which looks here."""
+        """Do nothing: `ShardedStep` calls `update` for offloaded buckets."""
 
-    def forget(self) -> None:
-        """Nothing is to be finished any more."""
-        self.half = None
+    def forget_interrupted(self) -> None:
+        self.interrupted = None
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """The states of the large pieces of these buckets, as far as there are any."""
-        laid, state = self.oss.pieces.laid, self.oss.inner.state
-        own = [laid[i].own for i in owners if isinstance(i, int) and i < len(laid)]
-        return [state[view] for pieces in own for _, view in pieces if is_large(view) and view in state]
+        """Return the states of the large shards of these buckets."""
+        buckets, state = self.layout.buckets, self.shard_optimizer.optimizer.state
+        own = [buckets[i].own for i in owners if isinstance(i, int) and i < len(buckets)]
+        return [state[view] for shards in own for _, view in shards if is_large(view) and view in state]
 
     def update(self, number: int, group: Group) -> None:
-        """Update the pieces of a bucket in windows; where the disk has interrupted that, go on.
-
-        Raises:
-            SpillError: the disk failed. The next call for this bucket goes on.
-        """
+        """Update the shards of a bucket in windows, from the window that a disk error has interrupted."""
         with torch.inference_mode(False), torch.no_grad():
-            if self.half is None or self.half[0] != number:
-                self.half = (
-                    number,
-                    WindowedUpdate(clone_optimizer(self.oss.inner, [group]), self.current, is_large, self.where),
-                )
-            self.half[1].run()
-            self.half = None
-
-
-def shard_parts(oss: OSS) -> list[StatePart]:
-    """The states of the optimizer's buckets, cut into parts of about the same bytes: the most of any rank, so that it
-    is the same parts on all."""
-    if not oss.far.can_stream:
-        return []
-    return in_parts([(i, max(of_ranks)) for i, of_ranks in enumerate(large_nbytes(oss))], PARTS)
-
-
-def large_nbytes(oss: OSS) -> list[list[int]]:
-    """Bytes of states that may live far, of each bucket on each rank: of what is trained, those of large pieces that
-    have an element for each of theirs."""
-    each = _each(oss)
-    found = []
-    for laid in oss.pieces.laid:
-        group, of_ranks = oss.group_of[laid.bucket.items[0]], [0] * oss.exchange.ranks
-        for piece in laid.bucket.pieces:
-            parameter = oss.pieces.parameters[piece.item]
-            if parameter.requires_grad and piece.count * parameter.element_size() >= SMALLEST_HOME:
-                of_ranks[piece.rank] += piece.count * each[group, parameter.dtype]
-        found.append(of_ranks)
-    return found
-
-
-def _each(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
-    """Bytes of states for an element of a parameter of each group and type."""
-    given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
-    stepper = ClonedOptimizer(clone_optimizer(oss.inner, given))
-    kinds = {(group, p.dtype) for group, p in zip(oss.group_of, oss.pieces.parameters, strict=True)}
-    return {kind: sum(dtype.itemsize for dtype in stepper.entries(*kind).values() if dtype) for kind in kinds}
+            if self.interrupted is None or self.interrupted[0] != number:
+                clone = clone_optimizer(self.shard_optimizer.optimizer, [group])
+                self.interrupted = (number, WindowedUpdate(clone, self.current, is_large, self.location))
+            self.interrupted[1].run()
+            self.interrupted = None

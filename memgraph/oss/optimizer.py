@@ -1,66 +1,65 @@
-"""An optimizer whose work and state are spread over ranks.
+"""A torch.optim.Optimizer whose work and state are sharded over ranks (ZeRO stage 1).
 
     plain, on each rank              on N ranks
     g: gradient of this batch        G = mean over ranks of g                      1/N of the elements on each
-    update(p, g, state)              update(piece of p, piece of G, state of piece)
-                                     p from all pieces
+    update(p, g, state)              update(shard of p, shard of G, state of shard)
+                                     p from all shards
 
     optimizer = memgraph.OSS(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
-The caller's own optimizer class runs on the pieces. One that changes each element by itself cannot tell, and gives the
-bits that it gives on whole parameters; any other gets whole parameters.
+The caller's optimizer class runs on the shards. An elementwise one gives the bits that it gives on whole parameters;
+any other gets whole parameters.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from passes.shards import Item, Sizes, loads_of, shards
-
 from ..errors import ShardError
-from ..optim.elementwise import EXACT, is_elementwise
-from ..optim.optimizer_clone import clone_obstacle
-from ..tensors.layout import is_dense
 from .average_grads import GradAverager
-from .checkpoint.state_dict import StateDictMixin
+from .checkpoint.own_state import Entries
+from .checkpoint.state_dict import StateDicts
 from .clip_norm import NormLimit, clip_grad_norm
 from .closure_optimizers import step_with_closure
 from .comm.agreement import OPTIMIZER, check_agreement, parameter_lines, report_errors
 from .comm.exchange import BucketComm
-from .comm.model_parallel import ModelParallel, tensors_of
-from .comm.shared_memory import SharedMemoryComm, shared_memory_comm
-from .comm.watchdog import CollectiveWatchdog
+from .comm.model_parallel import ModelParallel, replicated_tensors
+from .comm.shared_memory import shared_memory_comm
+from .comm.watchdog import CollectiveWatchdog, optimizer_watchdogs
 from .grad_presence import ANY_INFINITE, exchange_presence
 from .grad_scaler import unscale
-from .held_gradients import HeldGradients
 from .offloaded_states import OffloadedShards
 from .pending_gathers import PendingGathers
 from .sharded_grads import ShardedGradients
-from .shards.arguments import arguments, ready
-from .shards.param_groups import Group, copied, groups_of, options, template
-from .shards.shard_views import ShardViews
-from .step import MEND, ShardedStep
+from .shards.layout import ShardLayout
+from .shards.param_groups import (
+    Group,
+    check_group,
+    check_oss_arguments,
+    check_parameters,
+    copy_group,
+    copy_groups,
+    template,
+)
+from .shards.shard_optimizer import ShardOptimizer
+from .step import RELOAD, ShardedStep
 
-BUCKET = 25 << 20  # bytes, as DistributedDataParallel's
-ALONE = 1 << 20  # bytes of a stretch that is worth a message of its own
-CACHED = 1 << 20  # bytes of a piece: what an update reads again and again stays in the cache of a CPU
-VECTOR = 64  # elements: no kernel takes more at once
+BUCKET = 25 << 20  # bytes, as in DistributedDataParallel
 ADVICE = (
     "Build the same model and the same groups on every rank; values are equal after the same torch.manual_seed, or if "
     "rank 0 sends its own: for p in model.parameters(): torch.distributed.broadcast(p.data, 0)"
 )
-_living: weakref.WeakSet[OSS] = weakref.WeakSet()
 
 
-class OSS(StateDictMixin):
-    """`optim(params, **defaults)`, spread over the ranks of `group`.
+class OSS(optim.Optimizer):
+    """`optim(params, **defaults)`, sharded over the ranks of `group`.
 
     With `torch.amp.GradScaler`, a step that is not finite on one rank is left out on all; `memgraph.GradScaler` keeps
     the scale equal, too.
@@ -69,19 +68,19 @@ class OSS(StateDictMixin):
         params: what `optim` takes: parameters, pairs of name and parameter, or dicts that are groups.
         optim: the class of the optimizer.
         group: the ranks; all of them if None.
-        gradients: "average" to have `step` average them over the ranks, "same" if they are so already, as with
-            DistributedDataParallel.
-        wire_dtype: what float32 is rounded to on its way; None for nothing.
+        gradients: "average" to have `step` average them over the ranks, "same" if they are equal on all ranks already,
+            as with DistributedDataParallel.
+        wire_dtype: what float32 is rounded to when it is sent; None for nothing.
         bucket_bytes: how many bytes are sent at once.
         gather: "step" to end each step with all parameters on all ranks; "forward" to let the next forward of a
             compiled module gather those that it reads, each before its first use. Until then, what other ranks have
-            updated is NaN: who reads parameters in between calls `gather` before.
+            updated is NaN: call `gather` before other code reads parameters.
 
     Raises:
-        ShardError: there is no process group, or this can't be spread; says what to do.
+        ShardError: there is no process group, or this can't be sharded; says what to do.
     """
 
-    _step_supports_amp_scaling = True  # so that a GradScaler calls `step` on every rank, whatever it has found
+    _step_supports_amp_scaling = True  # so a GradScaler calls `step` on every rank, also where it has found infinities
 
     def __init__(
         self,
@@ -95,119 +94,120 @@ class OSS(StateDictMixin):
         gather: str = "step",
         **defaults: Any,
     ) -> None:
-        self.watch = CollectiveWatchdog(ready(group))
-        with report_errors(self.watch, OPTIMIZER, ADVICE):
-            own = arguments(optim, gradients, gather, wire_dtype, bucket_bytes)
-            groups = groups_of(params)
-            self.exchange = BucketComm(self.watch, wire_dtype)
-            self.optim, self.given, self.gathers = optim, defaults, gather
-            self.gradients, self.bucket_bytes = gradients, own["bucket_bytes"]  # which may have been numpy's
-            plain = template(optim, groups, defaults)
-            # A step that changes more than its parameters' states is run once for all of them.
-            self.is_cut = is_elementwise(plain) and not clone_obstacle(plain)
-            self.is_driven = issubclass(optim, torch.optim.LBFGS)
-            self.pieces = ShardViews(self.exchange.rank, self.exchange.ranks)
-            self.items: list[Item] = []
-            self.group_of: list[int] = []  # of each parameter
-            self.held: HeldGradients | None = None
-            self.inner: Any = None  # the optimizer that runs on the pieces of this rank
-            self.inside, self.awaited, self.far = ShardedGradients(self), PendingGathers(self), OffloadedShards(self)
-            super().__init__(groups, dict(plain.defaults))
+        self.watchdog = CollectiveWatchdog(check_group(group))
+        with report_errors(self.watchdog, OPTIMIZER, ADVICE):
+            checked = check_oss_arguments(
+                optim=optim, gradients=gradients, gather=gather, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes
+            )
+            groups = copy_groups(params)
+            self.comm = BucketComm(self.watchdog, wire_dtype)
+            self.optimizer_class, self.gradients, self.gather_mode = optim, gradients, gather
+            self.shard_optimizer = ShardOptimizer(optim, defaults, groups)
+            owners = 1 if self.shard_optimizer.needs_closure else self.comm.ranks
+            splits, nbytes = self.shard_optimizer.splits, checked["bucket_bytes"]
+            self.layout = ShardLayout(self.comm.rank, self.comm.ranks, nbytes, splits, owners)
+            self._add_parts()
+            super().__init__(groups, self.shard_optimizer.defaults)
         self._compare(self.param_groups)
-        self.inner = optim([self._inner_group(i) for i in range(len(groups))], **defaults)
-        self.near = shared_memory_comm(self.exchange) if wire_dtype is None and not self.is_driven else None
-        self.averages, self.updates = GradAverager(self), ShardedStep(self)
-        _living.add(self)
+        self.shard_optimizer.create(self.layout, self.param_groups)
+        if wire_dtype is None and not self.shard_optimizer.needs_closure:
+            self.comm.shared_memory = shared_memory_comm(self.comm)
+        optimizer_watchdogs.add(self.watchdog)
+
+    def _add_parts(self) -> None:
+        layout, comm, inner = self.layout, self.comm, self.shard_optimizer
+        replicated = self.gradients == "same" or comm.is_alone
+        self.states = StateDicts(layout, inner, self.watchdog)
+        self.sharded_grads = ShardedGradients(layout, comm, replicated, self.refresh_views)
+        self.pending_gathers = PendingGathers(layout, comm, self.refresh_views)
+        self.offloaded_shards = OffloadedShards(self, layout, inner)
+        self.averager = GradAverager(layout, comm, inner, self.sharded_grads)
+        parts = self.averager, self.pending_gathers, self.offloaded_shards
+        self.sharded_step = ShardedStep(layout, comm, inner, *parts)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardError("a sharded optimizer can't be copied or pickled; load its state_dict() into another one")
 
+    @property
+    def inner(self) -> Any:
+        """The optimizer that steps on this rank's shards."""
+        return self.shard_optimizer.optimizer
+
     def add_param_group(self, param_group: Group) -> None:
-        """One more group, complete at once, in buckets of its own."""
-        before = list(self.param_groups)
+        """Add a group with all options, in buckets of its own."""
+        before, is_complete = list(self.param_groups), self.inner is not None
         try:
-            with nullcontext() if self.inner is None else report_errors(self.watch, OPTIMIZER, ADVICE):
-                self._take(param_group)
-            if self.inner is not None:
+            with report_errors(self.watchdog, OPTIMIZER, ADVICE) if is_complete else nullcontext():
+                self._add_local_group(param_group)
+            if is_complete:
                 self._compare(self.param_groups[-1:])
-            self._lay_out(len(before), self.param_groups[-1]["params"])
+            self.layout.add_group(len(before), self.param_groups[-1])
         except ShardError:
             self.param_groups[:] = before
             raise
-        self.gathered = None
-        if self.inner is not None:
-            group = self._inner_group(len(before))
-            self.inner.add_param_group(dict(group))
-            # Adagrad makes its states where it is made, and not for groups that come later.
-            self.inner.state.update(self.optim([group], **self.given).state)
+        self.states.consolidated = None
+        if is_complete:
+            self.shard_optimizer.add_group(self.layout, len(before), self.param_groups[-1])
 
-    def _take(self, param_group: Group) -> None:
-        """One more group, as far as this rank alone can tell."""
+    def _add_local_group(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict")
-        added = copied(param_group)
-        if self.held is not None:
+        added = copy_group(param_group)
+        if self.averager.clipped is not None:
             raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
-        if self.inner is not None:
-            template(self.optim, [*self.param_groups, added], self.given)  # which refuses what it does not take
+        if self.inner is not None:  # refuse what the class refuses
+            template(self.optimizer_class, [*self.param_groups, added], self.shard_optimizer.kwargs)
         super().add_param_group(added)
-        parameters = self.param_groups[-1]["params"]
-        if len(set(parameters)) != len(parameters):
-            raise ShardError("a parameter is twice in one group; give each parameter once")
-        if empty := [i for i, parameter in enumerate(parameters) if parameter.is_meta]:
-            found = f"parameter {empty[0]} of the group is on the meta device, where it has no values"
-            raise ShardError(f"{found}; give the module a device (to_empty) and values, then make the optimizer")
+        check_parameters(self.param_groups[-1]["params"])
+
+    def _compare(self, groups: Sequence[Group]) -> None:
+        """Check that all ranks were given the same."""
+        if not self.comm.is_alone:
+            sent = f"gradients={self.gradients!r}, wire_dtype={self.comm.wire}, bucket_bytes={self.layout.bucket_bytes}"
+            first, *others = parameter_lines(self.optimizer_class.__qualname__, groups)
+            lines = [first, f"what is sent: {sent}, gather={self.gather_mode!r}", *others]
+            check_agreement(self.watchdog, lines, ADVICE)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update all parameters, on all ranks; every rank of the group has to call it.
 
         Raises:
-            ShardError: a parameter is no longer what it was, or the closure failed, on this rank or another, and
-                nothing has changed; or the optimizer failed on another rank, and no step is made until an earlier state
-                of model and optimizer is loaded on all ranks. The rank itself raises its own error.
+            ShardError: a parameter has changed in kind, or the closure failed, on this rank or another, and nothing
+                has changed; or the optimizer failed on another rank, and no step is made until an earlier state of
+                model and optimizer is loaded on all ranks. The rank itself raises its own error.
             AgreementError: options of groups, or frozen parameters, are not the same on all ranks. Nothing has changed.
-            SpillError: the disk of some rank failed. The next call, on all ranks, goes on with the same step.
+            SpillError: the disk of some rank failed. The next call, on all ranks, resumes the step.
             CollectiveError: a rank is gone or late.
         """
-        self._refuse_torn()
-        self.gathered = None
+        self._refuse_half_updated()
+        self.states.consolidated = None
         with torch.no_grad():
-            if self.updates.goes_on():
-                loss = self.updates.go_on()
-                self.held = None
-                return loss
-            if self.is_driven:
-                return step_with_closure(self, closure, kwargs)
-            loss, trouble = self.prepare(closure)
-            kinds, infinite = self._agree(trouble)
-            if not infinite:
-                self.updates.run(kinds, kwargs, loss)
-            self.held = None
+            if self.sharded_step.is_resumable():
+                loss = self.sharded_step.resume()
+            elif self.shard_optimizer.needs_closure:
+                return step_with_closure(self.averager, self._prepare, closure, self.param_groups, kwargs)
+            else:
+                loss, error = self._prepare(closure)
+                kinds, infinite = self._agree(error)
+                if not infinite:
+                    self.sharded_step.run(self.param_groups, kinds, kwargs, loss)
+            self.averager.clipped = None
             return loss
 
-    def _compare(self, groups: Sequence[Group]) -> None:
-        """See that all ranks were given the same."""
-        if self.exchange.is_alone:
-            return
-        sent = f"gradients={self.gradients!r}, wire_dtype={self.exchange.wire}, bucket_bytes={self.bucket_bytes}"
-        sent += f", gather={self.gathers!r}"
-        first, *others = parameter_lines(self.optim.__qualname__, groups)
-        check_agreement(self.watch, [first, f"what is sent: {sent}", *others], ADVICE)
-
     def gather(self) -> None:
-        """Bring here what other ranks have updated, if that was left to the next forward; every rank of the group has
-        to call it, and may do so at any time.
+        """Gather what other ranks have updated, if that was left to the next forward. Every rank of the group has to
+        call it, and may do so at any time.
 
         Raises:
             AgreementError: another rank does something else.
             CollectiveError: a rank did not come.
         """
-        self._refuse_torn()
-        self.awaited.gather()
+        self._refuse_half_updated()
+        self.pending_gathers.gather()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, owned or not."""
-        self.held = None
+        self.averager.clipped = None
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
@@ -227,168 +227,190 @@ class OSS(StateDictMixin):
             replicated: the parameters that are whole on each rank of that `group`, which count once.
 
         Returns:
-            the norm as it was, as `torch.nn.utils.clip_grad_norm_` does
+            the norm before clipping, as `torch.nn.utils.clip_grad_norm_` does
 
         Raises:
-            ShardError: a parameter is no longer what it was, on this rank or another.
+            ShardError: a parameter has changed in kind, on this rank or another.
             AgreementError: ranks were given different arguments, options or frozen parameters. Nothing is scaled.
             TypeError: `max_norm` or `norm_type` is no number, or `replicated` no iterable of tensors.
             ValueError: `max_norm` is negative or not a number, this rank is not in `group`, or something `replicated`
                 is no parameter of this optimizer. On the other ranks such an error is a ShardError.
         """
-        self._refuse_torn()
+        self._refuse_half_updated()
 
-        def asked() -> tuple[NormLimit, ModelParallel | None]:
+        def check_arguments() -> tuple[NormLimit, ModelParallel | None]:
             limit = NormLimit.of(max_norm, norm_type, error_if_nonfinite)
-            whole = tensors_of(replicated)
-            return limit, None if group is None else ModelParallel.of(group, whole, self.pieces.parameters)
+            whole = replicated_tensors(replicated)
+            return limit, None if group is None else ModelParallel.of(group, whole, self.layout.parameters)
 
         with torch.no_grad():
-            if self.updates.goes_on():
-                raise ShardError("the disk has interrupted a step, which can go on: call step() again on all ranks")
-            found, trouble = self.prepare(asked)
-            limit, parallel = found or (None, None)
-            kinds, _ = self._agree(trouble, limit)
-            assert limit is not None  # or there was trouble
-            held = self.held or self.averages.hold(kinds)
-            total = clip_grad_norm(self, held, limit, parallel)
-            self.held = None if self.are_same else held.seen_now()
+            if self.sharded_step.is_resumable():
+                raise ShardError(
+                    "the disk has interrupted a step, which can be resumed: call step() again on all ranks"
+                )
+            checked, error = self._prepare(check_arguments)
+            limit, parallel = checked or (None, None)
+            kinds, _ = self._agree(error, limit)
+            assert limit is not None  # otherwise `_agree` has raised the error
+            grads = self.averager.clipped or self.averager.average_all(kinds)
+            total = clip_grad_norm(self.layout, self.comm, grads, limit, parallel)
+            grads.note_versions()
+            self.averager.clipped = None if self.averager.replicated else grads
             return total
 
-    @property
-    def are_same(self) -> bool:
-        """Whether all ranks have the same gradients."""
-        return self.gradients == "same" or self.exchange.is_alone
-
-    def prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
-        """What the closure returns, and what went wrong."""
+    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, BaseException | None]:
+        """Run the closure and check this rank's gradients; return the loss, and an error for `_agree` to exchange."""
         loss = None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self.follow()
-            self.inside.sweep()
-            self._refuse()
-            if self.held is not None and not self.held.is_of(self.pieces.parameters):
-                self.held = None
+            self.refresh_views()
+            self.sharded_grads.drop_cleared()
+            self.averager.check_grads()
         except Exception as error:
             return loss, error
         return loss, None
 
-    def _agree(self, trouble: BaseException | None, limit: NormLimit | None = None) -> tuple[list[int], bool]:
-        """Which gradients there are, and whether a GradScaler has found that a rank's are not finite."""
+    def _agree(self, error: BaseException | None, limit: NormLimit | None = None) -> tuple[list[int], bool]:
+        """Return the kinds of gradients, and True if a GradScaler has found infinities on any rank."""
         scale, infinite = vars(self).get("grad_scale"), vars(self).get("found_inf")
         flags = {
             "a call of clip_grad_norm_": limit is not None,
-            "clipped gradients": self.held is not None,
+            "clipped gradients": self.averager.clipped is not None,
             "a GradScaler": infinite is not None,
             "scaled gradients": scale is not None,
             ANY_INFINITE: infinite is not None and bool(infinite),
         }
-        asked = "a step" if limit is None else str(limit)
-        kinds, found = exchange_presence(self.exchange, self.pieces, self.param_groups, trouble, flags, asked)
-        self.inside.kinds = kinds
-        if scale is not None and not found[ANY_INFINITE]:
-            unscale(self, scale)
-        return kinds, found[ANY_INFINITE]
+        call = "a step" if limit is None else str(limit)
+        kinds, on_any = exchange_presence(self.comm, self.layout, self.param_groups, error, flags, call)
+        self.sharded_grads.kinds = kinds
+        if scale is not None and not on_any[ANY_INFINITE]:
+            unscale(self.layout, self.comm, self.averager.clipped, scale)
+        return kinds, on_any[ANY_INFINITE]
 
-    @property
-    def neighbours(self) -> SharedMemoryComm | None:
-        """The ranks, if they can read each other's parameters."""
-        parameters = self.pieces.parameters
-        return self.near if all(p.device.type == "cpu" and is_dense(p) for p in parameters) else None
-
-    def _refuse_torn(self) -> None:
-        """Raise if a step has failed halfway; others may be anywhere in it, so nothing can be asked of them."""
-        if self.updates.is_torn:
+    def _refuse_half_updated(self) -> None:
+        if self.sharded_step.is_half_updated:
             message = "a step failed when some parameters were updated, and ranks may differ"
-            raise ShardError(f"{message}; {MEND}, or start again from it if a collective has failed")
+            raise ShardError(f"{message}; {RELOAD}, or start again from it if a collective has failed")
 
-    def _refuse(self) -> None:
-        """Raise what is in the way of a step on this rank."""
-        pairs = [(i, p, p.grad) for i, p in enumerate(self.pieces.parameters) if p.grad is not None]
-        for i, p, gradient in pairs:
-            if gradient.dtype != p.dtype or gradient.device != p.device:
-                found = f"{gradient.dtype} on {gradient.device}"
-                raise ShardError(f"parameter {i} is {p.dtype} on {p.device}, its gradient {found}; make them the same")
-        dense = (gradient for _, _, gradient in pairs if not gradient.is_sparse)
-        if not self.are_same and not self.exchange.fit(dense):
-            raise ShardError(f"gradients leave the range of {self.exchange.wire}; use wire_dtype=torch.bfloat16")
+    def refresh_views(self) -> None:
+        """Renew the shards of parameters that were assigned other memory, and move their states.
 
-    def follow(self) -> None:
-        """Parameters that lie elsewhere now get new pieces, with the states of the old ones."""
-        state = self.inner.state
-        if self.pieces.are_others() and _is_fresh(state):
-            self._begin_anew()
+        Raises:
+            ShardError: a parameter has another shape, dtype, strides or device, and the optimizer has states.
+        """
+        if self.layout.has_other_specs() and self.shard_optimizer.is_fresh:
+            self._reset_layout()
             return
         try:
-            renewed = self.pieces.renew()
+            renewed = self.layout.refresh()
         except ShardError as error:
-            if not self.awaited.buckets:
+            if not self.pending_gathers.buckets:
                 raise
-            missing = "turn it back and call optimizer.gather() on all ranks before, as ranges of it are NaN here"
-            raise ShardError(f"{error}; {missing}") from None
-        for was, view in renewed:
-            if was in state:
-                state[view] = state.pop(was)
-        if renewed:
-            for i, group in enumerate(self.inner.param_groups):
-                group["params"][:] = self._inner_group(i)["params"]  # LBFGS holds this very list
+            advice = "change it back and call optimizer.gather() on all ranks before, as ranges of it are NaN here"
+            raise ShardError(f"{error}; {advice}") from None
+        self.shard_optimizer.replace_views(self.layout, renewed)
 
-    def _begin_anew(self) -> None:
-        """Spread parameters of which there is no state yet, as they are now."""
-        self.inside.refuse_parts()
-        self.awaited.begin_anew()
-        self.far.far_states.clear()  # they are of buckets that go
-        self.pieces, self.items, self.group_of = ShardViews(self.exchange.rank, self.exchange.ranks), [], []
+    def _reset_layout(self) -> None:
+        """Lay out parameters again as they are now; there are no states yet."""
+        self.sharded_grads.refuse_if_any()
+        self.pending_gathers.reset()
+        self.offloaded_shards.offloaded_owners.clear()
+        self.layout.reset()
         for i, group in enumerate(self.param_groups):
-            self._lay_out(i, group["params"])
-        self.inner = self.optim([self._inner_group(i) for i in range(len(self.param_groups))], **self.given)
+            self.layout.add_group(i, group)
+        self.shard_optimizer.create(self.layout, self.param_groups)
 
-    def _lay_out(self, group: int, parameters: Sequence[Tensor]) -> None:
-        """Spread the parameters of a group, behind those that are there."""
-        kinds: dict[object, int] = {}
-        fused = bool(self.param_groups[group].get("fused"))  # reads everything once, and rounds a rest in another way
-        items = [
-            _item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), self.is_cut, fused)
-            for p in parameters
-        ]
-        on_cpu = all(p.device.type == "cpu" for p in parameters)
-        sizes = Sizes(self.bucket_bytes, ALONE, CACHED if on_cpu and not fused else None)
-        ranks = 1 if self.is_driven else self.exchange.ranks
-        loads = loads_of([laid.bucket for laid in self.pieces.laid], self.items, ranks)
-        buckets = [bucket.behind(len(self.items)) for bucket in shards(items, ranks, sizes, loads)]
-        self.pieces.add(parameters, buckets)
-        self.items += items
-        self.group_of += [group] * len(items)
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Copy the whole state to the rank `to` of the group, or to all if it is None or -1.
 
-    def _inner_group(self, index: int) -> Group:
-        """A group of the optimizer that runs on pieces."""
-        own = [one for laid in self.pieces.laid for one in laid.own if self.group_of[one[0].item] == index]
-        # In the order of the caller's parameters: LBFGS sums over all of them.
-        own.sort(key=lambda one: (one[0].item, one[0].begin))
-        return {**options(self.param_groups[index]), "params": [view for _, view in own]}
+        Every rank has to call it. The copy stays in host memory until the next step.
 
+        Raises:
+            AgreementError: ranks were given different ranks.
+            StateError: something in the state can't be sent, or there is no such rank.
+            CollectiveError: a rank did not come.
+        """
+        self.states.consolidate(to, self.sharded_step.is_incomplete)
 
-def _is_fresh(state: Mapping[Any, Any]) -> bool:
-    """Whether no step was made: some optimizers make their states before."""
-    return all("step" in one and float(one["step"]) == 0 for one in state.values() if one)
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the plain optimizer's state dict: a copy as old as the last step, with the options of now.
 
+        Args:
+            all_ranks: gather it on all ranks now; every rank has to call it.
 
-def _item(p: Tensor, kind: int, is_cut: bool, fused: bool) -> Item:
-    whole = not is_cut or not is_dense(p) or p.is_complex()
-    quantum = 1 if p.dtype in EXACT and not fused else VECTOR
-    return Item(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
+        Raises:
+            StateError: it was not consolidated on this rank since the last step.
+        """
+        if all_ranks or self.comm.is_alone:
+            self.consolidate_state_dict(None)
+        return self._state_dict(self.states.of_this_rank())
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's part of a plain optimizer's state dict; every rank has to call it, with the same.
 
-def only_watch() -> CollectiveWatchdog | None:
-    """The watch of the group that all sharded optimizers of this process are spread over; None if there is no such
-    group, or more than one."""
-    found: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
-    for optimizer in list(_living):
-        group = optimizer.watch.group
-        with suppress(KeyError, ValueError, RuntimeError):  # of a group that was destroyed
-            if dist.is_initialized() and dist.get_rank(group) >= 0:
-                found[group] = optimizer.watch
-    return next(iter(found.values())) if len(found) == 1 else None
+        Raises:
+            StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
+            AgreementError: the ranks were given different ones. Nothing was changed.
+        """
+        given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        with self.states.reporting_errors():
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = hook(self, given)
+                given = given if changed is None else changed
+            mismatch = self._find_mismatch(given)
+        self.states.refuse_mismatch(given, mismatch)
+        self._install(given)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return a state dict that torch.distributed.checkpoint saves: each rank has rows of each tensor, as a DTensor.
+
+        Every rank has to call it. It is a copy, on disk where states are offloaded.
+        """
+        offloaded = self.offloaded_shards
+        with self.watchdog.leaving_on_error():
+            groups, incomplete = self._state_dict({}), self.sharded_step.is_incomplete
+            return {
+                **groups,
+                "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete),
+            }
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what torch.distributed.checkpoint has read into a sharded state dict; every rank has to call it.
+
+        Raises:
+            StateError: it is not one of this optimizer; says where it differs. Nothing was changed on any rank.
+        """
+        self.refuse_sharded(state_dict)
+        self._install(state_dict, sharded=True)
+
+    def refuse_sharded(self, state_dict: Mapping[str, Any]) -> None:
+        """Check a sharded state dict on all ranks, each its own part.
+
+        Raises:
+            StateError: on all ranks, if one can't load it.
+        """
+        self.states.refuse_sharded_mismatch(state_dict, self._find_mismatch(state_dict, sharded=True))
+
+    def _find_mismatch(self, given: object, sharded: bool = False) -> str | None:
+        try:
+            self.refresh_views()
+        except ShardError as error:
+            return str(error)
+        return self.states.find_mismatch(self.param_groups, given, sharded)
+
+    def _state_dict(self, state: Mapping[int, Entries]) -> dict[str, Any]:
+        """Let torch build the state dict, with its hooks."""
+        before, parameters = self.state, self.layout.parameters
+        self.state = defaultdict(dict, {parameters[item]: dict(entries) for item, entries in state.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = before
+
+    def _install(self, state_dict: Mapping[str, Any], sharded: bool = False) -> None:
+        self.param_groups = self.states.install(state_dict, self.param_groups, sharded)
+        self.sharded_step.note_loaded()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)

@@ -1,15 +1,15 @@
-"""What other ranks have updated of the parameters and has not come here yet, if that is left to the next forward.
+"""Updated parameters that the next forward of a compiled module gathers.
 
-    optimizer.step()     w: f32[8] on rank 0 of 2     ->   4 updated numbers | NaN in 4 places, awaited
+    optimizer.step()     w: f32[8] on rank 0 of 2     ->   4 updated numbers | NaN in 4 places, pending
     model(x)             its graph gathers w before it reads it
-    optimizer.gather()   gathers everything now: before anybody else reads a parameter
+    optimizer.gather()   gathers all pending buckets, before other code reads a parameter
 
-Ranks await the same buckets: what makes them awaited, and what gathers them, are calls that all make.
+All ranks have the same pending buckets, since all make the same calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -18,174 +18,147 @@ from torch import Tensor
 
 from ..errors import ShardError
 from ..tensors.layout import has_storage
+from .comm.collectives import op_name
 from .comm.consensus import GATHER, check_same_step
-from .comm.exchange import op_name
+from .comm.exchange import BucketComm
+from .shards.layout import ShardLayout
 from .shards.shard_views import BucketViews
 
 if TYPE_CHECKING:
     from ..graph.captured import Captured
-    from .optimizer import OSS
 
-AHEAD = 2  # buckets that are on their way at once, when nothing else goes on
+AHEAD = 2  # buckets that are sent at once when nothing is computed meanwhile
 ADVICE = "call optimizer.gather() before, on all ranks"
 
 
 class PendingGathers:
-    """The buckets of one optimizer that lack something here."""
+    """The pending buckets of one optimizer, by number. `refresh` renews the views of the layout."""
 
-    def __init__(self, optimizer: OSS) -> None:
-        self.optimizer = optimizer
+    def __init__(self, layout: ShardLayout, comm: BucketComm, refresh: Callable[[], None]) -> None:
+        self.layout, self.comm, self.refresh = layout, comm, refresh
         self.buckets: set[int] = set()
-        self.ever: set[int] = set()  # those that have been among them
-        self.able: set[int] = set()  # those that a forward since the last step gathers, and so will the next
+        self.ever: set[int] = set()  # buckets that have been pending before
+        self.by_forward: set[int] = set()  # buckets that a forward since the last step gathers
 
     @property
-    def frozen(self) -> tuple[int, ...]:
-        """The buckets that may be awaited, although nothing in them is trained now."""
-        return tuple(i for i in sorted(self.ever) if not self.is_trained(i))
+    def frozen_buckets(self) -> tuple[int, ...]:
+        """Buckets that may be pending although nothing in them is trained now."""
+        return tuple(i for i in sorted(self.ever) if not self.layout.is_trained(self.layout.buckets[i]))
 
-    def is_trained(self, bucket: int) -> bool:
-        """Whether a step may update it."""
-        pieces = self.optimizer.pieces
-        return any(pieces.parameters[item].requires_grad for item in pieces.laid[bucket].bucket.items)
+    def defer(self, used: Iterable[BucketViews]) -> set[int]:
+        """Return which of the buckets of a step that begins the next forward will gather."""
+        by_forward, self.by_forward = self.by_forward, set()
+        return {bucket.number for bucket in used} & by_forward
 
-    def deferred(self, used: Iterable[BucketViews]) -> list[BucketViews]:
-        """The buckets of a step that begins now which the next forward will gather."""
-        able, self.able = self.able, set()
-        laid = self.optimizer.pieces.laid
-        wanted = {id(laid[i]) for i in able}
-        return [one for one in used if id(one) in wanted]
-
-    def stepped(self, used: Collection[BucketViews], deferred: Collection[BucketViews]) -> None:
-        """A step has updated the own ranges of these, and gathered all but those that are deferred."""
-        number = {id(laid): i for i, laid in enumerate(self.optimizer.pieces.laid)}
-        self.buckets -= {number[id(laid)] for laid in used}
-        self.buckets |= {number[id(laid)] for laid in deferred}
+    def note_step(self, used: Iterable[BucketViews], deferred: set[int]) -> None:
+        """Note that a step has updated these buckets, and gathered all but the deferred ones."""
+        self.buckets = self.buckets - {bucket.number for bucket in used} | deferred
         self.ever |= self.buckets
-        rank = self.optimizer.exchange.rank
-        for laid in deferred:
-            for view in (view for other, views in enumerate(laid.views) if other != rank for view in views):
-                if view.is_floating_point() or view.is_complex():
-                    view.fill_(torch.nan)
+        for bucket in (self.layout.buckets[number] for number in deferred):
+            for rank, views in enumerate(bucket.views):
+                for view in views if rank != self.layout.rank else ():
+                    if view.is_floating_point() or view.is_complex():
+                        view.fill_(torch.nan)
 
     def gather(self) -> None:
-        """Gather all of it, if anything is awaited; a collective."""
+        """Gather all pending buckets; a collective if there are any."""
         if self.buckets:
             with torch.no_grad():
-                self.optimizer.follow()
-                check_same_step(self.optimizer.exchange, self.optimizer.pieces.device, GATHER)()
-                coming = ForwardGather(self, self.buckets)
-                coming.open()
-                coming.all()
+                self.refresh()
+                check_same_step(self.comm, self.layout.device, GATHER)()
+                gather = ForwardGather(self, self.buckets)
+                gather.open()
+                gather.all()
 
-    def capturing(self, parameters: Iterable[Tensor]) -> None:
-        """A call that reads these is about to be planned, for which it may be tried with their numbers: what ranks plan
-        together they gather together.
-
-        Raises:
-            ShardError: it has no backward, so that this rank plans alone, and something is awaited.
-        """
+    def gather_for_capture(self, parameters: Iterable[Tensor]) -> None:
+        """Gather before a call that reads these is planned, as planning may run it with their values."""
         read = list(parameters)
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in read):
-            self.optimizer.gather()
-        self.refuse(read, "this call")
+            self.gather()
+        self.refuse_reads(read, "this call")
 
-    def coming(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
-        """What gathers in a forward of these tensors; None if nothing is awaited.
-
-        Raises:
-            ShardError: it reads more that is awaited than it gathers.
-        """
-        self.able |= captured.gathers
+    def begin_forward(self, captured: Captured, tensors: Sequence[Tensor]) -> ForwardGather | None:
+        """Return the gathers of a forward of these tensors; None if no bucket is pending."""
+        self.by_forward |= captured.gathers
         if not self.buckets:
             return None
-        self.refuse(tensors, "this call", self.buckets - captured.gathers)
-        if not (left := self.buckets & captured.gathers):
+        self.refuse_reads(tensors, "this call", self.buckets - captured.gathers)
+        if not (buckets := self.buckets & captured.gathers):
             return None
-        self.optimizer.follow()
-        return ForwardGather(self, left, early=self._is_read_as_another(captured, tensors))
+        self.refresh()
+        return ForwardGather(self, buckets, early=self._has_aliases(captured, tensors))
 
-    def _is_read_as_another(self, captured: Captured, tensors: Sequence[Tensor]) -> bool:
-        """Whether a forward reads the memory of a parameter as that of something else, of which its graph does not know
-        when."""
-        parameters = self.optimizer.pieces.parameters
-        owned, known = {one.untyped_storage()._cdata for one in parameters}, set(map(id, parameters))
+    def _has_aliases(self, captured: Captured, tensors: Sequence[Tensor]) -> bool:
+        """Return True if forward reads a parameter's memory through another tensor, which its graph does not order."""
+        parameters = self.layout.parameters
+        storages, ids = {p.untyped_storage()._cdata for p in parameters}, set(map(id, parameters))
         inputs = zip(captured.inputs, tensors, strict=False)
-        others = [one for role, one in inputs if role.kind != "parameter" or id(one) not in known]
+        others = [tensor for role, tensor in inputs if role.kind != "parameter" or id(tensor) not in ids]
         for node in captured.graph.graph.find_nodes(op="get_attr"):
             constant = attrgetter(str(node.target))(captured.graph)
             others += [constant] if isinstance(constant, Tensor) else []
-        return any(has_storage(one) and one.untyped_storage()._cdata in owned for one in others)
+        return any(has_storage(other) and other.untyped_storage()._cdata in storages for other in others)
 
-    def refuse(self, tensors: Iterable[Tensor], what: str, buckets: Iterable[int] | None = None) -> None:
-        """
-        Raises:
-            ShardError: some of these tensors are parameters that are awaited, of these buckets if any are named.
-        """
-        oss, there = self.optimizer, set(map(id, tensors)) if self.buckets else set()
-        lacking = (oss.pieces.laid[i].bucket for i in (self.buckets if buckets is None else buckets))
-        if items := [i for one in lacking for i in one.items if id(oss.pieces.parameters[i]) in there]:
+    def refuse_reads(self, tensors: Iterable[Tensor], call: str, buckets: Iterable[int] | None = None) -> None:
+        ids = set(map(id, tensors)) if self.buckets else set()
+        pending = [self.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets)]
+        if items := [i for bucket in pending for i in bucket.params if id(self.layout.parameters[i]) in ids]:
             raise ShardError(
-                f"{what} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
+                f"{call} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
                 f"that are NaN here: {ADVICE}"
             )
 
-    def begin_anew(self) -> None:
-        """The buckets are about to become others.
-
-        Raises:
-            ShardError: some are awaited.
-        """
+    def reset(self) -> None:
+        """Forget all buckets before the layout changes."""
         if self.buckets:
-            raise ShardError(f"parameters have become others while ranges of them were on other ranks: {ADVICE}")
-        self.ever, self.able = set(), set()
+            raise ShardError(f"parameters were replaced while ranges of them were on other ranks: {ADVICE}")
+        self.ever, self.by_forward = set(), set()
 
 
 class ForwardGather:
-    """The gathers of one forward; see `memgraph.graph.ops.Gather`."""
+    """The gathers of one forward; see `memgraph.graph.ops.Gather`. `early`: all buckets are gathered before it runs."""
 
-    def __init__(self, awaited: PendingGathers, buckets: Iterable[int], early: bool = False) -> None:
-        self.awaited, self.left, self.early = awaited, set(buckets), early
-        self.near = awaited.optimizer.neighbours
-        self.begun: dict[int, Callable[[], None]] = {}
+    def __init__(self, pending: PendingGathers, buckets: Iterable[int], early: bool = False) -> None:
+        self.pending, self.left, self.early = pending, set(buckets), early
+        self.layout, self.comm = pending.layout, pending.comm
+        self.shared_memory = self.comm.shared_memory if self.layout.is_dense_on_cpu else None
+        self.started: dict[int, Callable[[], None]] = {}
 
     def open(self) -> None:
-        """All ranks are here, and have ended their step."""
-        if self.near is not None:
-            self.near.open({}, self.awaited.optimizer.pieces.parameters)
+        """Begin, when all ranks are known to have ended their step."""
+        if self.shared_memory is not None:
+            self.shared_memory.share_addresses({}, self.layout.parameters)
         if self.early:
             self.all()
 
     def all(self) -> None:
-        """Gather everything before anything else goes on."""
         for bucket in sorted(self.left):
             self.begin(bucket)
-            if len(self.begun) > AHEAD:
-                self.end(min(self.begun))
-        for bucket in sorted(self.begun):
-            self.end(bucket)
+            if len(self.started) > AHEAD:
+                self.end(min(self.started))
+        self.close()
 
     def begin(self, bucket: int) -> None:
-        if bucket in self.left:
-            oss = self.awaited.optimizer
-            laid = oss.pieces.laid[bucket]
-            near = self.near
-            self.begun[bucket] = (
-                oss.exchange.gather(laid.bucket, laid.views) if near is None else lambda: near.fetch([laid])
-            )
+        if bucket not in self.left:
+            return
+        views, reader = self.layout.buckets[bucket], self.shared_memory
+        if reader is None:
+            self.started[bucket] = self.comm.gather(views.bucket, views.views)
+        else:
+            self.started[bucket] = lambda: reader.read_parameters([views])
 
     def end(self, bucket: int) -> None:
-        if bucket not in self.begun:
+        if bucket not in self.started:
             return
-        wait, others, self.begun = self.begun.pop(bucket), self.begun, {}
+        wait, others, self.started = self.started.pop(bucket), self.started, {}
         wait()
-        self.begun = others  # for which nobody waits, if this has failed
+        self.started = others  # if waiting has failed, `close` waits for no other
         self.left.discard(bucket)
-        self.awaited.buckets.discard(bucket)
-        if self.near is not None and not self.left:
-            self.near.meet("end of the gathering")  # before anybody changes what others read
+        self.pending.buckets.discard(bucket)
+        if self.shared_memory is not None and not self.left:
+            self.shared_memory.meet("end of the gathering")  # no rank may change what others still read
 
     def close(self) -> None:
-        """Forward has failed: what is on its way is waited for, as it lands in the parameters."""
-        for bucket in sorted(self.begun):
+        """Wait for all that has begun, also if forward has failed: parameters are being written."""
+        for bucket in sorted(self.started):
             self.end(bucket)

@@ -1,11 +1,11 @@
-"""A sharded training in a folder that torch.distributed.checkpoint reads, replaced whole or not at all.
+"""Save a sharded training to a folder of torch.distributed.checkpoint, which is replaced whole or not at all.
 
     memgraph.save_sharded("run", model, optimizer)     # on all ranks: each writes its part
-    memgraph.load_sharded("run", model, optimizer)     # on all ranks, however many; goes on bit for bit
+    memgraph.load_sharded("run", model, optimizer)     # on any number of ranks; training goes on bit for bit
 
-    model.*, optimizer.state.0.exp_avg, ..., optimizer.param_groups.0.lr     # names, as load wants them
+    model.*, optimizer.state.0.exp_avg, ..., optimizer.param_groups.0.lr     # names in the checkpoint
 
-A folder is written beside it, brought to disk, and then takes its name.
+A new folder is written beside the old one and synced to disk, and then takes its name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..optim.validate_state import class_name
 from ..options.argument_rules import SAVE_SHARDED_RULES, check_argument
 from ..storage.spill_file import advice_for
-from .checkpoint.room import allocate_room, compare_metadata, metadata
+from .checkpoint.room import allocate_state, read_metadata, refuse_other_model
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .comm.agreement import check_agreement, report_errors
-from .comm.failures import failures
-from .optimizer import OSS, only_watch
+from .comm.rank_group import all_failures
+from .comm.watchdog import shared_watchdog
+from .optimizer import OSS
 
 Target = str | os.PathLike[str]
 T = TypeVar("T")
 ARGUMENTS, ADVICE = "the arguments", "Give the same on all ranks"
-CLASS = "optimizer_class"  # the key of its name, which older folders have not
-HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+CLASS = "optimizer_class"  # key of its name; older folders have none
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux
 
 
 def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
@@ -55,18 +56,18 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole = _agreed(folder, model, optimizer)
-    optimizer.awaited.gather()
-    new, first = _beside(whole, "new"), optimizer.watch.group.rank() == 0
-    rank, name = str(optimizer.watch.group.rank()), f"saving of {whole}"
-    there = _together(optimizer, name, model.state_dict)
-    state: dict[str, Any] = {"model": there, "optimizer": optimizer.sharded_state_dict(), "random": {rank: _random()}}
-    state[CLASS] = class_name(optimizer.optim)
-    _together(optimizer, name, lambda: _clear(new, whole) if first else None)
+    path = _check_arguments(folder, model, optimizer)
+    optimizer.pending_gathers.gather()
+    rank, name = optimizer.watchdog.group.rank(), f"saving of {path}"
+    new, first = _beside(path, "new"), rank == 0
+    model_state = _on_all_ranks(optimizer, name, model.state_dict)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer.sharded_state_dict()}
+    state |= {"random": {str(rank): _random_state()}, CLASS: class_name(optimizer.optimizer_class)}
+    _on_all_ranks(optimizer, name, lambda: _clear(new, path) if first else None)
     try:
-        _together(optimizer, name, lambda: _write(optimizer, state, new))
-        _together(optimizer, name, lambda: note_checksums(new, int(rank)))
-        _together(optimizer, name, lambda: _take(new, whole) if first else None)
+        _on_all_ranks(optimizer, name, lambda: _write(optimizer, state, new))
+        _on_all_ranks(optimizer, name, lambda: note_checksums(new, rank))
+        _on_all_ranks(optimizer, name, lambda: _replace(new, path) if first else None)
     except StateError:
         if first:
             shutil.rmtree(new, ignore_errors=True)
@@ -74,10 +75,10 @@ def save_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
 
 def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
-    """Bring model, optimizer and random generators to where they were when `folder` was saved, on any number of ranks.
+    """Load model, optimizer and random generators from a folder of `save_sharded`, on any number of ranks.
 
-    Every rank of the optimizer's group has to call it. A rank that was not there then keeps its random numbers. The
-    folder is compared with its checksums first, a part of it on each rank.
+    Every rank of the optimizer's group has to call it. A rank that the saved training did not have keeps its random
+    numbers. The folder is compared with its checksums first, a part of it on each rank.
 
     Raises:
         StateError: it can't be read, or is of another model or optimizer. Nothing was changed, unless it says so.
@@ -85,70 +86,66 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
         AgreementError: ranks were given different folders, or another rank a wrong argument.
         CollectiveError: a rank is gone.
     """
-    whole, rank = _agreed(folder, model, optimizer), str(optimizer.watch.group.rank())
-    optimizer.awaited.gather()  # after a torn step, too
-    name = f"loading of {whole}"
-    if _is_between_names(whole):
-        whole = _beside(whole, "old")
-    found = _together(optimizer, name, lambda: metadata(whole))
-    _together(optimizer, name, lambda: refuse_damaged(whole, int(rank), len(optimizer.watch.members)))
-    _together(optimizer, name, optimizer.follow)
-    there = _together(optimizer, name, model.state_dict)
-    _together(optimizer, name, lambda: compare_metadata(found, there))
-    state: dict[str, Any] = {"optimizer": _together(optimizer, name, lambda: allocate_room(optimizer, found))}
-    if CLASS in found.state_dict_metadata:
+    path = _check_arguments(folder, model, optimizer)
+    rank, name = optimizer.watchdog.group.rank(), f"loading of {path}"
+    optimizer.pending_gathers.gather()  # also after a step that has failed halfway
+    if _is_between_names(path):
+        path = _beside(path, "old")
+    metadata = _on_all_ranks(optimizer, name, lambda: read_metadata(path))
+    _on_all_ranks(optimizer, name, lambda: refuse_damaged(path, rank, len(optimizer.watchdog.members)))
+    _on_all_ranks(optimizer, name, optimizer.refresh_views)
+    model_state = _on_all_ranks(optimizer, name, model.state_dict)
+    _on_all_ranks(optimizer, name, lambda: refuse_other_model(metadata, model_state))
+    allocated = _on_all_ranks(optimizer, name, lambda: allocate_state(optimizer.states.own, metadata))
+    state: dict[str, Any] = {"optimizer": allocated}
+    if CLASS in metadata.state_dict_metadata:
         state[CLASS] = ""
-    if any(key.startswith(f"random.{rank}.") for key in found.state_dict_metadata):
-        state["random"] = {rank: _random()}
-    _together(optimizer, name, lambda: _read(optimizer, state, whole))
-    _together(optimizer, name, lambda: _refuse_other_classes(optimizer, state.get(CLASS)))
+    if any(key.startswith(f"random.{rank}.") for key in metadata.state_dict_metadata):
+        state["random"] = {str(rank): _random_state()}
+    _on_all_ranks(optimizer, name, lambda: _read(optimizer, state, path))
+    _on_all_ranks(optimizer, name, lambda: _refuse_other_class(optimizer, state.get(CLASS)))
     given = {**state["optimizer"], "state": {int(item): each for item, each in state["optimizer"]["state"].items()}}
     try:
         optimizer.refuse_sharded(given)
     except StateError as error:
         raise StateError(f"the {name} has failed: {error}") from error
     late = f"{name}, which has changed the model by now,"
-    _together(optimizer, late, lambda: _read(optimizer, {"model": there}, whole))
-    _together(optimizer, late, lambda: optimizer.load_sharded_state_dict(given))
-    model.load_state_dict(there)
+    _on_all_ranks(optimizer, late, lambda: _read(optimizer, {"model": model_state}, path))
+    _on_all_ranks(optimizer, late, lambda: optimizer.load_sharded_state_dict(given))
+    model.load_state_dict(model_state)
     if "random" in state:
-        _draw_as(state["random"][rank])
+        _set_random_state(state["random"][str(rank)])
 
 
-def _agreed(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
-    """Return the folder, which is the same on all ranks: parts in different ones are no checkpoint.
-
-    Raises:
-        TypeError, ValueError, ShardError: an argument of this rank is wrong.
-        AgreementError: one of another rank is, or the folder is another there.
-    """
-    watch = optimizer.watch if isinstance(optimizer, OSS) else only_watch()
-    with nullcontext() if watch is None else report_errors(watch, ARGUMENTS, ADVICE):
+def _check_arguments(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
+    """Return the folder, which has to be the same on all ranks."""
+    watchdog = optimizer.watchdog if isinstance(optimizer, OSS) else shared_watchdog()
+    with nullcontext() if watchdog is None else report_errors(watchdog, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):
-            found = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+            given = "None" if optimizer is None else f"a {type(optimizer).__name__}"
             advice = "give a memgraph.OSS, or use memgraph.save_state and load_state"
-            raise ShardError(f"the optimizer is {found}; {advice}")
+            raise ShardError(f"the optimizer is {given}; {advice}")
         for name, value in {"folder": folder, "model": model}.items():
             check_argument(name, value, SAVE_SHARDED_RULES)
-        whole = Path(folder).absolute()
-    check_agreement(optimizer.watch, [f"{ARGUMENTS}: fine", f"the folder: {whole}"], ADVICE)
-    return whole
+        path = Path(folder).absolute()
+    check_agreement(optimizer.watchdog, [f"{ARGUMENTS}: fine", f"the folder: {path}"], ADVICE)
+    return path
 
 
-def _together(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
-    """What this rank does; fails on all ranks if it does on one, and ends when all have done it."""
-    trouble: BaseException | None = None
-    found = None
+def _on_all_ranks(optimizer: OSS, name: str, work: Callable[[], T]) -> T:
+    """Run something on this rank, and wait until all ranks have; an error of one is a StateError on all."""
+    error: BaseException | None = None
+    result = None
     try:
-        with optimizer.watch.naming(name):
-            found = work()
+        with optimizer.watchdog.naming(name):
+            result = work()
     except CollectiveError:
         raise
-    except (Exception, CheckpointException) as error:  # which is no Exception
-        trouble = error
-    for rank, told in failures(optimizer.watch, None if trouble is None else _reason(trouble), name).items():
-        raise StateError(f"the {name} has failed on rank {rank}: {told}") from trouble
-    return cast(T, found)
+    except (Exception, CheckpointException) as caught:  # a CheckpointException is no Exception
+        error = caught
+    for rank, reason in all_failures(optimizer.watchdog, None if error is None else _reason(error), name).items():
+        raise StateError(f"the {name} has failed on rank {rank}: {reason}") from error
+    return cast(T, result)
 
 
 def _reason(error: BaseException) -> str:
@@ -156,91 +153,93 @@ def _reason(error: BaseException) -> str:
         return "; ".join(sorted({_reason(each) for each, _ in error.failures.values()}))
     if isinstance(error, OSError) and str(error):
         return "; ".join(filter(None, (str(error), advice_for(error, ""))))
-    known = isinstance(error, MemgraphError) and str(error)
-    return known or f"{type(error).__name__}: {error}"
+    message = isinstance(error, MemgraphError) and str(error)
+    return message or f"{type(error).__name__}: {error}"
 
 
-def _refuse_other_classes(optimizer: OSS, saved: str | None) -> None:
-    own = class_name(optimizer.optim)
+def _refuse_other_class(optimizer: OSS, saved: str | None) -> None:
+    own = class_name(optimizer.optimizer_class)
     if saved is not None and saved != own and not optimizer._optimizer_load_state_dict_pre_hooks:
         raise StateError(f"it is {saved}'s, and {own} was given; make the same optimizer; nothing was changed")
 
 
-def _beside(whole: Path, kind: str) -> Path:
-    return whole.with_name(f".{whole.name}.{kind}")
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}")
 
 
-def _clear(new: Path, whole: Path) -> None:
-    """Make room for a new folder, where an interrupted save may have left its own, and give back the name that it has
-    taken."""
-    if whole.exists() and not whole.is_dir():
-        raise StateError(f"{whole} is no folder, so it is not replaced: name another")
-    if whole.exists() and any(whole.iterdir()) and not (whole / METADATA).exists():
-        raise StateError(f"{whole} is there and is no checkpoint, so it is not replaced: name another folder")
-    old = _beside(whole, "old")
-    if _is_between_names(whole):
-        os.rename(old, whole)
+def _clear(new: Path, path: Path) -> None:
+    """Remove the new folder of an interrupted save, and give the old one its name back."""
+    if path.exists() and not path.is_dir():
+        raise StateError(f"{path} is no folder, so it is not replaced: name another")
+    if path.exists() and any(path.iterdir()) and not (path / METADATA).exists():
+        raise StateError(f"{path} is there and is no checkpoint, so it is not replaced: name another folder")
+    old = _beside(path, "old")
+    if _is_between_names(path):
+        os.rename(old, path)
     for left in (new, old):
         if left.exists():
             shutil.rmtree(left)
 
 
-def _is_between_names(whole: Path) -> bool:
-    """Whether a save has died when the old folder had given up its name and the new one had not yet taken it. Where
-    there is no new one, the folder has been removed since, and what is left of the old one is not to be loaded."""
-    return not whole.exists() and _beside(whole, "old").exists() and _beside(whole, "new").exists()
+def _is_between_names(path: Path) -> bool:
+    """Return True if a save was killed after it had renamed the old folder and before it had renamed the new one.
+
+    Without a new folder, the checkpoint was removed since, and the rest of the old one must not be loaded.
+    """
+    return not path.exists() and _beside(path, "old").exists() and _beside(path, "new").exists()
 
 
 class _Writer(FileSystemWriter):
-    """Torch's own, which says why it could not write, and not only that the file is not as long as it should be."""
+    """Torch's writer, which raises the OSError behind torch's error about the length of a file."""
 
     def write_data(self, *args: Any) -> Any:
         try:
             return super().write_data(*args)
         except RuntimeError as error:
-            why: BaseException | None = error
-            while why is not None and not isinstance(why, OSError):
-                why = why.__cause__ or why.__context__
-            raise why or error from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
 
 
 def _write(optimizer: OSS, state: dict[str, Any], new: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        save(state, storage_writer=_Writer(new), process_group=optimizer.watch.group)
+        save(state, storage_writer=_Writer(new), process_group=optimizer.watchdog.group)
 
 
-def _read(optimizer: OSS, state: dict[str, Any], whole: Path) -> None:
-    """Fill the tensors of a state, and put its other values there."""
+def _read(optimizer: OSS, state: dict[str, Any], path: Path) -> None:
+    """Fill the tensors of a state in place, and replace its other values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed")
-        load(state, storage_reader=Reader(whole), planner=Planner(), process_group=optimizer.watch.group)
+        load(state, storage_reader=Reader(path), planner=Planner(), process_group=optimizer.watchdog.group)
 
 
-def _take(new: Path, whole: Path) -> None:
-    """Let the new folder take the name, and the old one go."""
+def _replace(new: Path, path: Path) -> None:
+    """Rename the new folder to `path`, and remove the old one."""
     _sync(new)
-    if not whole.exists():
-        os.rename(new, whole)
-    elif not _exchanged(new, whole):
-        old = _beside(whole, "old")
-        os.rename(whole, old)
+    if not path.exists():
+        os.rename(new, path)
+    elif not _exchange_names(new, path):
+        old = _beside(path, "old")
+        os.rename(path, old)
         try:
-            os.rename(new, whole)
+            os.rename(new, path)
         except OSError:
-            os.rename(old, whole)
+            os.rename(old, path)
             raise
         new = old
-    _sync(whole.parent)
+    _sync(path.parent)
     if new.exists():
         shutil.rmtree(new)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two folders have each other's name at once, where the file system can do that."""
-    library = ctypes.CDLL(None, use_errno=True)
-    exchange = getattr(library, "renameat2", None)
-    return exchange is not None and exchange(HERE, os.fsencode(one), HERE, os.fsencode(other), EXCHANGE) == 0
+def _exchange_names(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders atomically; return False if the file system can't."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
 def _sync(folder: Path) -> None:
@@ -251,12 +250,12 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _random() -> dict[str, torch.Tensor]:
+def _random_state() -> dict[str, torch.Tensor]:
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 
 
-def _draw_as(state: Mapping[str, torch.Tensor]) -> None:
+def _set_random_state(state: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,39 +1,36 @@
-"""What the backward of a compiled module leaves of gradients: this rank's part of each mean, and ghosts in `.grad`.
+"""Gradients that the backward of a compiled module reduces: this rank's shards, and placeholders in `.grad`.
 
-loss.backward()      ->   inside.parts[0]: 1/N of bucket 0, averaged;  w.grad: a ghost, NaN wherever it is read
-optimizer.step()          takes the parts of those whose ghost is still there
-zero_grad(), w.grad = None ...   takes the ghost away, or makes it 0, and the part is as good as gone
+loss.backward()      ->   shards[0]: this rank's part of the mean of bucket 0;  w.grad: a placeholder that reads as NaN
+optimizer.step()          uses the shards of parameters that still have their placeholder
+zero_grad(), w.grad = None ...   removes or zeroes the placeholder; then the shard counts as None or zero
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
-from passes.shards import Bucket, Piece
+from passes.ir.machine import CAST_WORKSPACE
+from passes.shards import Bucket, ShardRange
 
 from ..errors import ShardError
 from ..guards.signature import has_hooks
 from .comm import shared_memory
-from .grad_presence import DENSE, PARTS
-from .shards.placeholder_grads import is_placeholder, is_written, placeholder_grad
-from .shards.shard_views import BucketViews
+from .comm.exchange import BucketComm
+from .grad_presence import DENSE, SHARDED
+from .shards.layout import ShardLayout
+from .shards.shard_views import BucketViews, is_placeholder, is_written, placeholder_grad
 
-if TYPE_CHECKING:
-    from .optimizer import OSS
-
-MEETING = 64  # bytes for each rank, where ranks meet
+MEETING = 64  # bytes that a meeting of the ranks takes for each rank
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [begin, end) of the gradient of a parameter, `at` elements from the begin of a bucket."""
+    """Elements [begin, end) of the gradient of a parameter, at offset `at` of a bucket."""
 
     name: str
     begin: int
@@ -43,8 +40,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class GradBucket:
-    """What ranks exchange together: `size` elements, of which this rank is to have `part`; `room` bytes are taken
-    meanwhile for what comes."""
+    """A bucket that backward reduces: `size` elements, `part` of them for this rank, and `room` bytes of workspace."""
 
     bucket: int
     stretches: tuple[Stretch, ...]
@@ -54,173 +50,157 @@ class GradBucket:
 
 
 class ShardedGradients:
-    """This rank's parts of the means of one optimizer's gradients, which wait for its step."""
+    """This rank's shards of the mean gradients of one optimizer, by bucket. `replicated`: gradients are equal on all
+    ranks, and backward reduces nothing; `refresh` renews the views of the layout."""
 
-    def __init__(self, optimizer: OSS) -> None:
-        self.optimizer = optimizer
-        self.parts: dict[int, Tensor] = {}  # of each bucket
-        self.ghosts: dict[Tensor, Tensor] = {}
-        self.kinds: Sequence[int] = ()  # of the gradients of each parameter, on whatever rank has most of it
-        self.takers: list[Tensor] = []  # the parameters of the backward that runs, or ran last
+    def __init__(self, layout: ShardLayout, comm: BucketComm, replicated: bool, refresh: Callable[[], None]) -> None:
+        self.layout, self.comm, self.replicated, self.refresh = layout, comm, replicated, refresh
+        self.shards: dict[int, Tensor] = {}
+        self.placeholders: dict[Tensor, Tensor] = {}  # of each parameter
+        self.kinds: Sequence[int] = ()  # of each parameter's gradient, the largest on any rank
+        self.reduced: list[Tensor] = []  # the parameters of the latest backward
 
-    def parcels(self, named: Mapping[str, Tensor]) -> list[GradBucket]:
-        """What backward may exchange for the parameters of these names: nothing, where somebody is told of gradients,
-        or where they are the same on all ranks."""
-        oss = self.optimizer
-        oss.follow()
-        # What float16 can't take is refused in the step, before anything is sent.
-        plain = oss.exchange.is_alone or oss.gradients == "same" or oss.exchange.wire is torch.float16
-        if plain or any(map(has_hooks, oss.pieces.parameters)):
+    def grad_buckets(self, named: Mapping[str, Tensor]) -> list[GradBucket]:
+        """Return the buckets that backward may reduce; none if a hook wants whole gradients."""
+        self.refresh()
+        layout, comm = self.layout, self.comm
+        # With float16, the step checks the range of gradients before it sends any.
+        if self.replicated or comm.wire is torch.float16 or any(map(has_hooks, layout.parameters)):
             return []
         names = {parameter: name for name, parameter in named.items()}
-        found = []
-        for i, laid in enumerate(oss.pieces.laid):
-            bucket, ranks = laid.bucket, oss.exchange.ranks
-            if bucket.owner is None and bucket.part:
+        grad_buckets = []
+        for views in layout.buckets:
+            bucket = views.bucket
+            if bucket.owner is None and bucket.shard_size:
                 stretches = tuple(
-                    Stretch(names.get(oss.pieces.parameters[one.item], ""), one.begin, one.end, one.at)
-                    for one in _stretches_of(bucket, ranks)
+                    Stretch(names.get(layout.parameters[one.param], ""), one.begin, one.end, one.offset)
+                    for one in _joined_stretches(bucket, comm.ranks)
                 )
-                room = _room_nbytes(oss, bucket.part, oss.pieces.parameters[bucket.items[0]])
-                found.append(GradBucket(i, stretches, bucket.part * ranks, bucket.part, room))
-        return found
+                room = _workspace_nbytes(comm, bucket.shard_size, layout.parameters[bucket.params[0]])
+                size = bucket.shard_size * comm.ranks
+                grad_buckets.append(GradBucket(views.number, stretches, size, bucket.shard_size, room))
+        return grad_buckets
 
-    def begin(self, takers: Mapping[str, Tensor | None]) -> GradReduction:
-        """What sums gradients in the backward that begins now; `takers` are the parameters whose they are.
-
-        Raises:
-            ShardError: they are wanted elsewhere, or have to be added to what is no mean over ranks. Nothing has
-                changed.
-        """
-        self.optimizer.follow()
-        self.sweep()
-        for name, taker in takers.items():
-            if taker is None:
+    def begin_backward(self, parameters: Mapping[str, Tensor | None]) -> GradReduction:
+        """Return what reduces the gradients of these parameters in a backward that begins."""
+        self.refresh()
+        self.drop_cleared()
+        for name, parameter in parameters.items():
+            if parameter is None:
                 raise ShardError(
                     f"the gradient of {name} is wanted elsewhere, by torch.autograd.grad, backward(inputs=...) or a "
                     "hook, or was frozen since forward, and backward averages it over the ranks: do without, or "
                     "compile without optimizer="
                 )
-            if taker.grad is not None and not is_placeholder(taker.grad):
+            if parameter.grad is not None and not is_placeholder(parameter.grad):
                 raise ShardError(
                     f"{name} has a gradient from outside of the compiled module, to which backward can't add what it "
                     "averages over the ranks: call optimizer.zero_grad() before"
                 )
-        self.takers = [taker for taker in takers.values() if taker is not None]
-        return GradReduction(self.optimizer)
+        self.reduced = [parameter for parameter in parameters.values() if parameter is not None]
+        return GradReduction(self.layout, self.comm)
 
-    def give(self, parts: Mapping[int, Tensor]) -> None:
-        """Backward has ended, and these are this rank's parts."""
-        for bucket, part in parts.items():
-            there = self.parts.setdefault(bucket, part)
-            if there is not part:
-                there.add_(part)
-        for parameter in self.takers:
-            if parameter not in self.ghosts:
-                parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
+    def add_shards(self, shards: Mapping[int, Tensor]) -> None:
+        """Add the shards of a backward that has ended, and set placeholders."""
+        for bucket, shard in shards.items():
+            total = self.shards.setdefault(bucket, shard)
+            if total is not shard:
+                total.add_(shard)
+        for parameter in self.reduced:
+            if parameter not in self.placeholders:
+                parameter.grad = self.placeholders[parameter] = placeholder_grad(parameter)
 
-    def averaged(self, laid: BucketViews) -> Callable[[], list[Tensor]] | None:
-        """What waits for the mean gradients of the own pieces of a bucket, if backward has averaged some of them."""
-        kinds = [self.kinds[item] for item in laid.bucket.items]
-        if PARTS not in kinds:
+    def start(self, bucket: BucketViews) -> Callable[[], list[Tensor]] | None:
+        """Start to complete the averages of a bucket that backward has reduced on any rank; None for other buckets."""
+        kinds = [self.kinds[item] for item in bucket.bucket.params]
+        if SHARDED not in kinds:
             return None
-        oss = self.optimizer
-        part = self.parts.get(oss.pieces.number(laid))
-        own = laid.stretches[oss.exchange.rank]
-        first = oss.exchange.rank * laid.bucket.part
-        if part is None:  # no gradient is there on this rank, but on others
-            part = oss.pieces.parameters[laid.bucket.items[0]].detach().new_zeros(laid.bucket.part)
-        mine = [part[one.at - first : one.at - first + one.count] for one in own]
+        layout, first = self.layout, self.layout.rank * bucket.bucket.shard_size
+        shard = self.shards.get(bucket.number)
+        if shard is None:  # only other ranks have gradients
+            shard = layout.parameters[bucket.bucket.params[0]].detach().new_zeros(bucket.bucket.shard_size)
+        own = [shard[one.offset - first : one.offset - first + one.count] for one in bucket.stretches[layout.rank]]
         if max(kinds) < DENSE:
-            return lambda: laid.gradients(mine)
-        wait = oss.exchange.reduce(laid.bucket, oss.pieces.sources(laid, {}))
-        return lambda: laid.gradients([more.add(one) for more, one in zip(wait(), mine, strict=True)])
+            return lambda: bucket.shard_grads(own)
+        wait = self.comm.reduce(bucket.bucket, layout.all_stretch_grads(bucket, {}))
+        return lambda: bucket.shard_grads([dense.add(part) for dense, part in zip(wait(), own, strict=True)])
 
-    def sweep(self) -> None:
-        """Take note of the gradients that somebody has set to None, or to zero.
-
-        Raises:
-            ShardError: something else than zeros was written to one.
-        """
-        gone = {parameter for parameter, one in self.ghosts.items() if parameter.grad is not one}
-        written = {parameter for parameter, one in self.ghosts.items() if parameter not in gone and is_written(one)}
+    def drop_cleared(self) -> None:
+        """Drop the shards of gradients that the caller has set to None, and zero those set to zero."""
+        gone = {parameter for parameter, grad in self.placeholders.items() if parameter.grad is not grad}
+        written = {p for p, placeholder in self.placeholders.items() if p not in gone and is_written(placeholder)}
         for parameter in written:
-            if self.ghosts[parameter].ne(0).any():
+            if self.placeholders[parameter].ne(0).any():
                 raise ShardError(
-                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed, but lies in parts on "
-                    "all ranks: clip with the optimizer's own clip_grad_norm_, or compile without optimizer="
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was changed, but is sharded over "
+                    "the ranks: clip with the optimizer's own clip_grad_norm_, or compile without optimizer="
                 )
-            parameter.grad = self.ghosts[parameter] = placeholder_grad(parameter)
+            parameter.grad = self.placeholders[parameter] = placeholder_grad(parameter)
         for parameter in gone:
-            del self.ghosts[parameter]
+            del self.placeholders[parameter]
         if gone or written:
             self._zero(gone | written)
 
-    def refuse_parts(self) -> None:
-        """
-        Raises:
-            ShardError: parts are there, of a layout that is about to go.
-        """
-        self.sweep()
-        if self.parts:
-            raise ShardError(
-                "parameters have become others, and gradients of the old ones are there: call zero_grad() before"
-            )
+    def refuse_if_any(self) -> None:
+        self.drop_cleared()
+        if self.shards:
+            raise ShardError("parameters were replaced, and the old ones have gradients: call zero_grad() before")
 
     def _zero(self, parameters: set[Tensor]) -> None:
-        pieces = self.optimizer.pieces
-        items = {i for i, parameter in enumerate(pieces.parameters) if parameter in parameters}
-        for i, part in list(self.parts.items()):
-            bucket = pieces.laid[i].bucket
-            if not any(pieces.parameters[item] in self.ghosts for item in bucket.items):
-                del self.parts[i]
+        layout = self.layout
+        items = {i for i, parameter in enumerate(layout.parameters) if parameter in parameters}
+        for number, shard in list(self.shards.items()):
+            views = layout.buckets[number]
+            if not any(layout.parameters[item] in self.placeholders for item in views.bucket.params):
+                del self.shards[number]
                 continue
-            for one in pieces.laid[i].stretches[pieces.rank]:
-                if one.item in items:
-                    first = one.at - pieces.rank * bucket.part
-                    part[first : first + one.count].zero_()
+            for one in views.stretches[layout.rank]:
+                if one.param in items:
+                    first = one.offset - layout.rank * views.bucket.shard_size
+                    shard[first : first + one.count].zero_()
 
 
 class GradReduction:
-    """The means of one backward; see `memgraph.graph.ops.Exchange`."""
+    """The reductions of one backward; see `memgraph.graph.ops.Exchange`."""
 
-    def __init__(self, optimizer: OSS) -> None:
-        self.optimizer, self.near = optimizer, optimizer.neighbours
-        self.begun: dict[int, Callable[[], Tensor]] = {}
+    def __init__(self, layout: ShardLayout, comm: BucketComm) -> None:
+        self.layout, self.comm = layout, comm
+        self.shared_memory = comm.shared_memory if layout.is_dense_on_cpu else None
+        self.started: dict[int, Callable[[], Tensor]] = {}
 
     def begin(self, bucket: int, sent: Tensor) -> None:
-        self.begun[bucket] = self.averaged(self.optimizer.pieces.laid[bucket].bucket, sent)
+        self.started[bucket] = self.reduce(self.layout.buckets[bucket].bucket, sent)
 
-    def averaged(self, bucket: Bucket, sent: Tensor) -> Callable[[], Tensor]:
-        """Begin to average what lies as a bucket does; what waits for this rank's part of it."""
-        way = self.near if self.near is not None and sent.nbytes >= shared_memory.LEAST else self.optimizer.exchange
-        return way.packed(bucket, sent)
+    def reduce(self, bucket: Bucket, sent: Tensor) -> Callable[[], Tensor]:
+        """Start to average a packed bucket; the function returns this rank's part."""
+        if self.shared_memory is not None and sent.nbytes >= shared_memory.LEAST:
+            return self.shared_memory.reduce_packed(bucket, sent)
+        return self.comm.reduce_packed(bucket, sent)
 
     def end(self, bucket: int) -> Tensor:
-        return self.begun.pop(bucket)()
+        return self.started.pop(bucket)()
 
 
-def _stretches_of(bucket: Bucket, ranks: int) -> list[Piece]:
-    """What lies in a bucket, joined where one piece goes on where another ends, whoever's it is."""
-    found: list[Piece] = []
-    for one in (one for rank in range(ranks) for one in bucket.stretches(rank)):
-        if found and found[-1].item == one.item:
-            found[-1] = Piece(one.item, found[-1].begin, one.end, found[-1].rank, found[-1].at)
+def _joined_stretches(bucket: Bucket, ranks: int) -> list[ShardRange]:
+    """Return the stretches of all ranks, joined where one continues another's parameter."""
+    joined: list[ShardRange] = []
+    for one in (one for rank in range(ranks) for one in bucket.ranges(rank)):
+        if joined and joined[-1].param == one.param:
+            joined[-1] = ShardRange(one.param, joined[-1].begin, one.end, joined[-1].rank, joined[-1].offset)
         else:
-            found.append(one)
-    return found
+            joined.append(one)
+    return joined
 
 
-def _room_nbytes(oss: OSS, part: int, like: Tensor) -> int:
-    """What an exchange takes besides what is sent and this rank's part of the mean.
+def _workspace_nbytes(comm: BucketComm, part: int, like: Tensor) -> int:
+    """Return the bytes that a reduction allocates besides what is sent and this rank's part of the mean.
 
-    On the CPU, what comes of each other rank, in one of which the mean is made; with a cast all of that, what is sent,
-    and what one of them is cast back to.
+    On the CPU: the parts received from other ranks, in one of which the mean is computed; with a cast all of these,
+    what is sent, and what one of them is cast back to.
     """
-    others = oss.exchange.ranks - 1
-    wire = oss.exchange.wire
+    others, itemsize = comm.ranks - 1, like.element_size()
     if like.device.type != "cpu":
-        return 0 if dist.get_backend(oss.exchange.group) == "nccl" else (others + 1) * part * like.element_size()
-    if wire is None or like.element_size() <= wire.itemsize:
-        return (others - 1) * part * like.element_size() + MEETING * (others + 1)
-    return 2 * others * part * wire.itemsize + part * like.element_size() + WORKSPACE
+        return 0 if dist.get_backend(comm.group) == "nccl" else (others + 1) * part * itemsize
+    if comm.wire is None or itemsize <= comm.wire.itemsize:
+        return (others - 1) * part * itemsize + MEETING * (others + 1)
+    return 2 * others * part * comm.wire.itemsize + part * itemsize + CAST_WORKSPACE

@@ -1,270 +1,305 @@
-"""A step: gradients averaged, pieces updated, parameters gathered, bucket by bucket.
+"""A step: average gradients, update shards, gather parameters, bucket by bucket.
 
     bucket 0    reduce ......... update gather .........
     bucket 1         reduce ......... update gather .........
     bucket 2              reduce ......... update gather .........
 
-While a bucket is updated, the next ones are averaged and the last ones are gathered. An optimizer that is not known to
-be pointwise may look at all its parameters at once: it is run when all gradients are there.
+While a bucket is updated, the next ones are averaged and the last ones gathered. An optimizer that is not elementwise
+may read all its parameters at once: it runs when all gradients have been averaged.
+
+An error of a disk interrupts the step on all ranks. The next call resumes it, if gradients and parameters are as they
+were, or starts over if an earlier state was loaded:
+
+    rank 0: all buckets are updated          step()  ->  SpillError on both, which says what to do
+    rank 1: the disk fails in bucket 2   ->  step()  ->  rank 1 updates the rest; all is averaged and gathered again
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardError
-from ..optim.elementwise import without_hooks
 from ..storage.spill_file import SpillError
-from .average_grads import Gradients, assign_grads
-from .comm.failures import failures, in_words
-from .interrupted import ANEW, ON, TORN, InterruptedStep, StepInProgress
+from ..tensors.versions import version_of
+from .average_grads import GradAverager, Grads
+from .comm.exchange import BucketComm
+from .comm.rank_group import all_failures, format_failures
+from .offloaded_states import OffloadedShards
+from .pending_gathers import PendingGathers
+from .shards.layout import ShardLayout
 from .shards.param_groups import Group, options
+from .shards.shard_optimizer import ShardOptimizer
 from .shards.shard_views import BucketViews
-
-if TYPE_CHECKING:
-    from .optimizer import OSS
 
 AHEAD = 2  # buckets that are averaged, and that are gathered, while one is updated
 FAILURE = "exchange of what has failed in the update"
-MEND = "load an earlier state into model and optimizer, on all ranks"
+RELOAD = "load an earlier state into model and optimizer, on all ranks"
+RESUME, RESTART, REFUSE = range(3)  # what can become of an interrupted step
+
+
+@dataclass(eq=False)
+class StepRun:
+    """A step that runs on this rank; `done` are the numbers of its updated buckets."""
+
+    groups: list[Group]
+    kinds: Sequence[int]
+    kwargs: Group
+    loss: Any
+    done: set[int] = field(default_factory=set)
 
 
 class ShardedStep:
-    """How one optimizer runs its steps."""
+    """Runs the steps of one optimizer. `is_half_updated`: a step has failed when some parameters were updated."""
 
-    def __init__(self, optimizer: OSS) -> None:
-        self.optimizer = optimizer
-        self.deferred: list[BucketViews] = []  # what the step that runs leaves to the next forward to gather
-        self.is_torn = False  # a step has failed when some parameters were updated
-        self.interrupted: InterruptedStep | None = None  # a step that a disk has ended half way
-        self.is_left = False  # parameters of some rank are beyond what their way allows
-        self.failed: Exception | None = None  # what the caller's optimizer has raised here
-        self.has_failed = False  # whether it has, on this rank or another
-        self.reached: set[int] = set()  # the parameters (by place) that may have states, on this rank or another
+    def __init__(
+        self,
+        layout: ShardLayout,
+        comm: BucketComm,
+        optimizer: ShardOptimizer,
+        averager: GradAverager,
+        pending: PendingGathers,
+        offloaded: OffloadedShards,
+    ) -> None:
+        self.layout, self.comm, self.optimizer = layout, comm, optimizer
+        self.averager, self.pending, self.offloaded = averager, pending, offloaded
+        self.deferred: set[int] = set()  # buckets that the next forward gathers
+        self.is_half_updated = False
+        self.interrupted: InterruptedStep | None = None
+        self.left_wire_range = False  # parameters of some rank don't fit in the wire dtype
+        self.error: Exception | None = None  # raised by the caller's optimizer on this rank
+        self.any_failed = False  # it has raised an error on some rank
+        self.with_state: set[int] = set()  # indices of parameters that may have states on any rank
 
     @property
-    def is_half_done(self) -> bool:
-        """Whether a disk has ended a step half way, and no earlier state was loaded since."""
-        return self.interrupted is not None and self.interrupted.way() != ANEW
+    def is_incomplete(self) -> bool:
+        """Return True if some parameters are updated, and no earlier state was loaded since."""
+        interrupted = self.interrupted is not None and self._outlook() != RESTART
+        return self.is_half_updated or interrupted
 
     @property
-    def rested(self) -> tuple[int, ...]:
-        """The parameters (by place) that are frozen now and may have states: the same ones on all ranks."""
-        parameters = self.optimizer.pieces.parameters
-        return tuple(place for place in sorted(self.reached) if not parameters[place].requires_grad)
+    def frozen_with_state(self) -> tuple[int, ...]:
+        """Indices of the parameters that are frozen now and may have states, equal on all ranks."""
+        return tuple(i for i in sorted(self.with_state) if not self.layout.parameters[i].requires_grad)
 
-    def loaded(self) -> None:
-        """The optimizer has an earlier state."""
-        self.is_torn = False
-        self.reached.update(range(len(self.optimizer.pieces.parameters)))
-        self.optimizer.far.forget()
+    def note_loaded(self) -> None:
+        """Note that the optimizer has loaded a state."""
+        self.is_half_updated = False
+        self.with_state.update(range(len(self.layout.parameters)))
+        self.offloaded.forget_interrupted()
         if self.interrupted is not None:
             self.interrupted.is_loaded = True
 
-    def goes_on(self) -> bool:
-        """Whether a step that a disk has interrupted is to be finished; a collective, if there is one.
-
-        Raises:
-            SpillError: it can't be, since something has changed; on all ranks.
-        """
+    def is_resumable(self) -> bool:
+        """Return True if an interrupted step is to be resumed; a collective if there is one."""
         if self.interrupted is None:
             return False
-        way, exchange = self.interrupted.way(), self.optimizer.exchange
-        most, least = exchange.most(self._numbers([way, -way]), "comparison of what has become of a step").tolist()
-        if most == TORN or most != -least:
+        outlook = self._outlook()
+        numbers = self.comm.tensor([outlook, -outlook], torch.int32, self.layout.device)
+        most, least = self.comm.maximum(numbers, "comparison of what has become of a step").tolist()
+        if most == REFUSE or most != -least:
             raise SpillError(
-                "a disk has interrupted the last step, and it can't go on, as gradients, parameters or states of some "
-                f"rank are others now: {MEND}"
+                "a disk has interrupted the last step, which can't be resumed, as gradients, parameters or states of "
+                f"some rank have changed: {RELOAD}"
             )
-        if way == ANEW:
+        if outlook == RESTART:
             self.interrupted = None
-        return way == ON
+        return outlook == RESUME
 
-    def go_on(self) -> Any:
-        """Finish a step that a disk has interrupted; returns its loss."""
+    def _outlook(self) -> int:
         assert self.interrupted is not None
-        begun, self.interrupted = self.interrupted.begun, None
-        self._run(begun)
-        return begun.loss
+        return self.interrupted.outlook(self.layout.parameters, self._grads())
 
-    def run(self, kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        """Update all parameters of which some rank has a gradient.
+    def _grads(self) -> list[Tensor | None]:
+        return [*(p.grad for p in self.layout.parameters), *self.averager.sharded_grads.shards.values()]
 
-        Raises:
-            SpillError: the disk of some rank failed; on all ranks.
-        """
-        self.reached.update(place for place, kind in enumerate(kinds) if kind)
-        self._run(StepInProgress(list(kinds), kwargs, loss))
+    def resume(self) -> Any:
+        """Complete an interrupted step; return its loss."""
+        assert self.interrupted is not None
+        run, self.interrupted = self.interrupted.run, None
+        self._run(run)
+        return run.loss
 
-    def _run(self, begun: StepInProgress) -> None:
-        used = self.optimizer.averages.used(begun.kinds)
-        self.deferred = self.optimizer.awaited.deferred(used)
-        self.is_torn, self.failed, self.has_failed = True, None, False
-        with self.optimizer.watch.awaited():
-            if self.optimizer.is_cut:
-                self._by_bucket(used, begun)
+    def run(self, groups: list[Group], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
+        """Update all parameters with a gradient on any rank."""
+        self.with_state.update(i for i, kind in enumerate(kinds) if kind)
+        self._run(StepRun(groups, list(kinds), kwargs, loss))
+
+    def _run(self, run: StepRun) -> None:
+        used = self.averager.buckets_with_grads(run.kinds)
+        self.deferred = self.pending.defer(used)
+        self.is_half_updated, self.error, self.any_failed = True, None, False
+        with self.comm.watchdog.leaving_on_error():
+            if self.optimizer.splits:
+                self._by_bucket(used, run)
             else:
-                self._at_once(used, begun)
-            self.optimizer.awaited.stepped(used, self.deferred)
-        self.optimizer.averages.end()
-        self._refuse_failed(begun)
-        self.is_torn = False
-        if self.is_left:
-            self.is_left = False
-            message = (
-                f"parameters leave the range of {self.optimizer.exchange.wire}, so this step sent them as they are"
-            )
+                self._at_once(used, run)
+            self.pending.note_step(used, self.deferred)
+        self.averager.end()
+        self._raise_failures(run)
+        self.is_half_updated = False
+        if self.left_wire_range:
+            self.left_wire_range = False
+            message = f"parameters leave the range of {self.comm.wire}, so this step sent them as they are"
             raise ShardError(f"{message}; it is complete, but use wire_dtype=torch.bfloat16 for the next")
 
-    def _refuse_failed(self, begun: StepInProgress) -> None:
-        """Raise if the caller's optimizer has failed, or a disk; all ranks have come to the end, and can tell each
-        other."""
-        error, exchange = self.failed, self.optimizer.exchange
-        told = failures(exchange.watch, error, FAILURE) if self.has_failed and exchange.tells else {}
-        if told and all(each.startswith(f"{SpillError.__name__}:") for each in told.values()):
-            self.optimizer.awaited.gather()  # so that nobody but the step that goes on writes to parameters
-            self.is_torn, self.interrupted = False, InterruptedStep(begun, self.optimizer)
-            text = f"a disk has failed in the update: {in_words(told)}; a part of the parameters is updated"
-            raise SpillError(f"{text}: call step() again on all ranks, which does the rest, or {MEND}") from error
+    def _raise_failures(self, run: StepRun) -> None:
+        """Raise if an optimizer or a disk has failed; all ranks have come to the end, and can exchange their errors."""
+        error, watchdog = self.error, self.comm.watchdog
+        failures = all_failures(watchdog, error, FAILURE) if self.any_failed and self.comm.shares_flags else {}
+        if failures and all(each.startswith(f"{SpillError.__name__}:") for each in failures.values()):
+            self.pending.gather()  # only the resumed step may write to parameters
+            self.is_half_updated = False
+            self.interrupted = InterruptedStep(run, self.layout.parameters, self._grads())
+            text = f"a disk has failed in the update: {format_failures(failures)}; a part of the parameters is updated"
+            raise SpillError(f"{text}: call step() again on all ranks, which does the rest, or {RELOAD}") from error
         if error is not None:
-            error.add_note(f"some parameters were updated, on this rank and others; {MEND}")
+            error.add_note(f"some parameters were updated, on this rank and others; {RELOAD}")
             raise error
-        if told:
-            text = f"the update has failed on another rank: {in_words(told)}; some parameters were updated, and ranks"
-            raise ShardError(f"{text} may differ: {MEND}")
+        if failures:
+            text = f"the update has failed on another rank: {format_failures(failures)}; some parameters were updated"
+            raise ShardError(f"{text}, and ranks may differ: {RELOAD}")
 
-    def _by_bucket(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
-        averages = self.optimizer.averages
-        averages.begin()
-        late = averages.near is not None or self.optimizer.exchange.wire is torch.float16
-        coming: deque[Gradients] = deque()
-        going: deque[Callable[[], None]] = deque()
-        for turn, laid in enumerate(used):
-            coming += map(averages.of, used[turn + len(coming) : turn + 1 + AHEAD])
-            self._advance(laid, coming.popleft()(), begun)
-            if late or self._is_deferred(laid):
+    def _by_bucket(self, used: Sequence[BucketViews], run: StepRun) -> None:
+        self.averager.begin()
+        at_end = self.averager.shared_memory is not None or self.comm.wire is torch.float16
+        averaging: deque[Grads] = deque()
+        gathering: deque[Callable[[], None]] = deque()
+        for turn, bucket in enumerate(used):
+            averaging += map(self.averager.start, used[turn + len(averaging) : turn + 1 + AHEAD])
+            grads = averaging.popleft()()
+            # After an error a rank averages and gathers on, for the others, and updates nothing.
+            if self.error is None and bucket.number not in run.done:
+                self._update(bucket, grads, run)
+                if self.error is None:
+                    run.done.add(bucket.number)
+            if at_end or bucket.number in self.deferred:
                 continue
-            going.append(self._gathered(laid))
-            if len(going) > AHEAD:
-                going.popleft()()
-        if late:
+            gathering.append(self.comm.gather(bucket.bucket, bucket.views))
+            if len(gathering) > AHEAD:
+                gathering.popleft()()
+        if at_end:
             self._gather_all(used)
             return
-        going.append(self._telling())
-        for wait in going:
+        any_failed = self.comm.any_rank(self.error is not None)  # behind the last bucket
+        for wait in gathering:
             wait()
+        self.any_failed = any_failed()
 
-    def _advance(self, laid: BucketViews, gradients: Sequence[Tensor], begun: StepInProgress) -> None:
-        """Update a bucket that is not yet updated, unless something has failed before: then the others go on, and are
-        told in the end."""
-        number = self.optimizer.pieces.number(laid)
-        if self.failed is None and number not in begun.done:
-            self._update(laid, gradients, begun.kinds, begun.kwargs)
-            if self.failed is None:
-                begun.done.add(number)
-
-    def _numbers(self, numbers: Sequence[int]) -> Tensor:
-        return self.optimizer.exchange.numbers(numbers, torch.int32, self.optimizer.pieces.device)
-
-    def _at_once(self, used: Sequence[BucketViews], begun: StepInProgress) -> None:
-        kwargs, loss = begun.kwargs, begun.loss
-        self.optimizer.averages.give(begun.kinds)
-        given = [options(group) | {"params": mine["params"]} for group, mine in self._groups()]
-        if loss is not None:
-            kwargs = {**kwargs, "closure": evaluated_closure(loss)}
+    def _at_once(self, used: Sequence[BucketViews], run: StepRun) -> None:
+        self.averager.assign_all(run.kinds)
+        inner = self.optimizer.optimizer.param_groups
+        given = [options(group) | {"params": own["params"]} for group, own in zip(run.groups, inner, strict=True)]
+        kwargs = run.kwargs if run.loss is None else {**run.kwargs, "closure": evaluated_closure(run.loss)}
         self._step(given, kwargs)
-        for (group, _), now in zip(self._groups(), given, strict=True):
-            group.update(options(now))
+        for group, stepped in zip(run.groups, given, strict=True):
+            group.update(options(stepped))
         self._gather_all(used)
 
     def _gather_all(self, used: Sequence[BucketViews]) -> None:
-        """Gather all buckets that are not deferred; exactly, where a rank has numbers that would not survive the
-        way."""
-        exchange, used = self.optimizer.exchange, [laid for laid in used if not self._is_deferred(laid)]
-        if (near := self.optimizer.averages.near) is not None:
-            # Others may still read gradients here, if there is nothing to gather.
-            failed, end = self.failed is not None, "end of the step"
-            self.has_failed = near.gather(used, failed) if used else near.meet(end, failed)
+        """Gather all buckets but the deferred ones, unrounded if numbers of any rank leave the range of float16."""
+        comm, buckets = self.comm, [bucket for bucket in used if bucket.number not in self.deferred]
+        if (reader := self.averager.shared_memory) is not None:
+            # If there is nothing to gather, others may still read gradients here.
+            failed = self.error is not None
+            self.any_failed = reader.gather(buckets, failed) if buckets else reader.meet("end of the step", failed)
             return
-        device = self.optimizer.pieces.device
-        left = not exchange.fit(view for laid in used for _, view in laid.own)
-        if exchange.wire is torch.float16:
-            self.is_left = bool(exchange.most(exchange.numbers([left], torch.int32, device)))
-        way = exchange.exact() if self.is_left else exchange
-        for wait in [*(way.gather(laid.bucket, laid.views) for laid in used), self._telling()]:
+        leaves = not comm.fits_wire(view for bucket in buckets for _, view in bucket.own)
+        if comm.wire is torch.float16:
+            self.left_wire_range = bool(comm.maximum(comm.tensor([leaves], torch.int32, self.layout.device)))
+        sender = comm.exact() if self.left_wire_range else comm
+        waits = [sender.gather(bucket.bucket, bucket.views) for bucket in buckets]
+        any_failed = comm.any_rank(self.error is not None)
+        for wait in waits:
             wait()
+        self.any_failed = any_failed()
 
-    def _telling(self) -> Callable[[], None]:
-        """Begin to tell the others whether the caller's optimizer has failed here, behind the last bucket."""
-        wait = self.optimizer.exchange.anywhere(self.failed is not None)
-
-        def done() -> None:
-            self.has_failed = wait()
-
-        return done
-
-    def _is_deferred(self, laid: BucketViews) -> bool:
-        return any(laid is one for one in self.deferred)
-
-    def _groups(self) -> list[tuple[Group, Group]]:
-        """Each group, with that of the optimizer that runs on pieces."""
-        return list(zip(self.optimizer.param_groups, self.optimizer.inner.param_groups, strict=True))
-
-    def _update(self, laid: BucketViews, gradients: Sequence[Tensor], kinds: Sequence[int], kwargs: Group) -> None:
-        """Update the own pieces of a bucket, which are all of one group."""
-        optimizer = self.optimizer
-        views = assign_grads(laid, gradients, kinds)
-        group = optimizer.param_groups[optimizer.group_of[laid.bucket.items[0]]]
+    def _update(self, bucket: BucketViews, grads: Sequence[Tensor], run: StepRun) -> None:
+        """Update this rank's shards of a bucket, which are all of one group."""
+        views = bucket.assign_grads(grads, run.kinds)
+        group = run.groups[self.layout.group_of[bucket.bucket.params[0]]]
         given = options(group) | {"params": views}
-        number = optimizer.pieces.number(laid)
-        if views and number in optimizer.far.far_states and not kwargs:
+        if views and bucket.number in self.offloaded.offloaded_owners and not run.kwargs:
             try:
-                optimizer.far.update(number, given)
+                self.offloaded.update(bucket.number, given)
             except Exception as error:
-                self.failed = error
+                self.error = error
             finally:
-                _take(views)
+                _drop_grads(views)
         elif views:
-            self._step([given], kwargs)
+            self._step([given], run.kwargs)
         group.update(options(given))
 
     def _step(self, groups: list[Group], kwargs: Group) -> None:
-        """Run the caller's own optimizer on these groups; once it has failed, only what others wait for is done."""
-        inner = self.optimizer.inner
-        before, inner.param_groups = inner.param_groups, groups
+        """Run the caller's optimizer on these groups, unless it has failed before."""
         try:
-            if self.failed is None:
-                without_hooks(type(inner))(inner, **kwargs)
+            if self.error is None:
+                self.optimizer.step(groups, kwargs)
         except Exception as error:
-            self.failed = error
+            self.error = error
         finally:
-            inner.param_groups = before
             for group in groups:
-                _take(group["params"])
-
-    def _gathered(self, laid: BucketViews) -> Callable[[], None]:
-        return self.optimizer.exchange.gather(laid.bucket, laid.views)
+                _drop_grads(group["params"])
 
 
-def _take(views: Sequence[Tensor]) -> None:
-    """Let go of the gradients."""
+def _drop_grads(views: Sequence[Tensor]) -> None:
     for view in views:
         view.grad = None
 
 
 def evaluated_closure(loss: Any) -> Callable[[], Any]:
-    """A closure that has been evaluated, for an optimizer that does so once."""
-    asked = []
+    """Return a closure that returns a loss once, for an optimizer that evaluates its closure."""
+    calls = []
 
     def closure() -> Any:
-        asked.append(loss)
-        if len(asked) > 1:
+        calls.append(loss)
+        if len(calls) > 1:
             raise ShardError("an optimizer other than LBFGS evaluates its closure twice, which can't be sharded")
         return loss
 
     return closure
+
+
+class InterruptedStep:
+    """A step that an error of a disk has interrupted, with the parameters and gradients of that time."""
+
+    def __init__(self, run: StepRun, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        self.run, self.is_loaded = run, False
+        self.parameters, self.grads = list(map(TensorMark, parameters)), list(map(TensorMark, grads))
+
+    def outlook(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int:
+        if len(parameters) != len(self.parameters):
+            return REFUSE
+        if self.is_loaded:  # then the model has to have loaded its parameters, too
+            pairs = zip(self.parameters, parameters, strict=True)
+            return REFUSE if any(mark.is_of(p) for mark, p in pairs if p.numel()) else RESTART
+        return RESUME if _match(self.parameters, parameters) and _match(self.grads, grads) else REFUSE
+
+
+class TensorMark:
+    """The identity, address and version of a tensor, which it does not keep alive."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = weakref.ref(tensor) if tensor is not None else None
+        self.version = _version(tensor)
+
+    def is_of(self, tensor: Tensor | None) -> bool:
+        """Return True if it is this tensor, unchanged."""
+        marked = self.tensor() if self.tensor is not None else None
+        return marked is tensor and self.version == _version(tensor)
+
+
+def _match(marks: Sequence[TensorMark], tensors: Sequence[Tensor | None]) -> bool:
+    return len(marks) == len(tensors) and all(mark.is_of(tensor) for mark, tensor in zip(marks, tensors, strict=True))
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int]:
+    if tensor is None:
+        return 0, 0
+    return 0 if tensor.is_sparse else tensor.data_ptr(), version_of(tensor)

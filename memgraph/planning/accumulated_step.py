@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import passes
 from passes import BrokenTrace, Machine, Op, Plan, PlanResult, Storage, Trace, apply, check, make_plan, predict
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.pipeline import QUICK
 
 from ..profile.memory_meter import resident_bytes
@@ -56,7 +56,7 @@ def plan_accumulated(trace: Trace, machine: Machine, tries: Sequence[Plan], sear
             choice = find(trace, machine)
         except passes.BudgetError as error:
             smallest = error.smallest
-            if LinearProgram(ReuseGaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
+            if PlanProblem(ReuseGaps(most_released(trace)), machine).floor.max(initial=0) > machine.budget:
                 break
         else:
             return AccumulatedStep(choice.forecast.peak, choice.plan)

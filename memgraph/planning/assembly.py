@@ -31,7 +31,7 @@ from .step_graph import StepGraph
 
 @dataclass(frozen=True, eq=False)
 class AssembledStep:
-    """What a step is made of, its report, and its compiled segments."""
+    """The parts of a step, its report, and its compiled segments."""
 
     parts: StepParts
     report: Report
@@ -75,6 +75,7 @@ class Assembly:
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,
             sharded_grads=self.state.sharded_grads,
+            pending_gathers=self.state.pending_gathers,
             recording=recording,
         )
         return AssembledStep(parts, report, lowering)
@@ -90,7 +91,7 @@ class Assembly:
     ) -> OffloadedSlots | None:
         """Return the slots of parameters, gradients and optimizer state, if the plan offloads any."""
         streams = any(isinstance(decision, Stream) for decision in result.plan)
-        if not streams and not any(slot.home for slot in slots):
+        if not streams and not any(slot.key for slot in slots):
             return None
         states = OffloadedStates.of(self.state.update, result.forecast.trace, step.trained.parts)
         unread = unread_parameters(graph, step.captured)

@@ -6,6 +6,7 @@ the key without the value of that float   ->   the step that takes any value
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, MutableMapping
 from typing import Any
@@ -23,6 +24,7 @@ PARTS = (ARGUMENTS, ATTRIBUTES)
 ANY_FLOAT = (float, None)  # the entry of a float that is an input
 FAILED_KINDS = 64  # kinds of calls that are remembered because their floats have to be constants
 TRIES = 2  # a first value may have been special in a formula, as 1.0 is
+LOG = logging.getLogger(__name__)
 
 Key = Any  # ((guard, optimizer key), whether gradients exist, outputs that backward starts from)
 Steps = MutableMapping[Key, Step]
@@ -86,12 +88,16 @@ class FloatKeys:
         inputs = FloatInputs(values, {place: at for place, at in containers.items() if at is not None})
         return FloatCapture(inputs, captured, {**_values(similar_key, places), **captured.float_values})
 
-    def note_failure(self, key: Key, capture: FloatCapture) -> None:
-        """Note that the floats of calls like this can't be inputs, or could not be this time."""
+    def are_inputs(self, key: Key, capture: FloatCapture, step: Step) -> bool:
+        """Return True if the floats are inputs of the step that was planned with this capture; log why they are not."""
+        if step.parts.captured.float_values:
+            return True
         kind = _generalized(key, tuple(capture.inputs.values))
         self._failures[kind] = TRIES if capture.reason else self._failures.get(kind, 0) + 1
         while len(self._failures) > FAILED_KINDS:
             self._failures.popitem(last=False)
+        LOG.info("floats stay constants of the graph: %s", capture.reason or "the value of the earlier call is special")
+        return False
 
 
 def _input_values(key: Key, captured: Captured) -> list[float] | None:

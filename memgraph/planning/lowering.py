@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from passes import Forecast, Machine, Op, PlanResult, Trace, predict
-from passes.segments import Price, Segment, affordable, fused, segments, shared
-from passes.simulate.choice import with_higher_costs
+from passes.segments import Price, Segment, affordable_segments, find_segments, fuse_segments, spread_segment_times
+from passes.simulate.plan_result import with_higher_costs
 
 from ..graph import inductor
 from ..graph.float_arguments import float_arguments
@@ -74,7 +74,7 @@ class Lowering(NotLowered):
 
     def __init__(self, graph: fx.Graph, trace: Trace, profiler: OpProfiler, must: bool = True) -> None:
         self.nodes = {node.name: node for node in graph.nodes}
-        candidates = segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
+        candidates = find_segments(trace, lambda op: _is_fusible(self.nodes[op.name]))
         super().__init__(graph, self._priced_alone(trace, candidates, profiler))
         self.run = inductor.compile_segments({each.name: self._subgraph(each) for each in candidates}, must)
         self.refused = len(candidates) - len(self.run)
@@ -84,11 +84,11 @@ class Lowering(NotLowered):
         self.chosen: tuple[Segment, ...] = ()
 
     def shared(self) -> Trace:
-        return shared(self.trace, self.segments, self.prices)
+        return spread_segment_times(self.trace, self.segments, self.prices)
 
     def lowered(self, machine: Machine) -> tuple[fx.Graph, Trace]:
-        self.chosen = affordable(self.trace, machine, self.segments, self.prices)
-        trace = fused(self.trace, self.chosen, self.prices)
+        self.chosen = affordable_segments(self.trace, machine, self.segments, self.prices)
+        trace = fuse_segments(self.trace, self.chosen, self.prices)
         return _WithSegments(self.graph, self.run, self.chosen).rewrite(trace), trace
 
     def forecasts(self, trace: Trace, machine: Machine) -> tuple[Forecast | None, float]:
@@ -135,7 +135,7 @@ class Lowering(NotLowered):
             source = self.nodes[name]
             if all(read in env for read in source.all_input_nodes):
                 env[source] = graph.node_copy(source, env.__getitem__)
-        graph.output(tuple(env[self.nodes[value]] for value in segment.gives))
+        graph.output(tuple(env[self.nodes[value]] for value in segment.outputs))
         graph.eliminate_dead_code()
         return graph
 
@@ -143,7 +143,7 @@ class Lowering(NotLowered):
         """Return the price of a segment; None if it can't run here, or its results differ from the graph's."""
         graph, inputs = self._inputs(segment)
         node = graph.create_node("call_function", self.run[segment.name], tuple(inputs.values()), name=segment.name)
-        expected = [tensors(self.nodes[value])[0] for value in segment.gives]
+        expected = [tensors(self.nodes[value])[0] for value in segment.outputs]
         node.meta = {"val": tuple(expected)}
         results = profiler.made(node)
         layouts = [(layout(value), 0) for value in expected]
@@ -171,17 +171,17 @@ class _WithSegments(Rewriter):
     def _compute(self, op: Op) -> fx.Node:
         if not op.reads or op.reads[0] not in self.by_name:
             return super()._compute(op)
-        whole, place = self.env[op.reads[0]], self.by_name[op.reads[0]].gives.index(op.name)
+        whole, place = self.env[op.reads[0]], self.by_name[op.reads[0]].outputs.index(op.name)
         return self._fresh(op, operator.getitem, (whole, place), whole.meta["val"][place])
 
     def _memory_op(self, op: Op) -> fx.Node:
-        sources = [tensors(self.old[value])[0] for value in self.by_name[op.name].gives]
+        sources = [tensors(self.old[value])[0] for value in self.by_name[op.name].outputs]
         value = tuple(empty_like(source, self.mode) for source in sources)
         return self._fresh(op, self.run[op.name], tuple(self.env[read] for read in op.reads), value)
 
     def _fresh(self, op: Op, target: Callable[..., object], args: tuple[Any, ...], value: object) -> fx.Node:
         node = self.new.create_node("call_function", target, args)
-        node.meta = {"phase": op.phase, "slice": op.slice, "part": op.part, "where": op.where, "val": value}
+        node.meta = {"phase": op.phase, "slice": op.slice, "part": op.microbatch, "where": op.where, "val": value}
         self.fresh.add(node)
         return self._named(node, op)
 

@@ -1,4 +1,4 @@
-"""What an optimizer changes about a planned step; this is the part of a module without one.
+"""The changes that an optimizer makes to a planned step; here for a module without one.
 
 a captured step   ->   what it trains, the ops that are inserted, the states that its trace counts
 """
@@ -12,14 +12,15 @@ from dataclasses import replace
 import torch
 from torch import fx, nn, optim
 
-from passes import Machine, Trace
+from passes import Machine, Streaming, Trace
 
 from ..graph.captured import Captured
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
 from ..optim.placement import StatePlacement
-from ..optim.trained import TrainedParameters
+from ..optim.state_parts import TrainedParameters
 from ..oss import OSS
+from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
@@ -43,6 +44,7 @@ class OptimizerState:
     fused_update: FusedUpdate | None = None
     sharded: OSS | None = None
     sharded_grads: ShardedGradients | None = None
+    pending_gathers: PendingGathers | None = None
     keeps_captures = True
     has_other_ranks = False
 
@@ -52,14 +54,14 @@ class OptimizerState:
 
     def move_to(self, location: BufferLocation) -> None:
         """Offload to another location from now on."""
-        self.placement.where = self.update.where = location
+        self.placement.location = self.update.location = location
 
     def refuse(self, owned_nbytes: int, budget: float) -> None:
         """
         Raises:
             UpdateError: no step with this optimizer can be planned.
         """
-        self.update.refuse_at_home(owned_nbytes, budget)
+        self.update.check_fits_on_device(owned_nbytes, budget)
 
     def announcing_failure(self) -> AbstractContextManager[None]:
         """Tell the other ranks about an error before they wait for this one."""
@@ -102,11 +104,11 @@ class OptimizerState:
 
     def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""
-        if not machine.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
+        if not machine.link.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
             return machine
         return self._with_windows(machine, trained)
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
-        window, speed = self.update.nbytes(trained.parameters), self.update.stepping(trained.parts)
-        ahead = self.update.between(trained.parameters)
-        return replace(machine, homes=True, window=window, ahead=ahead, stepping=speed)
+        window, speed = self.update.peak_nbytes(trained.parameters), self.update.host_rate(trained.parts)
+        ahead = self.update.nbytes_between(trained.parameters)
+        return replace(machine, streaming=Streaming(True, window=window, update_staging=ahead, host_update_rate=speed))

@@ -1,4 +1,4 @@
-"""The kinds of optimizers, and what each changes about a planned step; chosen once per module.
+"""The kinds of optimizers, and the changes that each makes to a planned step; chosen once per module.
 
 optimizer=AdamW(...)     ->   CountedOptimizer    its states are inputs of the step, its update is the last op
 fuse_update=True         ->   FusedOptimizer      each parameter is updated in backward
@@ -14,23 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn, optim
 
-from passes import Machine, Trace
+from passes import Machine, Streaming, Trace
 
 from ..graph.captured import Captured
 from ..graph.fuse_updates import add_updates
 from ..optim.fused_update import FusedUpdate
 from ..optim.offloaded_update import OffloadedUpdate
-from ..optim.parameter_values import parameter_values
-from ..optim.state_parts import state_parts
-from ..optim.trained import TrainedParameters
-from ..optim.update_cost import add_update, price_update
+from ..optim.state_parts import TrainedParameters, state_parts
+from ..optim.update_cost import add_update, parameter_values, price_update
 from ..options.compile_options import CompileOptions
 from ..oss import OSS
-from ..oss.comm.consensus import announcing_failure
-from ..oss.compiled.insert_all_gather import arrivals, insert_all_gathers
+from ..oss.compiled.insert_all_gather import forward_buckets, insert_all_gathers
 from ..oss.compiled.insert_reduce_scatter import insert_reduce_scatters
-from ..oss.compiled.step_memory import add_sharded_update, offloaded_nbytes
-from ..oss.offloaded_states import shard_parts
+from ..oss.compiled.joint_planning import announcing_failure
+from ..oss.compiled.step_memory import add_sharded_update, offloaded_nbytes, shard_parts
 from ..runtime.measure_update import UpdateMeasurement
 from ..tensors.loss_outputs import OutputSelector, select_update_roots
 from .optimizer_state import OptimizerState
@@ -60,7 +57,7 @@ class CountedOptimizer(OptimizerState):
         return add_update(trace, self.optimizer, trained, values, self.update.window)
 
     def price_update(self, trace: Trace, machine: Machine, trained: TrainedParameters) -> Trace:
-        if not (machine.turns and machine.homes) or trained.updates:
+        if not (machine.link.half_duplex and machine.streaming.enabled) or trained.updates:
             return trace
         return price_update(trace, self.optimizer, trained.parameters, self.update.window)
 
@@ -91,10 +88,10 @@ class ShardedOptimizer(OptimizerState):
     sharded: OSS
 
     def __init__(self, module: nn.Module, optimizer: OSS) -> None:
-        super().__init__(module, optimizer.far)
+        super().__init__(module, optimizer.offloaded_shards)
         self.optimizer = self.sharded = optimizer
-        self.sharded_grads = optimizer.inside
-        self.has_other_ranks = not optimizer.exchange.is_alone
+        self.sharded_grads, self.pending_gathers = optimizer.sharded_grads, optimizer.pending_gathers
+        self.has_other_ranks = not optimizer.comm.is_alone
 
     def refuse(self, owned_nbytes: int, budget: float) -> None:
         """A sharded optimizer is checked when it is made."""
@@ -103,27 +100,27 @@ class ShardedOptimizer(OptimizerState):
         return announcing_failure(self.sharded, self.module.parameters())
 
     def before_capture(self) -> None:
-        self.sharded.awaited.capturing(self.module.parameters())
+        self.sharded.pending_gathers.gather_for_capture(self.module.parameters())
 
     def key(self) -> tuple[Hashable, ...]:
         groups = tuple(tuple(map(id, group["params"])) for group in self.sharded.param_groups)
-        return *groups, self.sharded.awaited.frozen, self.sharded.updates.rested
+        return *groups, self.sharded.pending_gathers.frozen_buckets, self.sharded.sharded_step.frozen_with_state
 
     def trained(self, captured: Captured) -> TrainedParameters:
-        self.sharded.follow()
+        self.sharded.refresh_views()
         return TrainedParameters(self._with_gradients(captured), shard_parts(self.sharded), captured=captured)
 
     def insert_ops(self, captured: Captured, trained: TrainedParameters) -> tuple[Captured, TrainedParameters]:
         """Reduce gradients over ranks in backward, and gather parameters in forward."""
         named = dict(self.module.named_parameters())
-        captured = insert_reduce_scatters(captured, self.sharded.inside.parcels(named))
+        captured = insert_reduce_scatters(captured, self.sharded.sharded_grads.grad_buckets(named))
         if trained.parameters:
-            captured = insert_all_gathers(captured, arrivals(self.sharded, named))
+            captured = insert_all_gathers(captured, forward_buckets(self.sharded, named))
         buckets = frozenset(role.index for role in captured.outputs if role.kind == "shard")
         return captured, replace(trained, shards=buckets, gathers=captured.gathers)
 
     def ranks(self, trained: TrainedParameters, device: torch.device) -> Ranks:
-        if self.sharded.exchange.is_alone or not trained.parameters:
+        if self.sharded.comm.is_alone or not trained.parameters:
             return Ranks()
         return JointRanks(self.sharded, device, bool(trained.shards or trained.gathers))
 
@@ -132,13 +129,13 @@ class ShardedOptimizer(OptimizerState):
 
     def _with_windows(self, machine: Machine, trained: TrainedParameters) -> Machine:
         window = offloaded_nbytes(self.sharded, trained.shards)
-        return replace(machine, homes=True, only_states=True, window=window)
+        return replace(machine, streaming=Streaming(True, only_states=True, window=window))
 
 
 def optimizer_state(module: nn.Module, options: CompileOptions, device: torch.device) -> OptimizerState:
     """Return what the optimizer of the options changes about steps of a module."""
     optimizer = options.optimizer
-    update = OffloadedUpdate(optimizer, options.fuse_update, hosts=options.host_update)
+    update = OffloadedUpdate(optimizer, options.fuse_update, host_update=options.host_update)
     if optimizer is None:
         return OptimizerState(module, update)
     if options.fuse_update:

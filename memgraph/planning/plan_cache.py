@@ -1,11 +1,11 @@
-"""Plans that were searched for, kept for the calls that come again: found, applied and forecast anew, not searched.
+"""A cache of plans, in memory and on disk.
 
-    choice = planned(trace, machine, options, search)    searches
-    choice = planned(trace, machine, options, search)    the same plan, in milliseconds, also in a later process
+    find_plan(trace, machine, options, search)    searches
+    find_plan(trace, machine, options, search)    returns the same plan in milliseconds, also in a later process
 
-A plan is kept under a digest of the step's ops and bytes, the machine, the options, the versions of torch and of the
-passes, and is used again while prices are what they were.  A step of the same ops with other shapes is tried with the
-plans of its neighbours: one that fits is taken if it is near what was proven of a neighbour that needs less.
+The key is a digest of the step's ops and bytes, the machine, the options, and the versions of torch and of the passes.
+A plan is used while prices are as they were.  A step of the same ops in other shapes tries the plans of its neighbours:
+one that fits is taken if it is near the bound proven for a neighbour that needs less.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ import torch
 
 import passes
 from passes import Machine, Plan, PlanResult, Trace, apply, check, parse_plan, predict
+from passes.ir.machine import rates, with_rates
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
-from passes.pipeline import FAIR
+from passes.pipeline import FAIR_GAP
 
 from ..errors import PlanError
 from ..report.reuse_plan import reuse_plan
 from ..report.saved_plan import SavedPlan, with_saved_prices, without_prices
 from ..system.measurement_cache import evict_oldest, read_cached, write_cached
 
-MEMORY_NBYTES = 16 << 20  # of the plans' texts that a process keeps
-DISK_NBYTES = 64 << 20  # of those that later processes find
-NEIGHBOURS = 64  # shapes of one kind of step whose plans are tried for another
-TRIED = 2  # of them
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain", "stepping", "capacity")
+MEMORY_NBYTES = 16 << 20  # of plans that a process keeps
+DISK_NBYTES = 64 << 20  # of plans on disk
+NEIGHBOURS = 64  # shapes of one kind of step whose plans are kept for other shapes
+TRIED = 2  # neighbours that are tried for one step
 FILE = "plans.sqlite"
 
 Search = Callable[[Trace, Machine], PlanResult]
@@ -43,8 +43,12 @@ Search = Callable[[Trace, Machine], PlanResult]
 
 @dataclass(frozen=True)
 class NeighbourPlan:
-    """A plan that was found for another shape: what that step needs as it is, and what was proven to be added to it, as
-    a share of its time."""
+    """The plan of another shape.
+
+    Attributes:
+        peak: bytes of that step without a plan.
+        bound: the share of its time that every plan adds at least.
+    """
 
     peak: int
     bound: float
@@ -56,25 +60,25 @@ _near: OrderedDict[str, OrderedDict[int, NeighbourPlan]] = OrderedDict()
 
 
 def find_plan(trace: Trace, machine: Machine, options: Hashable, search: Search) -> PlanResult:
-    """The plan that was found for this step before, or one of a neighbour's, or else what `search` finds.
+    """Return the cached plan of this step, or that of a neighbour, or else what `search` finds.
 
     Raises:
-        BudgetError: it finds nothing that fits.
+        BudgetError: the search finds no plan that fits.
     """
     captured = predict(trace, machine)
     if captured.peak <= machine.budget:
         return search(trace, machine)
     key, kind = _key(trace, machine, options), _kind(trace, machine, options)
-    choice = _returned(key, trace, machine) or _neighbours(kind, trace, machine, captured)
+    choice = _cached(key, trace, machine) or _neighbours(kind, trace, machine, captured)
     if choice is None:
         choice = search(trace, machine)
     remember(trace, machine, options, choice)
     return choice
 
 
-def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResult, settled: bool = False) -> None:
-    """Keep the plan for this step.  `settled`: it was chosen with the times of the step itself, so that what is proven
-    of it is of those."""
+def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResult, final: bool = False) -> None:
+    """Keep the plan of this step.  A `final` plan was chosen with times measured inside the step; its bounds are for
+    those times, and are not kept."""
     captured = choice.captured
     if not choice.plan:
         return
@@ -82,10 +86,10 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
     facts = {
         "decisions": list(map(str, choice.plan)),
         "sliced": [op.name for op in ordered.ops] != [op.name for op in trace.ops],
-        "bound_us": 0.0 if settled else choice.bound_us,
-        "any_us": 0.0 if settled else choice.any_us,
+        "bound_us": 0.0 if final else choice.bound_us,
+        "any_us": 0.0 if final else choice.any_us,
         "prices": with_saved_prices(ordered, machine),
-        "settled": settled or is_final(trace, machine, options),
+        "final": final or is_final(trace, machine, options),
     }
     _put(_key(trace, machine, options), json.dumps(facts))
     bound = choice.lower_bound / captured.us - 1 if captured.us else 0.0
@@ -96,13 +100,13 @@ def remember(trace: Trace, machine: Machine, options: Hashable, choice: PlanResu
 
 
 def is_final(trace: Trace, machine: Machine, options: Hashable) -> bool:
-    """Whether the plan that is kept for this step was looked for with the times of the step itself."""
+    """Return True if the plan kept for this step was chosen with times measured inside the step."""
     facts = _get(_key(trace, machine, options))
-    return bool(facts and facts.get("settled"))
+    return bool(facts and facts.get("final"))
 
 
-def _returned(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
-    """The plan that is kept, if ops and links still take what they did."""
+def _cached(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
+    """Return the cached plan, if prices of ops and links are unchanged."""
     facts = _get(key)
     if facts is None:
         return None
@@ -114,19 +118,19 @@ def _returned(key: str, trace: Trace, machine: Machine) -> PlanResult | None:
         proven = facts["prices"], 0, 0.0, facts["bound_us"], facts["any_us"]
         known = SavedPlan(plan, without_prices(order), machine, str(torch.__version__), *proven)
         return reuse_plan([known], order, machine)
-    except (PlanError, KeyError, TypeError, ValueError):  # what is kept is not to be trusted more than a file
+    except (PlanError, KeyError, TypeError, ValueError):  # a cache on disk may hold anything
         return None
 
 
 def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Forecast) -> PlanResult | None:
-    """A neighbour's plan that fits, and is near what has to be added.
+    """Return a neighbour's plan that fits and is near the bound.
 
-    The more a step needs beyond the budget, the more a plan has to add: so what is proven of the largest neighbour that
-    needs less is about the least here, though nobody has proven it of this step.
+    The more a step needs beyond the budget, the more time a plan adds.  So the bound of the largest neighbour that
+    needs less is about the least for this step, though it is not proven for it.
     """
-    known = list(_near[kind].values()) if kind in _near else []
-    least = max((near.bound for near in known if near.peak <= captured.peak), default=0.0)
-    larger = sorted((near for near in known if near.peak >= captured.peak), key=lambda near: near.peak)
+    neighbours = list(_near[kind].values()) if kind in _near else []
+    least = max((near.bound for near in neighbours if near.peak <= captured.peak), default=0.0)
+    larger = sorted((near for near in neighbours if near.peak >= captured.peak), key=lambda near: near.peak)
     for near in larger[:TRIED]:
         try:
             applied = apply(trace, near.plan)
@@ -134,7 +138,7 @@ def _neighbours(kind: str, trace: Trace, machine: Machine, captured: passes.Fore
         except (ValueError, KeyError, passes.BrokenTrace):
             continue
         choice = PlanResult(near.plan, captured, predict(applied, machine))
-        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR:
+        if choice.forecast.peak <= machine.budget and choice.overhead <= least + FAIR_GAP:
             return choice
     return None
 
@@ -144,19 +148,20 @@ def _key(trace: Trace, machine: Machine, options: Hashable) -> str:
 
 
 def _kind(trace: Trace, machine: Machine, options: Hashable) -> str:
-    """The same for every shape."""
+    """Return a key that is the same for every shape."""
     ops = "\n".join(f"{op.name} {op.fn} {op.reads} {op.phase}" for op in trace.ops)
     return _digest(f"{ops}\n{_settings(machine, options)}")
 
 
 def _settings(machine: Machine, options: Hashable) -> str:
-    facts = {name: bool(fact) if name in SPEEDS else fact for name, fact in asdict(machine).items()}
-    return f"{facts} {options!r} {torch.__version__} {_passes()}"
+    with_units = with_rates(machine, [float(bool(rate)) for rate in rates(machine)])
+    with_units = replace(with_units, link=replace(with_units.link, capacity=min(machine.link.capacity, 1)))
+    return f"{with_units!r} {options!r} {torch.__version__} {_passes()}"
 
 
 @cache
 def _passes() -> str:
-    """A digest of the passes' files: another build may find other plans, or mean something else by them."""
+    """Return a digest of the passes' files: another build may find other plans, or read them differently."""
     folder = Path(passes.__file__).parent
     return _digest("".join(path.read_text() for path in sorted(folder.rglob("*.py"))))
 
@@ -180,9 +185,9 @@ def _put(key: str, text: str) -> None:
     evict_oldest(FILE, DISK_NBYTES)
 
 
-def _shorten(known: OrderedDict[Any, Any], most: int) -> None:
-    while len(known) > most:
-        known.popitem(last=False)
+def _shorten(entries: OrderedDict[Any, Any], most: int) -> None:
+    while len(entries) > most:
+        entries.popitem(last=False)
 
 
 def _digest(text: str) -> str:

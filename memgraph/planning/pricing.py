@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from passes import Machine, Trace
-from passes.concurrent_forwards import as_it_is_nbytes
-from passes.cuda_graph_memory import add_replay_memory
+from passes.concurrent_forwards import unplanned_nbytes
+from passes.cuda_graph_memory import add_recording_memory
 from passes.order.comm_order import place_collectives
 
 from ..graph.rewrite import fake_mode
@@ -62,18 +62,18 @@ class Pricing:
         return trace, ranks.share_machine(machine)
 
     def _plain_nbytes(self, trace: Trace, machine: Machine) -> int:
-        return as_it_is_nbytes(trace, machine, self.options.forwards)
+        return unplanned_nbytes(trace, machine, self.options.forwards)
 
     def _trace(self, step: StepGraph, machine: Machine, profiler: OpProfiler) -> Trace:
         """Return the step as it is without a plan, with prices, workspaces and optimizer state."""
         graph = step.graph
         self.progress.phase("pricing ops", len(graph.nodes))
         apply_profiled_layouts(graph, fake_mode(graph), profiler.made)
-        trace = place_collectives(summarize(graph, profiler), not machine.hides)
+        trace = place_collectives(summarize(graph, profiler), not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
         trace = self.state.add_update(trace, graph, step.trained)
         if self.options.cuda_graphs is True:
-            trace = add_replay_memory(trace)
+            trace = add_recording_memory(trace)
         if step.ranks.plan_together or self.options.plans:
             return trace
         return with_remaining_grads(trace, self.module, step.trained.parameters)

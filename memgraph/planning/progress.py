@@ -1,8 +1,8 @@
-"""Lines that say how far the planning of a call is, for who waits: the first after two seconds, one every few more.
+"""Progress lines while a call is planned: the first after two seconds, then one every few seconds.
 
     memgraph: pricing ops, 120 of 340, about 9 s left (4 s so far); time_limit= bounds planning, plan= spares it
 
-They are printed where stderr is a terminal, and are logged by the `memgraph` logger (INFO) elsewhere.
+They are printed if stderr is a terminal, and logged by the `memgraph` logger (INFO) otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ LOG = logging.getLogger("memgraph")
 
 
 class Progress:
-    """Tells how far one planning is, from a thread of its own, while it is entered.
+    """Reports from a thread of its own how far planning is, while it is entered.
 
-    Each phase has a name and, where it is known, the number of things that it does; `done` counts them.
+    Each phase has a name and, if known, a number of items; `done` counts them.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        """`seconds`: the limit of the caller's for what comes after capture."""
-        self.seconds = seconds
+    def __init__(self) -> None:
         self._begin = time.monotonic()
         self._phase, self._count, self._of, self._since = "beginning", 0, 0, self._begin
         self._until = math.inf
@@ -40,7 +38,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        with suppress(RuntimeError):  # no thread is to be had: then nothing is said
+        with suppress(RuntimeError):  # no thread can be started: then there are no lines
             thread = threading.Thread(target=self._tell, name="memgraph-progress", daemon=True)
             thread.start()
             self._thread = thread
@@ -49,22 +47,21 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)  # a handler of the caller's may wait for what this thread holds
+            self._thread.join(timeout=1.0)  # a logging handler may wait for a lock of this thread
 
     def phase(self, name: str, of: int = 0) -> None:
-        """Begin a phase of `of` things, 0 if their number is not known."""
+        """Begin a phase of `of` items; 0 if their number is not known."""
         self._phase, self._count, self._of, self._since = name, 0, of, time.monotonic()
 
     def bound(self, until: float) -> None:
-        """Say that planning ends at about `until`, as `time.monotonic` has it."""
+        """Set when planning ends, in seconds of `time.monotonic`."""
         self._until = until
 
     def done(self, _: object = None) -> None:
-        """Count one more thing of the phase."""
+        """Count one more item of the phase."""
         self._count += 1
 
     def line(self) -> str:
-        """Return what there is to say now."""
         now = time.monotonic()
         some = f", {self._count} of {self._of}" if self._of else ""
         return f"{self._phase}{some}{self._left(now)} ({now - self._begin:.0f} s so far); {ADVICE}"
@@ -81,7 +78,7 @@ class Progress:
     def _tell(self) -> None:
         wait = FIRST_S
         while not self._ended.wait(wait):
-            with suppress(Exception):  # a handler of the caller's, a terminal that is gone
+            with suppress(Exception):  # a failing logging handler, or a closed terminal
                 log_progress(self.line())
             wait = NEXT_S
 

@@ -67,36 +67,36 @@ class JointRanks(Ranks):
 
     def __init__(self, optimizer: OSS, device: torch.device, exchanges: bool) -> None:
         self.optimizer, self.device, self.exchanges = optimizer, device, exchanges
-        self.planner = JointPlanner(optimizer.exchange, device)
+        self.planner = JointPlanner(optimizer.comm, device)
 
     def check_new_step(self) -> None:
-        check_same_step(self.optimizer.exchange, self.device, NEW)()
+        check_same_step(self.optimizer.comm, self.device, NEW)()
 
     def least_budget(self, budget: int) -> int:
-        return self.planner.least(budget)
+        return self.planner.minimum(budget)
 
     def with_network(self, machine: Machine) -> Machine:
         return measure_network(machine, self.optimizer, self.planner) if self.exchanges else machine
 
     def reporting_errors(self) -> AbstractContextManager[None]:
-        return self.planner.telling()
+        return self.planner.reporting_errors()
 
     def share_trace(self, trace: Trace) -> Trace:
-        return self.planner.trace(trace)
+        return self.planner.share_trace(trace)
 
     def share_machine(self, machine: Machine) -> Machine:
-        return self.planner.machine(machine)
+        return self.planner.share_machine(machine)
 
     def choose(self, trace: Trace, machine: Machine, search: Search) -> PlanResult:
-        return self.planner.choice(trace, machine, search)
+        return self.planner.share_plan(trace, machine, search)
 
     def step_check(self, trace: Trace) -> RankCheck:
         if not self.exchanges:
             return RankCheck()
         exchanged = sequence(trace)
-        failure = partial(announce_failure, self.optimizer.exchange, self.device)
+        failure = partial(announce_failure, self.optimizer.comm, self.device)
         return RankCheck(partial(self._begin_check, exchanged), failure)
 
     def _begin_check(self, exchanged: str) -> Callable[[], None]:
-        own = digest(f"{exchanged}\n{sorted(self.optimizer.awaited.buckets)}")
-        return check_same_step(self.optimizer.exchange, self.device, own)
+        own = digest(f"{exchanged}\n{sorted(self.optimizer.pending_gathers.buckets)}")
+        return check_same_step(self.optimizer.comm, self.device, own)

@@ -21,7 +21,7 @@ from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
 from ..guards.signature import has_gradients, is_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
-from ..optim.trained import TrainedParameters
+from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
 from ..system.device import unused_nbytes
 from ..system.locks import capturing

@@ -25,7 +25,7 @@ from ..graph.ops import running
 from ..guards.signature import kernel_modes
 from ..storage.disk_tier import DiskLease, DiskTier
 from ..storage.io_threads import STAGING
-from ..storage.spill_file import available_nbytes, mount, spill_folder
+from ..storage.spill_file import available_nbytes, mount_description, spill_folder
 from ..system.device import CPU
 from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
@@ -61,7 +61,7 @@ def measure_copy_overhead(folder: str | os.PathLike[str] | None, links: Links, r
     if available_nbytes(there) < 2 * NBYTES * COPIES:
         return CopyOverhead()  # unknown, as long as the disk is nearly full
     copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
-    key = f"toll {copies} x {NBYTES} {mount(there)} {kernel_modes()} {environment_key(CPU)}"
+    key = f"toll {copies} x {NBYTES} {mount_description(there)} {kernel_modes()} {environment_key(CPU)}"
     return measure_once(
         _known, key, lambda: _measure(there, links, copies), lambda found: CopyOverhead(*found), astuple
     )

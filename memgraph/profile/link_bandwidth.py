@@ -23,7 +23,7 @@ from passes import Trace
 from ..storage.disk_tier import DiskTier
 from ..storage.io_threads import CHUNK, STAGING, WORKERS
 from ..storage.pinned_tier import pinned_speed
-from ..storage.spill_file import PAGE, available_nbytes, mount, spill_folder
+from ..storage.spill_file import PAGE, available_nbytes, mount_description, spill_folder
 from ..storage.wire_cast import narrow, widen
 from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
@@ -75,7 +75,8 @@ def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None 
     sizes = _fitting(room, available_nbytes(there))
     method = f"{sizes} {WORKERS} x {CHUNK}"
     return _found(
-        f"link {mount(there)} {method} {environment_key(torch.device('cpu'))}", lambda: _measure_disk(there, sizes)
+        f"link {mount_description(there)} {method} {environment_key(torch.device('cpu'))}",
+        lambda: _measure_disk(there, sizes),
     )
 
 
@@ -100,9 +101,9 @@ def measure_casts(device: torch.device) -> Links:
     On a GPU it is also found which way is the fastest, which is what steps take from now on.
     """
     if device.type == "cuda":
-        from ..kernels.cast import compared  # here, for the reason in `wire.py`
+        from ..kernels.cast import tune_cast  # here, for the reason in `wire.py`
 
-        compared(device)
+        tune_cast(device, narrow)
     return _found(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))
 
 

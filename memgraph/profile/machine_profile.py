@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from passes import Machine
+from passes import Cast, Machine
 
 from ..storage.io_threads import STAGING
 from ..storage.pinned_pool import cap_nbytes
@@ -39,12 +39,14 @@ def measure_links(
     room = room // 2 if room is not None else None  # what Python has made of the step lies there as well
     links = measure_host(device) if tier == "host" else measure_disk(folder, room)
     out, back = links
-    machine = replace(machine, tier=tier, out=out.rate(sizes), back=back.rate(sizes))
+    link = replace(machine.link, out=out.rate(sizes), back=back.rate(sizes))
+    machine = replace(machine, tier=tier)
     if wire:
         out, back = measure_casts(device)
-        machine = replace(machine, wire=wire, narrow=out.rate(sizes), widen=back.rate(sizes))
+        machine = replace(machine, cast=Cast(wire, out.rate(sizes), back.rate(sizes)))
     if tier == "host":  # less what the slots lose by where they begin
         cap = cap_nbytes() if pinned is None else pinned
-        return replace(machine, capacity=cap - cap // 128)
+        return replace(machine, link=replace(link, capacity=cap - cap // 128))
     toll, capacity = measure_copy_overhead(folder, links, room), shutil.disk_usage(spill_folder(folder)).free
-    return replace(machine, staging=STAGING, call=toll.call, drag=toll.drag, capacity=capacity, turns=True)
+    link = replace(link, staging=STAGING, call_us=toll.call, us_per_byte=toll.drag, half_duplex=True)
+    return replace(machine, link=replace(link, capacity=capacity))

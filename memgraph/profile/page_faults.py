@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from passes import Forecast, Machine, Trace, lifetimes, predict
+from passes.ir.ops import RELOAD
 
 from ..guards.signature import kernel_modes
 from ..system.device import CPU, KEPT, RETURNED, returns_freed_memory
@@ -57,7 +58,7 @@ def fresh_nbytes(trace: Trace) -> dict[str, int]:
             nbytes = sum(value.nbytes for value in (*made.values(), space) if _is_new(value))
             there |= made
             del made, space
-            if nbytes and op.fn != "memgraph.reload.default":
+            if nbytes and op.fn != RELOAD:
                 found[op.name] = nbytes
         for storage in ends.pop(index, ()):
             there.pop(storage, None)

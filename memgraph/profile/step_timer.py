@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..storage.async_copy import CopiedBytes, rates
+from ..storage.async_copy import CopyLog, copy_rates
 
 LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
 
@@ -33,18 +33,18 @@ class StepTimes:
 
     ops: dict[str, float]
     us: float
-    moved: tuple[CopiedBytes, ...] = ()
+    moved: tuple[CopyLog, ...] = ()
 
     @cached_property
     def rates(self) -> tuple[float, float]:
         """Bytes per microsecond on the links out and back, 0.0 where nothing was copied."""
-        return rates(*self.moved)
+        return copy_rates(*self.moved)
 
     def without(self, waited: Mapping[str, float]) -> StepTimes:
         """The same but for what ops have waited for the far tier, in microseconds."""
         return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
 
-    def beside(self, moved: CopiedBytes) -> StepTimes:
+    def beside(self, moved: CopyLog) -> StepTimes:
         """The same with other copies of the step, as those of its update."""
         return replace(self, moved=(*self.moved, moved))
 

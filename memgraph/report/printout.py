@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from passes import KINDS, Forecast, Offload, Op, Recompute, Stream
-from passes.ir.ops import sent_nbytes
+from passes.ir.ops import FREE, GATHERED, NARROW, REDUCED, SEGMENT, WAIT, WIDEN, sent_nbytes, value_of
 from passes.lp.solver import INSTALL, MISSING
 
 from .report_data import ReportData
@@ -105,7 +105,8 @@ def _exchanged(report: ReportData) -> list[str]:
     if not net:
         return []
     us = sum(copy.end - copy.begin for copy in net)
-    hidden = us * (1 - min(report.machine.strain, 1.0)) - sum(_spent(report.forecast, "reduced", "gathered").values())
+    waited = sum(_spent(report.forecast, REDUCED, GATHERED).values())
+    hidden = us * (1 - min(report.machine.network.interference, 1.0)) - waited
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
     said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
@@ -115,7 +116,7 @@ def _exchanged(report: ReportData) -> list[str]:
 def _compiled(report: ReportData) -> list[str]:
     if report.lowered is None:
         return []
-    count = sum(op.fn == "memgraph.segment" for op in report.lowered.trace.ops)
+    count = sum(op.fn == SEGMENT for op in report.lowered.trace.ops)
     failed = f"; {report.uncompiled} can't be" if report.uncompiled else ""
     if not count:
         return [f"nothing is compiled, as no segment is faster than its ops and within the budget{failed}"]
@@ -180,7 +181,7 @@ def _decided(report: ReportData) -> RenderableType:
 
 
 def _rows(report: ReportData) -> Iterator[Row]:
-    stalls, casts = _spent(report.forecast, "free", "wait"), _spent(report.forecast, "narrow", "widen")
+    stalls, casts = _spent(report.forecast, FREE, WAIT), _spent(report.forecast, NARROW, WIDEN)
     for decision in report.plan:
         op = report.choice.captured.trace.op[decision.value]
         if isinstance(decision, Offload):
@@ -197,9 +198,9 @@ def _rows(report: ReportData) -> Iterator[Row]:
 
 
 def _why_recomputed(report: ReportData, op: Op) -> str:
-    if not (report.machine.out and report.machine.back):
+    if not report.machine.link.works:
         return "no tier to offload to"
-    copies_us = op.nbytes / report.machine.out + op.nbytes / report.machine.back
+    copies_us = op.nbytes / report.machine.link.out + op.nbytes / report.machine.link.back
     return f"offloading would take {ms(copies_us)}"
 
 
@@ -237,15 +238,15 @@ def _kinds(forecast: Forecast) -> Table:
     lines = table("bytes", "kind", "at the peak", "at its own peak", right=NUMBERS)
     for kind in KINDS:
         if (most := int(forecast.by_kind[kind].max(initial=0))) > 0:
-            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.at])), mb(most))
+            lines.add_row(kind, mb(int(forecast.by_kind[kind][forecast.peak_index])), mb(most))
     lines.add_row("all", mb(forecast.peak), "")
     return lines
 
 
 def _peak(forecast: Forecast) -> Table:
-    op = forecast.trace.ops[forecast.at]
+    op = forecast.trace.ops[forecast.peak_index]
     lines = table(f"at the peak, {op.fn} {op.where}", "kind", "bytes", "what", "type", "where", right=NUMBERS)
-    makers = [(life, forecast.trace.op[life.maker]) for life in forecast.alive(forecast.at)]
+    makers = [(life, forecast.trace.op[life.producer]) for life in forecast.live_at(forecast.peak_index)]
     rows = _folded(Row(life.kind, f"{maker.fn} {maker.type}", maker.where, life.nbytes) for life, maker in makers)
     for row in sorted(rows, key=lambda row: -row.nbytes)[:TOP]:
         fn, _, type = row.fn.partition(" ")
@@ -253,13 +254,12 @@ def _peak(forecast: Forecast) -> Table:
     return lines
 
 
-def _spent(forecast: Forecast, *verbs: str) -> Counter[str]:
+def _spent(forecast: Forecast, *fns: str) -> Counter[str]:
     """Return the microseconds that compute spends on such ops for the copies of each value."""
     ops, begins = forecast.trace.ops, (*forecast.begins, forecast.us)
-    fns = {f"memgraph.{verb}.default" for verb in verbs}
     spent: Counter[str] = Counter()
     for i, op in enumerate(ops):
         if op.fn in fns:
-            value = re.sub(r"__(free|wire|back_\d+|wide_\d+)$", "", op.name)
+            value = value_of(op.name)
             spent[value] += begins[i + 1] - begins[i]  # type: ignore[assignment]
     return spent

@@ -31,14 +31,14 @@ class Report(ReportData):
         """
         inputs = [op for op in self.forecast.trace.ops if op.is_input and op.fn != "tangent"]
         resident = sum(op.nbytes for op in inputs if states is None or op.fn != "state") + (states or 0) - absent
-        resident -= self.forecast.trace.others  # other open forwards are measured if they exist
+        resident -= self.forecast.trace.other_nbytes  # other open forwards are measured if they exist
         staging = int(self.forecast.by_kind["staging"].max(initial=0))
         return replace(self, unmeasured="", measured=resident + allocated + staging)
 
     def with_update(self, nbytes: int) -> Report:
         """Return the report after the optimizer's step, which used `nbytes` for gradients, states and workspace."""
         resident = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))
-        resident -= self.forecast.trace.others
+        resident -= self.forecast.trace.other_nbytes
         return replace(self, measured=max(self.measured or 0, resident + nbytes))
 
     def to_json(self) -> str:

@@ -59,11 +59,12 @@ def _refuse_others(plan: SavedPlan, trace: Trace, machine: Machine) -> None:
 
 
 def _carried_out(plan: SavedPlan, trace: Trace, machine: Machine) -> Forecast:
-    if any(isinstance(decision, Offload) for decision in plan.plan) and not (machine.out and machine.back):
+    if any(isinstance(decision, Offload) for decision in plan.plan) and not machine.link.works:
         raise PlanError(f"the saved plan offloads to {plan.machine.tier}, which offload=None forbids; {REPLAN}")
-    for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.wire}:
+    for wire in {decision.wire for decision in plan.plan if isinstance(decision, Offload)} - {"", machine.cast.dtype}:
         raise PlanError(f"the saved plan rounds offloaded values to {wire}, which needs wire_dtype=; {REPLAN}")
-    if any(isinstance(decision, Stream) and decision.on for decision in plan.plan) and not machine.stepping:
+    on_host = any(isinstance(decision, Stream) and decision.on for decision in plan.plan)
+    if on_host and not machine.streaming.host_update_rate:
         raise PlanError(f"the saved plan updates states on the host, which needs host_update=True; {REPLAN}")
     try:
         applied = apply(trace, plan.plan)

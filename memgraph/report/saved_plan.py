@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from passes import Machine, Plan, PlanResult, Trace, parse, parse_plan
+from passes import Cast, Link, Machine, Network, Plan, PlanResult, Streaming, Trace, parse, parse_plan
 
 from ..errors import PlanError
 
-FORMAT = 2
-NETWORK = ("net", "latency", "strain")  # written only if there is a network
+FORMAT = 3
 REPLAN = "plan again, without plan="
 TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+PARTS: dict[str, type] = {"link": Link, "cast": Cast, "network": Network, "streaming": Streaming}  # of a machine
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SavedPlan:
         try:
             plan, step = parse_plan("\n".join(facts["decisions"])), parse("\n".join(facts["step"]))
             names = ("torch", "prices", "peak", "us", "bound_us", "any_us")
-            return cls(plan, step, Machine(**_typed(Machine, facts["machine"])), **_typed(cls, facts, names))
+            return cls(plan, step, _machine(facts["machine"]), **_typed(cls, facts, names))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"the saved plan can't be read: {error}; {REPLAN}") from error
 
@@ -135,7 +135,7 @@ def with_saved_prices(trace: Trace, machine: Machine) -> str:
 
 def _with_capped_tier(trace: Trace, machine: Machine) -> Machine:
     """Cap the free bytes of the tier at the bytes of the step: more of them change no plan."""
-    return replace(machine, capacity=min(machine.capacity, sum(trace.nbytes.values())))
+    return replace(machine, link=replace(machine.link, capacity=min(machine.link.capacity, sum(trace.nbytes.values()))))
 
 
 def _typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
@@ -157,10 +157,18 @@ def _typed(kind: type, facts: dict[str, Any], names: Sequence[str] | None = None
 
 
 def _facts(machine: Machine) -> dict[str, object]:
-    """Return the fields of the machine, without those of a network or a host update that it does not have."""
-    without = {name for name in ("stepping", "only_states") if not getattr(machine, name)}
-    without |= set() if machine.net else {*NETWORK}
-    return {name: fact for name, fact in asdict(machine).items() if name not in without}
+    """Return the fields of the machine, without the parts that it does not have."""
+    return {name: fact for name, fact in asdict(machine).items() if name not in PARTS or fact != asdict(PARTS[name]())}
+
+
+def _machine(facts: dict[str, Any]) -> Machine:
+    """Return the machine that `_facts` printed.
+
+    Raises:
+        TypeError: a fact is of another type than its field.
+    """
+    parts = {name: kind(**_typed(kind, facts[name])) for name, kind in PARTS.items() if name in facts}
+    return Machine(**_typed(Machine, {name: fact for name, fact in facts.items() if name not in PARTS}), **parts)
 
 
 def _seal(facts: dict[str, object]) -> str:

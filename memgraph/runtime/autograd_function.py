@@ -143,7 +143,7 @@ class BackwardPass:
                 parts.note_others(run, self.inputs)
         apart: Mapping[int, Tensor] = {}
         if slots is not None:
-            apart, places = slots.before(self.owners, self.roles.adds)
+            apart, places = slots.begin_backward(self.owners, self.roles.adds)
             run.bind(places)
         added = self._existing_gradients() if self.roles.adds else []
         self._warn()
@@ -152,10 +152,10 @@ class BackwardPass:
             gradients = self._without_shards(self._computed(added))
             if slots is not None:
                 kept = [None if gone else owner for owner, gone in zip(self.owners, self.missing, strict=True)]
-                gradients = slots.after(gradients, kept, apart, run.slot_layouts)
+                gradients = slots.finish_backward(gradients, kept, apart, run.slot_layouts)
         except BaseException as error:
             if self.fused_update is not None:
-                self.fused_update.failed(error)
+                self.fused_update.abort(error)
             raise
         passed_on = self._assigned(gradients)
         if run.is_concurrent:
@@ -205,7 +205,7 @@ class BackwardPass:
             run.update = self.fused_update.begin(self.updated, self.tangents, self.keep)
         if parts.sharded_grads is not None and self.roles.shards:
             run.check_ranks()
-            run.exchange = parts.sharded_grads.begin(
+            run.exchange = parts.sharded_grads.begin_backward(
                 {
                     name: _owner(self.next_nodes[i][0])
                     for name, i in self.roles.exchanged.items()
@@ -223,14 +223,14 @@ class BackwardPass:
             run.halves = parts.halves_without(self.unused)
         results = run.backward(self.tangents, added, self.keep)
         if self.fused_update is not None:
-            self.fused_update.ended()
+            self.fused_update.finish()
         return results
 
     def _without_shards(self, results: list[Tensor]) -> list[Tensor]:
         """Return the gradients; this rank's shards of averaged buckets go to the sharded optimizer."""
         count = len(self.roles.gradients)
         if self.parts.sharded_grads is not None and self.roles.shards:
-            self.parts.sharded_grads.give(dict(zip(self.roles.shards, results[count:], strict=True)))
+            self.parts.sharded_grads.add_shards(dict(zip(self.roles.shards, results[count:], strict=True)))
         return results[:count]
 
     def _assigned(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:

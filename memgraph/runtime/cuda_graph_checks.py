@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes import Forecast, Trace
-from passes.cuda_graph_memory import kept_nbytes, replay_obstacle
+from passes.cuda_graph_memory import explain_not_recordable, recording_nbytes
 
 from ..errors import RecordingError
 from ..graph.captured import Captured
@@ -26,7 +26,7 @@ WITHOUT = 'compile without cuda_graphs=, or with cuda_graphs="auto", which runs 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Whether a step is recorded.
+    """The decision whether a step is recorded.
 
     Attributes:
         cache: makes and keeps the recording; None if the step runs op by op.
@@ -55,17 +55,17 @@ def check_recording(
     Raises:
         RecordingError: a required recording is impossible.
     """
-    obstacle, kept = _obstacle(captured, graph, forecast.trace), kept_nbytes(forecast.trace)
-    if not obstacle and not is_required and forecast.peak + kept > budget:
-        obstacle = f"it would keep {kept} bytes more than the plan leaves of the budget"
-    if obstacle and is_required:
-        raise RecordingError(f"this step can't be recorded: {obstacle}; {WITHOUT}")
-    if obstacle:
-        return Recording(note=f"not recorded: {obstacle}")
+    reason, kept = _reason_against(captured, graph, forecast.trace), recording_nbytes(forecast.trace)
+    if not reason and not is_required and forecast.peak + kept > budget:
+        reason = f"it would keep {kept} bytes more than the plan leaves of the budget"
+    if reason and is_required:
+        raise RecordingError(f"this step can't be recorded: {reason}; {WITHOUT}")
+    if reason:
+        return Recording(note=f"not recorded: {reason}")
     return Recording(CudaGraphCache(recorder), is_required, kept if is_required else 0, RECORDED)
 
 
-def _obstacle(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
+def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
     """Return why the step can't be recorded; empty if it can."""
     if captured.updates or any(node.meta.get("phase") == "update" for node in graph.nodes):
         return "updates run in backward"
@@ -75,7 +75,7 @@ def _obstacle(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
         return "a hook or a process group sees a gradient, or one is lazily conjugated"
     if any(is_random(node) and any("val" not in read.meta for read in node.all_input_nodes) for node in graph.nodes):
         return "random numbers are drawn from a generator of the module's own"
-    return _shared_memory(captured, graph) or replay_obstacle(trace)
+    return _shared_memory(captured, graph) or explain_not_recordable(trace)
 
 
 def _shared_memory(captured: Captured, graph: fx.Graph) -> str:

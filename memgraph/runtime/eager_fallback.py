@@ -1,7 +1,6 @@
-"""The gradients of a step that is over, by running the plain module again.
+"""Gradients for outputs without a planned backward, by running the plain module.
 
-Only for a gradient that arrives for an output for which no backward was planned: forward is repeated with the random
-numbers and the buffers that it had, and autograd does the rest.
+Forward runs once more with the random numbers and the buffers that it had, and autograd does the rest.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ Gradients = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gradients:
-    """Note what forward depends on; the result turns the outputs' gradients into those of parameters, buffers and
+    """Record what forward depends on; the result maps the outputs' gradients to those of parameters, buffers and
     inputs."""
-    generator = torch.default_generator.clone_state()  # which takes none of the tensors' memory
+    generator = torch.default_generator.clone_state()  # counts as no tensor memory
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     written = {role.name for role in overwritten_buffers(captured).values()}
-    held = dict(module.named_buffers())
-    given = tensors_of(flatten((args, kwargs))[0])
-    seen = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *given)]
+    named_buffers = dict(module.named_buffers())
+    inputs = tensors_of(flatten((args, kwargs))[0])
+    versions = [(tensor, version_of(tensor)) for tensor in (*module.parameters(), *inputs)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     def run(tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        refuse_modified(seen)
+        refuse_modified(versions)
         with PLANNING_LOCK, torch.enable_grad(), torch.random.fork_rng(), _casting(casts):
             torch.set_rng_state(generator.get_state())
             if on_gpu:
                 torch.cuda.set_rng_state_all(on_gpu)
-            # What is written was written already; what it held before is in none of the outputs (see overwritten.py).
-            buffers = {name: buffer.clone() if name in written else buffer for name, buffer in held.items()}
+            # These buffers were already overwritten; no output depends on what they held (`reentrant_forward.py`).
+            buffers = {name: buffer.clone() if name in written else buffer for name, buffer in named_buffers.items()}
             named = dict(module.named_parameters())
-            # A checkpoint would run a part in backward, on the module's own buffers, or refuse to be asked by `grad`.
+            # A checkpoint would recompute in backward with the module's own buffers, or refuse `autograd.grad`.
             with without_checkpoint():
                 result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
-        gradients = _differentiate(outputs, [*named.values(), *given], tangents)
-        return [*gradients[: len(named)], *[None] * len(held), *gradients[len(named) :]]
+        gradients = _differentiate(outputs, [*named.values(), *inputs], tangents)
+        return [*gradients[: len(named)], *[None] * len(named_buffers), *gradients[len(named) :]]
 
     return run
 
@@ -63,7 +62,7 @@ def _casting(casts: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 
 def _outputs(result: Any, captured: Captured) -> list[Tensor]:
-    """The tensors of a module's result that are the outputs of its graph, in the graph's order."""
+    """Return the tensors of a module's result in the order of its graph's outputs."""
     leaves, _ = flatten(result)
     count = sum(role.kind == "output" for role in captured.outputs)
     places = {ref.index: i for i, ref in enumerate(captured.leaves) if isinstance(ref, Ref) and ref.kind == "output"}
@@ -75,10 +74,10 @@ def _differentiate(
 ) -> list[Tensor | None]:
     used = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
     wanted = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-    found = torch.autograd.grad(
+    computed = torch.autograd.grad(
         [output for output, _ in used], [leaves[i] for i in wanted], [tangent for _, tangent in used], allow_unused=True
     )
     gradients: list[Tensor | None] = [None] * len(leaves)
-    for i, gradient in zip(wanted, found, strict=True):
+    for i, gradient in zip(wanted, computed, strict=True):
         gradients[i] = gradient
     return gradients

@@ -1,9 +1,9 @@
-"""What is said when torch's allocator refuses a step on a GPU bytes that its plan counts on.
+"""Explain an out-of-memory error of torch's allocator during a step on a GPU.
 
-CUDA out of memory. Tried to allocate 20.00 MiB   ->   the same, with "... 412 MB lay free between blocks ..."
+CUDA out of memory. Tried to allocate 20.00 MiB   ->   the same, with "... holds 412000000 more between those ..."
 
-What a step asks for is within its budget, but memory is not all of one piece: beside the blocks that are given out
-others lie free, none of which is large enough.  With `strict`, or a budget of nearly all of a device, that runs out.
+A step allocates no more than its budget, but memory is fragmented: the free blocks between allocated ones may all be
+too small.  With `strict`, or a budget of nearly the whole device, the allocator then runs out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from ..report.report import Report
 
-WAYS = (
-    "start the process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, with which blocks grow and hardly "
-    "anything lies free between them, or allow the step more memory than it asks for"
+ADVICE = (
+    "start the process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which lets blocks grow and leaves hardly "
+    "any free memory between them, or give the process more memory than the step's budget"
 )
 
 
@@ -25,7 +25,7 @@ WAYS = (
 def explain_out_of_memory(report: Report, device: torch.device) -> Iterator[None]:
     """
     Raises:
-        OutOfMemoryError: torch's own, with what the step was planned to take, and what is in the way.
+        OutOfMemoryError: torch's own, with the planned bytes and those that the allocator holds.
     """
     try:
         yield
@@ -33,4 +33,4 @@ def explain_out_of_memory(report: Report, device: torch.device) -> Iterator[None
         given, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         plan = f"the step was planned to take {report.peak} bytes at most, of a budget of {report.budget}"
         there = f"torch's allocator has given out {given} on {device}, and holds {held - given} more between those"
-        raise torch.OutOfMemoryError(f"{error}\n{plan}; {there}: {WAYS}") from error
+        raise torch.OutOfMemoryError(f"{error}\n{plan}; {there}: {ADVICE}") from error

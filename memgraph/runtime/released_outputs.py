@@ -1,10 +1,10 @@
-"""Count on a caller who lets go of a step's outputs before backward, where no plan fits otherwise.
+"""Plan with outputs that the caller frees before backward, if no plan fits otherwise.
 
-    loss = model(x).square().mean()    # nobody has what model(x) returned any more
-    loss.backward()                    # so its bytes are gone, and what comes to backward goes when it was read
+    loss = model(x).square().mean()    # the result of model(x) is freed here
+    loss.backward()                    # so its bytes are free, and each tangent is freed once it was read
 
-A plan counts outputs to the end of the step, for most loops keep them.  One that does not count them is asked for only
-if there is none that does; then backward looks whether they are gone, before it takes any memory.
+Most loops keep the outputs, and a plan counts them to the end of the step.  A plan that does not count them is searched
+for only if there is no other.  Its backward checks that they are freed before it allocates memory.
 """
 
 from __future__ import annotations
@@ -25,108 +25,112 @@ from passes.ir.liveness import RELEASED, released
 from ..errors import BudgetError
 from ..report.report import Report
 
-# Autograd hands gradients over, and keeps none; older versions of torch keep them until backward has ended.
-HANDS_OVER = hasattr(torch.autograd.Function, "boxed_grads_call")
-ALONE = 2  # who refers to a tensor in a list that nobody else has: the list, and the call that asks
-ASKING = 1  # the object by which a storage is asked refers to it too
+# Whether autograd gives up its references to tangents; older versions of torch keep them until backward ends.
+FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
+ALONE = 2  # references to a tensor that is only in a list: from the list, and from the call that counts
+COUNTING = 1  # the object that counts a storage's references holds one
 
 
 def search_with_released(search: Callable[[Trace, Machine], PlanResult], trace: Trace, machine: Machine) -> PlanResult:
-    """What `search` finds for a step, or else for the same step of a caller who lets go of its outputs.
+    """Return the plan that `search` finds for a step, or else for the step of a caller that frees its outputs.
 
     Raises:
-        passes.BudgetError: it finds nothing for either.
+        passes.BudgetError: it finds none for either.
     """
     try:
         return search(trace, machine)
     except passes.BudgetError as error:
-        lent = most_released(trace)
-        if lent == trace:
+        freeing = most_released(trace)
+        if freeing == trace:
             raise
         try:
-            return search(lent, machine)
+            return search(freeing, machine)
         except passes.BudgetError as other:
-            text = f"In a loop that lets go of the model's outputs before backward, budget={other.smallest} does."
+            text = f"In a loop that frees the model's outputs before backward, budget={other.smallest} works."
             raise passes.BudgetError(f"{error}\n{text}", error.budget, error.smallest) from None
 
 
 def most_released(trace: Trace) -> Trace:
-    """Return the step that takes least of those that `fitting` searches."""
-    return released(trace) if HANDS_OVER else trace
+    """Return the step of a caller that frees all outputs."""
+    return released(trace) if FREES_TANGENTS else trace
 
 
 def releases_outputs(report: Report) -> bool:
-    """Whether a plan counts on its caller to let go of outputs."""
+    """Return True if the plan relies on the caller to free outputs."""
     return any(kind == RELEASED for kind, _ in report.forecast.trace.outputs)
 
 
 class BorrowedOutputs:
-    """Tensors of more than one number, looked at without being held."""
+    """Tensors that are observed without being kept alive; scalars are not."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.dim()}
-        self._storages = [(StorageWeakRef(storage), storage.nbytes()) for storage in found.values()]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.dim()}
+        self._storages = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
     def gone_nbytes(self) -> int:
-        """The bytes of those that nobody has any more."""
+        """Return the bytes that are freed."""
         return sum(nbytes for ref, nbytes in self._storages if ref.expired())
 
     def kept_nbytes(self, but: Iterable[Tensor]) -> int:
-        """The bytes of those that somebody has beside these tensors."""
-        ours = Counter[int]()
+        """Return the bytes that are kept alive by others than these tensors."""
+        own = Counter[int]()
         for tensor in {id(tensor): tensor for tensor in but}.values():
-            ours[tensor.untyped_storage()._cdata] += 1 + tensor._is_view()  # which refers to what it is a view of
-        return sum(nbytes for ref, nbytes in self._storages if _holders(ref) > ours[ref.cdata])
+            own[tensor.untyped_storage()._cdata] += 1 + tensor._is_view()  # a view also refers to its base
+        return sum(nbytes for ref, nbytes in self._storages if _references(ref) > own[ref.cdata])
 
 
 def refuse_kept(
     outputs: BorrowedOutputs, tangents: Sequence[Tensor | None], saved: Iterable[Tensor], report: Report
 ) -> str:
-    """Look whether outputs, and what has come to backward, are gone, or will be once they were read; what is still
-    there, in words.  `saved` are the tensors by which the step holds what backward reads.
+    """Check that outputs and tangents are freed, or will be when they have been read.
+
+    Args:
+        saved: the tensors that the step itself keeps for backward.
+
+    Returns:
+        a note of what is still held, empty if nothing is.
 
     Raises:
-        BudgetError: so much of it is there that the step would take more than its budget.
+        BudgetError: so much is held that the step would exceed its budget.
     """
     kept = outputs.kept_nbytes(saved) + sum(_kept_nbytes(tangents))
     needed = report.peak + kept
     if needed > report.budget and (needed := min(needed, _peak_with_all(report))) > report.budget:
         text = (
-            f"the budget of {report.budget} bytes is enough only if the model's outputs are gone when backward "
-            f"begins, and {kept} bytes of them, or of their gradients, are still held: let go of them before "
-            f"backward (del outputs), or give budget={needed}"
+            f"the budget of {report.budget} bytes is enough only if the model's outputs are freed when backward "
+            f"begins, and {kept} bytes of them, or of their gradients, are still held: free them before backward "
+            f"(del outputs), or give budget={needed}"
         )
         raise BudgetError(text, report.budget, needed)
     return f"{kept} bytes of outputs, or of their gradients, were held through backward" if kept else ""
 
 
 def _peak_with_all(report: Report) -> int:
-    """The peak of the same plan if outputs, and what comes to backward, are held to the end."""
+    """Return the peak of the same plan if outputs and tangents are held to the end."""
     trace = report.forecast.trace
-    held = (("output" if kind == RELEASED else kind, value) for kind, value in trace.outputs)
-    return predict(replace(trace, outputs=tuple(held)), report.machine).peak
+    kept = (("output" if kind == RELEASED else kind, value) for kind, value in trace.outputs)
+    return predict(replace(trace, outputs=tuple(kept)), report.machine).peak
 
 
-def _holders(ref: StorageWeakRef) -> int:
-    """How many tensors hold a storage."""
-    return 0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) - ASKING
+def _references(ref: StorageWeakRef) -> int:
+    return 0 if ref.expired() else torch._C._storage_Use_Count(ref.cdata) - COUNTING
 
 
 class ReleaseWatcher:
-    """Tells a meter, which does not see it, when tensors go that came before its window: asked behind each op."""
+    """Tells a meter when tensors are freed that it did not see allocated; called after each op."""
 
     def __init__(self, tensors: Iterable[Tensor], gone: Callable[[int], None]) -> None:
-        self._lent, self._gone, self._told = BorrowedOutputs(tensors), gone, 0
+        self._tensors, self._gone, self._told = BorrowedOutputs(tensors), gone, 0
 
     def __call__(self, op: str) -> None:
-        nbytes = self._lent.gone_nbytes()
+        nbytes = self._tensors.gone_nbytes()
         if nbytes > self._told:
             self._gone(nbytes - self._told)
             self._told = nbytes
 
 
 def _kept_nbytes(tangents: Sequence[Tensor | None]) -> Iterable[int]:
-    """The bytes of each tangent that somebody beside this list has."""
+    """Yield the bytes of each tangent that is held outside of this list."""
     for i in range(len(tangents)):
         tangent = tangents[i]
         if tangent is not None and tangent.dim():

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from passes.concurrent_forwards import waiting_nbytes
+from passes.concurrent_forwards import pending_gradient_nbytes
 
 from ..errors import MemgraphError, RecordingError
 from ..profile.memory_meter import Allocation, Meter, meter_of
@@ -124,19 +124,19 @@ class Step:
         tier, slots, sharded = self.parts.tier, self.parts.state_slots, self.parts.sharded_grads
         try:
             if slots is not None:
-                places = slots.settled(tensors)
+                places = slots.place(tensors)
                 if tier is not None:
                     tier.bind(places)
             if sharded is not None:
-                sharded.sweep()  # frees shards whose gradients are gone
+                sharded.drop_cleared()  # frees shards whose gradients are gone
             run = StepRun(self.parts.halves, tier, self._recording(tensors))
             if self.device.type != "cpu":
                 run.explain_errors = partial(explain_out_of_memory, self.report, self.device)
         except MemgraphError:
             self.parts.rank_check.announce_failure()
             raise
-        if sharded is not None:
-            run.gather = sharded.optimizer.awaited.coming(self.parts.captured, tensors)
+        if self.parts.pending_gathers is not None:
+            run.gather = self.parts.pending_gathers.begin_forward(self.parts.captured, tensors)
         return run
 
     def _note_concurrent(self, run: StepRun, others: Sequence[StepRun], tensors: Sequence[Tensor]) -> None:
@@ -144,8 +144,8 @@ class Step:
         run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
         adds = self.parts.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
-        gradients = waiting_nbytes(trace) * (2 if adds else 1)
-        together = self.report.peak - trace.others + run.others_nbytes + gradients
+        gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
+        together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:
             self.warned.add(min(count, MANY))
             warn_user(
@@ -193,7 +193,7 @@ class Step:
 
     def _note_times(self, times: StepTimes) -> None:
         if self.parts.fused_update is not None:
-            waited = self.parts.fused_update.waited
+            waited = self.parts.fused_update.waited_us
             times = times.without({op: waited.get(name, 0.0) for op, name in self.parts.update_ops.items()})
         self.times, self.report = times, replace(self.report, measured_us=times.us)
 
@@ -256,7 +256,7 @@ class Step:
         report = replace(report, adding=self.report.adding)
         step = Step(parts, report, replan=replan, on_measured=self._on_measured, history=history, warned=self.warned)
         if self.parts.state_slots is not None:
-            self.parts.state_slots.replaced(parts.state_slots)
+            self.parts.state_slots.release_to(parts.state_slots)
         return step
 
     def note_repriced(self, us: float) -> None:

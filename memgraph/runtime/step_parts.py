@@ -18,9 +18,10 @@ from ..graph.partition import Partition
 from ..graph.unused import drop_unused
 from ..optim.fused_update import FusedUpdate
 from ..optim.tier_slots import OffloadedSlots
+from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..profile.memory_meter import resident_bytes
-from ..storage.tier import Tier
+from ..storage.tiers import Tier
 from .concurrent_runs import concurrent_runs, held_nbytes, waiting_nbytes
 from .cuda_graph_checks import NOT_RECORDED, Recording
 from .step_run import StepRun
@@ -29,7 +30,7 @@ from .tensor_roles import TensorRoles
 
 @dataclass(frozen=True)
 class RankCheck:
-    """How a rank agrees with the others on the step that they run; this one is for a rank alone.
+    """An agreement of all ranks on the step that they run; this one is for a rank alone.
 
     Attributes:
         begin: starts to compare this rank's step with the others'; the result waits, and raises if they differ.
@@ -52,6 +53,7 @@ class StepParts:
         trained: the parameters that the step makes gradients of.
         fused_update: updates parameters in backward.
         sharded_grads: averages gradients over ranks in backward.
+        pending_gathers: updated parameters that forward gathers.
         accumulated_plan: a plan that fits when the same call adds to gradients.
     """
 
@@ -64,6 +66,7 @@ class StepParts:
     trained: Sequence[Tensor] = ()
     fused_update: FusedUpdate | None = None
     sharded_grads: ShardedGradients | None = None
+    pending_gathers: PendingGathers | None = None
     rank_check: RankCheck = RankCheck()
     recording: Recording = NOT_RECORDED
     accumulated_plan: Plan | None = None
@@ -92,7 +95,7 @@ class StepParts:
 
     def shard(self, bucket: int) -> Tensor | None:
         """Return this rank's shard of a bucket of gradients, if backward has left one."""
-        return self.sharded_grads.parts.get(bucket) if self.sharded_grads is not None else None
+        return self.sharded_grads.shards.get(bucket) if self.sharded_grads is not None else None
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that exist now: of parameters, and this rank's shards."""

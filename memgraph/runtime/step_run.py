@@ -21,7 +21,7 @@ from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, resident_bytes
 from ..profile.step_timer import Clock, StepTimes, WallTimes, timing_ops
 from ..storage.mapped_storage import BufferSlice
-from ..storage.tier import Lease, Tier
+from ..storage.tiers import Lease, Tier
 from ..tensors.versions import refuse_modified, version_of
 from .anomaly_mode import finds_nan, run_checked
 from .released_outputs import BorrowedOutputs, ReleaseWatcher
@@ -188,7 +188,7 @@ class StepRun:
         """Return the times of the ops, if they were measured to the end."""
         if self.clock is None or not self.ended:
             return None
-        moved = (self.lease.moved,) if self.lease is not None else ()
+        moved = (self.lease.copies,) if self.lease is not None else ()
         return StepTimes(self.clock.ops, self.clock.us, moved)
 
     @property

@@ -1,6 +1,6 @@
-"""Which tensor of a step is what: of those that it reads, by their places, and of those that it makes.
+"""The roles of the tensors that a step reads and returns.
 
-reads w, b, x; makes y, dw, db    ->   one output; dw is the gradient of what stands at 0, db of what stands at 1
+reads w, b, x; returns y, dw, db    ->   one output; dw is the gradient of input 0, db of input 1
 """
 
 from __future__ import annotations
@@ -16,20 +16,29 @@ Key = tuple[str, str, int]  # kind, name and index of an input
 
 @dataclass(frozen=True, eq=False)
 class TensorRoles:
-    """The tensors of one step; places count those that it reads, tangents left out."""
+    """The tensors of one step.  Places are positions among its inputs, without tangents.
 
-    outputs: int  # how many of the tensors that forward returns are the module's
-    tangents: tuple[int, ...]  # the outputs that backward starts from
-    gradients: tuple[Output, ...]  # what backward returns
-    shards: tuple[int, ...]  # and behind these, this rank's parts of the buckets of these numbers
+    Attributes:
+        outputs: the number of tensors that forward returns to the caller.
+        tangents: the outputs that backward starts from.
+        gradients: what backward returns; behind them come this rank's shards of the buckets `shards`.
+        updates: the places of the parameters that backward updates, by name.
+        exchanged: the places of the parameters whose gradients backward averages over ranks, by name.
+        added_nbytes: of the gradients, then of the shards, that backward adds to; empty if it adds to none.
+    """
+
+    outputs: int
+    tangents: tuple[int, ...]
+    gradients: tuple[Output, ...]
+    shards: tuple[int, ...]
     place: Mapping[Key, int]
-    updates: Mapping[str, int]  # the places of the parameters that backward updates, by their names
-    exchanged: Mapping[str, int]  # and of those whose gradients it averages over ranks
-    given: tuple[int, ...]  # the bytes of the gradients, and then of the parts, that backward adds to; none, or of all
+    updates: Mapping[str, int]
+    exchanged: Mapping[str, int]
+    added_nbytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, captured: Captured, given: Sequence[int], updated: Iterable[str]) -> TensorRoles:
-        """What a captured step says; `updated` are the parameters that backward updates."""
+    def of(cls, captured: Captured, added_nbytes: Sequence[int], updated: Iterable[str]) -> TensorRoles:
+        """Return the roles in a captured step; `updated` are the parameters that backward updates."""
         inputs = [role for role in captured.inputs if role.kind != "tangent"]
         place: dict[Key, int] = {(role.kind, role.name, role.index): i for i, role in enumerate(inputs)}
         return cls(
@@ -40,36 +49,36 @@ class TensorRoles:
             place=place,
             updates={name: place["parameter", name, -1] for name in updated},
             exchanged={name: place["parameter", name, -1] for name in captured.exchanged},
-            given=tuple(given),
+            added_nbytes=tuple(added_nbytes),
         )
 
     @property
     def adds(self) -> bool:
-        """Whether backward adds to gradients that are there."""
-        return bool(self.given)
+        """Return True if backward adds to existing gradients."""
+        return bool(self.added_nbytes)
 
     @cached_property
     def added(self) -> tuple[tuple[int, int], ...]:
-        """The places of the parameters to whose gradients backward adds, with the bytes of each."""
-        return tuple(zip(self._trained, self.given[: len(self._trained)], strict=True)) if self.adds else ()
+        """The places of the parameters whose gradients backward adds to, with the bytes of each."""
+        return tuple(zip(self._trained, self.added_nbytes[: len(self._trained)], strict=True)) if self.adds else ()
 
     @cached_property
     def added_shards(self) -> tuple[tuple[int, int], ...]:
-        """The buckets to whose parts backward adds, with the bytes of each."""
-        return tuple(zip(self.shards, self.given[len(self._trained) :], strict=True)) if self.adds else ()
+        """The buckets whose shards backward adds to, with the bytes of each."""
+        return tuple(zip(self.shards, self.added_nbytes[len(self._trained) :], strict=True)) if self.adds else ()
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The places of all parameters that backward has gradients of."""
+        """The places of all parameters that backward computes gradients of."""
         return (*self._trained, *self.updates.values(), *self.exchanged.values())
 
     @cached_property
     def varying(self) -> tuple[int, ...]:
-        """The places of what the caller gives."""
+        """The places of the caller's inputs."""
         return tuple(i for (kind, _, _), i in self.place.items() if kind == "input")
 
     def target(self, role: Output) -> int:
-        """The place of what a gradient is of."""
+        """Return the place of the input that a gradient belongs to."""
         return self.place["parameter" if role.kind == "gradient" else "input", role.name, role.index]
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Where offloaded bytes are, and the copies that bring them there and back.
+"""Tiers for offloaded bytes, and the copies to and from them.
 
-tier, tiers        the interface of a tier, and the tier of a device
+tiers              the interface of a tier, and the tier of a device
 disk_tier          activations on disk, behind a CPU
 spill_file         unnamed files for it
 io_threads         threads that read and write
-async_copy         copy in chunks while the caller goes on
+async_copy         copies in chunks, while the caller continues
 pinned_tier        activations in pinned host memory, behind a GPU
-pinned_pool        slabs of pinned memory, bounded in sum
+pinned_pool        blocks of pinned memory, bounded in total
 mapped_storage     parameters and states on disk that stay ordinary tensors
 pinned_storage     the same in pinned memory
 transfer           copies of mapped tensors

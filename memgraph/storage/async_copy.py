@@ -1,11 +1,11 @@
-"""Copy between memory and a file in parts, while the caller goes on.
+"""Copy between memory and a file in chunks, while the caller continues.
 
-    copy = Copy(read, where, tensor, "of the state")
+    copy = Copy(read, (file, offset, nbytes), tensor, "of the state")
     copy.begin(guard)    # two threads read
     ...                  # other work meanwhile
-    copy.end()           # the bytes are there, or an error says why not
+    copy.end()           # the bytes are there, or SpillError says why not
 
-Who copies is `workers.py`; here is who waits for whom.
+The threads are in `io_threads.py`; this file decides which copy waits for which.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from ..tensors.layout import is_dense
 from .io_threads import CHUNK, WORKERS, OneShotEvent, read, submit, write
-from .spill_file import SpillError, advice_for, pages
+from .spill_file import SpillError, advice_for, whole_pages
 
-CopyRequest = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
+CopyFunction = Callable[[int, int, int, int], None]  # file, offset, address, nbytes
 
 
-class CopyPart(OneShotEvent):
-    """What one worker does of a copy.  Opens when that has ended, well or not.  Its times are seconds."""
+class CopyChunk(OneShotEvent):
+    """The share of a copy that one thread does; set when it has ended, with or without an error. Times are seconds."""
 
     error: Exception | None = None
-    begin = ended = 0.0
+    started = ended = 0.0
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -40,97 +40,103 @@ class CopyPart(OneShotEvent):
             raise self.error
 
 
-CopiedBytes = dict[CopyRequest, list[CopyPart]]  # what was begun of copies, by whether it is written or read
-CopyGuard = Callable[[CopyPart], object]  # is called before bytes move, and may raise what is against it
+CopyLog = dict[CopyFunction, list[CopyChunk]]  # all chunks that were begun, by `read` and `write`
+CopyGuard = Callable[[CopyChunk], object]  # called before bytes move; may raise to prevent it
 
 
 class Copy:
-    """A copy of a file's bytes and a tensor's.  It holds the tensor until it is known to have ended."""
+    """A copy between a file and a tensor, which is referenced until the copy has ended."""
 
-    def __init__(self, move: CopyRequest, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
+    def __init__(self, move: CopyFunction, where: tuple[int, int, int], tensor: Tensor, place: str) -> None:
         """`where`: file, offset and bytes; `place` is what an error calls the file.
 
         Raises:
-            ValueError: the tensor has other bytes, or not in one run.
+            ValueError: the tensor has another size, or is not dense.
         """
         self.move, self.where = move, where
-        self.address = address_of(tensor, where[2])
-        self.what = f"to {move.__name__} {where[2]} bytes {place}"
+        self.address = _address_of(tensor, where[2])
+        self.description = f"to {move.__name__} {where[2]} bytes {place}"
         self.tensor: Tensor | None = tensor
-        self.parts: list[CopyPart] = []
+        self.chunks: list[CopyChunk] = []
 
-    def begin(self, guard: CopyGuard, after: Sequence[CopyPart] = ()) -> None:
-        """Have the workers copy once `after` have ended; if one of those failed, nothing is copied.
+    def begin(self, guard: CopyGuard, after: Sequence[CopyChunk] = ()) -> None:
+        """Copy once `after` have ended; if one of those failed, nothing is copied.
 
-        Until then, and no longer, the workers hold `guard`, which has to hold the tensor and the file.
+        The threads reference `guard` until then, so it has to reference the tensor and the file.
         """
         file, offset, nbytes = self.where
-        # Half for each worker, so that one copies memory while the other waits for the disk.
-        share = max(CHUNK, pages(-(-nbytes // WORKERS)))
+        # Half for each thread, so that one copies memory while the other waits for the disk.
+        share = max(CHUNK, whole_pages(-(-nbytes // WORKERS)))
         for at in range(0, nbytes, share):
-            self.parts.append(part := CopyPart(min(share, nbytes - at)))
-            submit(partial(_run, part, [guard], after, self.move, file, offset + at, self.address + at, part.nbytes))
+            self.chunks.append(chunk := CopyChunk(min(share, nbytes - at)))
+            where = file, offset + at, self.address + at, chunk.nbytes
+            submit(partial(_run, chunk, [guard], after, self.move, *where))
 
     def end(self) -> None:
-        """Wait for every part, then let the tensor go."""
+        """Wait for every chunk, then release the tensor.
+
+        Raises:
+            SpillError: a chunk failed.
+        """
         finish_copies(self)
         self.tensor = None
-        for part in self.parts:
-            if part.error:
-                advice = advice_for(part.error, "if this disk is failing or full, name another folder with spill_dir=")
-                raise SpillError(f"failed {self.what}: {part.error}; {advice}") from part.error
+        for chunk in self.chunks:
+            if chunk.error:
+                advice = advice_for(chunk.error, "if this disk is failing or full, name another folder with spill_dir=")
+                raise SpillError(f"failed {self.description}: {chunk.error}; {advice}") from chunk.error
 
 
-class SplitCopy(Protocol):
-    """A copy in parts that can be waited for."""
+class ChunkedCopy(Protocol):
+    """A copy in chunks that can be waited for."""
 
-    parts: Any
-
-
-def finish_copies(*copies: SplitCopy | None) -> None:
-    """Wait until `copies` have ended, well or not."""
-    for part in [part for copy in copies if copy for part in copy.parts]:
-        part.wait()
+    chunks: Any
 
 
-def rates(*moved: CopiedBytes) -> tuple[float, float]:
-    """Bytes per microsecond written and read, while such parts moved; 0.0 if none has ended.
+def finish_copies(*copies: ChunkedCopy | None) -> None:
+    """Wait until `copies` have ended, with or without an error."""
+    for chunk in [chunk for copy in copies if copy for chunk in copy.chunks]:
+        chunk.wait()
 
-    Where both moved, each part has an equal share of that time.
+
+def copy_rates(*logs: CopyLog) -> tuple[float, float]:
+    """Return the bytes per microsecond written and read while copies ran, 0.0 if none has ended.
+
+    While both directions were busy, each running chunk has an equal share of the time.
     """
-    ways = [[part for each in moved for part in each.get(move, ()) if part.ended] for move in (write, read)]
-    moments = [(part.begin, 1, way) for way, parts in enumerate(ways) for part in parts]
-    moments += [(part.ended, -1, way) for way, parts in enumerate(ways) for part in parts]
-    busy, moving, before = [0.0, 0.0], [0, 0], 0.0
-    for at, change, way in sorted(moments):
-        for each in (0, 1):
-            busy[each] += moving[each] / max(1, sum(moving)) * (at - before)
-        moving[way] += change
+    directions = [[chunk for log in logs for chunk in log.get(move, ()) if chunk.ended] for move in (write, read)]
+    changes = [(chunk.started, 1, i) for i, chunks in enumerate(directions) for chunk in chunks]
+    changes += [(chunk.ended, -1, i) for i, chunks in enumerate(directions) for chunk in chunks]
+    busy, running, before = [0.0, 0.0], [0, 0], 0.0
+    for at, change, direction in sorted(changes):
+        for i in (0, 1):
+            busy[i] += running[i] / max(1, sum(running)) * (at - before)
+        running[direction] += change
         before = at
-    sums = (sum(part.nbytes for part in parts) for parts in ways)
+    sums = (sum(chunk.nbytes for chunk in chunks) for chunks in directions)
     out, back = (nbytes / seconds / 1e6 if seconds else 0.0 for nbytes, seconds in zip(sums, busy, strict=True))
     return out, back
 
 
-def address_of(tensor: Tensor, nbytes: int) -> int:
-    """Where the bytes of `tensor` begin, provided that they are `nbytes` in one run."""
+def _address_of(tensor: Tensor, nbytes: int) -> int:
     if tensor.device.type != "cpu" or tensor.nbytes != nbytes or not is_dense(tensor):
-        found = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-        raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {found}")
+        actual = f"{tensor.nbytes} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        raise ValueError(f"a slot of {nbytes} bytes takes a dense CPU tensor of as many, not {actual}")
     return tensor.data_ptr()
 
 
-def _run(part: CopyPart, held: list[CopyGuard], after: Sequence[CopyPart], move: CopyRequest, *where: int) -> None:
+def _run(
+    chunk: CopyChunk, guards: list[CopyGuard], after: Sequence[CopyChunk], move: CopyFunction, *where: int
+) -> None:
     try:
-        held[0](part)
-        # Parts begin in the order in which they were submitted, so two workers never wait for each other.
+        guards[0](chunk)
+        # Chunks begin in the order in which they were submitted, so two threads never wait for each other.
         for earlier in after:
             earlier.end()
-        part.begin = time.perf_counter()
+        chunk.started = time.perf_counter()
         move(*where)
-        part.ended = time.perf_counter()
+        chunk.ended = time.perf_counter()
     except Exception as error:
-        part.error = error.with_traceback(None)  # whose frames hold what the guard holds
+        chunk.error = error.with_traceback(None)  # its frames reference what the guard references
     finally:
-        held.clear()  # before anybody goes on, who may count what is left: the worker has yet to drop its job
-        part.open()
+        guards.clear()  # before a waiter counts references: the thread has yet to drop its job
+        chunk.set()

@@ -1,15 +1,15 @@
-"""Let activations lie on disk between forward and backward, so that the RAM they took is free in between.
+"""Keep activations on disk between forward and backward, so that their RAM is free in between.
 
 Before:                   After:
     a = relu(x)               a = relu(x)
     ...                       lease.offload(0, a)      # two threads copy, while the next ops run
-    ...                       lease.free(0); del a     # the bytes have left
+    ...                       lease.free(0); del a     # the copy has ended
     ...                       a = empty(...)
     ...                       lease.reload(0, a)       # the threads copy back
     ...                       lease.wait(0)            # the bytes are there
     g = relu_bwd(a)           g = relu_bwd(a)
 
-Where the bytes lie is `spill.py`, how they are copied `copies.py`; here is which copy waits for which.
+`spill_file.py` makes the files and `async_copy.py` copies; this file decides which copy waits for which.
 """
 
 from __future__ import annotations
@@ -23,84 +23,84 @@ from itertools import accumulate, chain
 import torch
 
 from ..system.user_warning import warn_user
-from .async_copy import CopiedBytes, Copy, CopyPart, CopyRequest, finish_copies
+from .async_copy import Copy, CopyChunk, CopyFunction, CopyLog, finish_copies
 from .io_threads import STAGING, IoThread, read, start, write
 from .mapped_storage import BufferSlice, FileMapping
-from .spill_file import PAGE, SpillError, is_ram, nameless_file, pages, spill_folder
+from .spill_file import PAGE, SpillError, is_ram, spill_folder, unnamed_file, whole_pages
 
 
 class DiskTier:
-    """Room on disk for the activations of a step; `slots` are their bytes, `staging` the RAM that the copies take."""
+    """Files for the activations of a step; `slots` are their bytes, `staging` the RAM that copies take."""
 
     def __init__(self, slots: Sequence[int], folder: str | os.PathLike[str] | None = None) -> None:
         self.closed = False
-        self.process = os.getpid()  # whose files these are
-        self.homes: Mapping[int, BufferSlice] = {}  # slots that are places of the state, and no room of a lease's own
-        self.rooms: list[int] = []  # files that no lease has
+        self.process = os.getpid()  # that made the files
+        self.bound: Mapping[int, BufferSlice] = {}  # slots that hold offloaded state, outside of a lease's file
+        self.files: list[int] = []  # that no lease has
         self.slots = tuple(slots)
-        *self.offsets, self.nbytes = accumulate(map(pages, self.slots), initial=0)
+        *self.offsets, self.nbytes = accumulate(map(whole_pages, self.slots), initial=0)
         self.staging = STAGING  # one set of buffers for all tiers of the process
         self.folder = spill_folder(folder)
         if is_ram(self.folder):
             message = f"{self.folder} is in RAM, so what is offloaded there frees no memory"
             warn_user(f"{message}: name a folder on a disk with spill_dir=")
-        start()  # here, because a step should pay neither their time nor their memory
-        self.rooms.append(self._make_room())
+        start()  # here, because a step should pay neither for their start nor for their memory
+        self.files.append(self._make_file())
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
-        """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
-        self.homes = homes
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
+        """Let slots be slices of offloaded state: these can be reloaded at any time, and an offload is kept."""
+        self.bound = bound
 
     def lease(self) -> DiskLease:
-        """Room for one step in flight; a new file is made if all others are out."""
+        """Return a file for one run of the step; a new one is made if all others are leased."""
         if self.closed:
             raise ValueError("this tier is closed")
-        if self.process != os.getpid():  # a child of fork, whose parent goes on in the same files
-            self._give_up()
+        if self.process != os.getpid():  # a child of fork, whose parent still uses the same files
+            self._close_files()
             self.process = os.getpid()
-        return DiskLease(self, self.rooms.pop() if self.rooms else self._make_room())
+        return DiskLease(self, self.files.pop() if self.files else self._make_file())
 
     def close(self) -> None:
-        """Give the disk its bytes back, those of a running lease as soon as it is released."""
+        """Free the bytes on disk, those of a running lease as soon as it is released."""
         self.closed = True
-        self._give_up()
+        self._close_files()
 
-    def take_back(self, room: int, process: int) -> None:
-        """The lease that a process has had is given back."""
+    def return_file(self, file: int, process: int) -> None:
+        """Take back the file of a lease that `process` had."""
         if process != self.process:
-            os.close(room)
+            os.close(file)
             return
-        self.rooms.append(room)
+        self.files.append(file)
         if self.closed:
-            self._give_up()
+            self._close_files()
 
     def __del__(self) -> None:
         self.close()
 
-    def _give_up(self) -> None:
-        while self.rooms:
-            os.close(self.rooms.pop())
+    def _close_files(self) -> None:
+        while self.files:
+            os.close(self.files.pop())
 
-    def _make_room(self) -> int:
-        return nameless_file(self.folder, max(self.nbytes, PAGE))
+    def _make_file(self) -> int:
+        return unnamed_file(self.folder, max(self.nbytes, PAGE))
 
 
 class DiskLease:
-    """The room of one step in flight.  Used by one thread at a time."""
+    """The file of one run of a step. Used by one thread at a time."""
 
-    def __init__(self, tier: DiskTier, room: int) -> None:
+    def __init__(self, tier: DiskTier, file: int) -> None:
         self.tier = tier
-        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
-        self.room: int | None = room
+        self.bound = tier.bound  # of this run: a later one may find the state elsewhere
+        self.file: int | None = file
         self.process = os.getpid()
         self.out: dict[int, Copy] = {}
         self.back: dict[int, Copy] = {}
-        self.moved: CopiedBytes = {write: [], read: []}  # what the workers have taken up
+        self.copies: CopyLog = {write: [], read: []}  # what the threads have begun
         self.dropped = False
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
-        self.homes = {**self.homes, **homes}
+        self.bound = {**self.bound, **bound}
 
     def offload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to copy the bytes of `tensor` out; they must not change until `free`."""
@@ -111,87 +111,79 @@ class DiskLease:
     def free(self, slot: int) -> None:
         """Wait until the copy out has ended."""
         self._refuse_inherited()
-        copy_of(slot, self.out, "offloaded").end()
+        slot_copy(slot, self.out, "offloaded").end()
 
     def reload(self, slot: int, tensor: torch.Tensor) -> None:
         """Start to fill `tensor` with what was offloaded, as soon as that has ended."""
         self._refuse_inherited()
-        leaving = () if slot in self.homes else copy_of(slot, self.out, "offloaded").parts
+        after = () if slot in self.bound else slot_copy(slot, self.out, "offloaded").chunks
         finish_copies(self.back.get(slot))
-        self._start(self.back, slot, tensor, read, after=leaving)
+        self._start(self.back, slot, tensor, read, after)
 
     def wait(self, slot: int) -> None:
         """Wait until the copy back has ended."""
         self._refuse_inherited()
-        copy_of(slot, self.back, "reloaded").end()
+        slot_copy(slot, self.back, "reloaded").end()
 
     def release(self) -> None:
-        """Drop the copies that have not begun, wait for those that have, and give the room back."""
+        """Drop the copies that have not begun, wait for those that have, and return the file."""
         self.dropped = True
-        # The garbage collector may call this in a worker, which cannot wait for itself.  `__del__` is yet to come.
+        # The garbage collector may call this in an I/O thread, which cannot wait for itself; `__del__` follows then.
         if not isinstance(threading.current_thread(), IoThread):
-            # No thread of a parent's is here to end a copy.
-            for part in chain(*self.moved.values()) if self.process == os.getpid() else ():
-                part.wait()
-            self._give_back()
+            if self.process == os.getpid():  # after a fork no thread of the parent is here to end a copy
+                for chunk in chain(*self.copies.values()):
+                    chunk.wait()
+            self._return_file()
 
     def __del__(self) -> None:
-        # Nothing is to be waited for: a job holds its lease.
-        self._give_back()
+        # No wait is needed: a running job references its lease.
+        self._return_file()
 
-    def _give_back(self) -> None:
+    def _return_file(self) -> None:
         self.out, self.back = {}, {}
-        self.moved = {write: [], read: []}
-        room, self.room = self.room, None
-        if room is not None:
-            self.tier.take_back(room, self.process)
+        self.copies = {write: [], read: []}
+        file, self.file = self.file, None
+        if file is not None:
+            self.tier.return_file(file, self.process)
 
     def _start(
-        self,
-        copies: dict[int, Copy],
-        slot: int,
-        tensor: torch.Tensor,
-        move: CopyRequest,
-        after: Sequence[CopyPart] = (),
-    ) -> None:
+        self, copies: dict[int, Copy], slot: int, tensor: torch.Tensor, move: CopyFunction,
+        after: Sequence[CopyChunk] = (),
+    ) -> None:  # fmt: skip
         copies[slot] = copy = Copy(move, self._where(slot), tensor, f"in {self.tier.folder}")
-        # The guard holds the lease, and the lease the tensors: none is collected before the worker is done.
-        copy.begin(partial(self._take_up, self.moved[move]), after)
+        # The guard references the lease, and that the tensors: none is collected before the thread is done.
+        copy.begin(partial(self._log, self.copies[move]), after)
 
     def _where(self, slot: int) -> tuple[int, int, int]:
         """File, offset and bytes of a slot."""
-        room, home = self._room(), self.homes.get(slot)
-        if home is None:
-            return room, self.tier.offsets[slot], self.tier.slots[slot]
-        assert isinstance(home.mapping, FileMapping)
-        return home.mapping.file, home.offset, home.nbytes
+        file, bound = self._own_file(), self.bound.get(slot)
+        if bound is None:
+            return file, self.tier.offsets[slot], self.tier.slots[slot]
+        assert isinstance(bound.mapping, FileMapping)
+        return bound.mapping.file, bound.offset, bound.nbytes
 
-    def _take_up(self, begun: list[CopyPart], part: CopyPart) -> None:
-        begun.append(part)  # first, so that either `release` waits for it or it sees that the lease is dropped
-        self._room()
+    def _log(self, log: list[CopyChunk], chunk: CopyChunk) -> None:
+        log.append(chunk)  # first, so that either `release` waits for it or it sees that the lease is dropped
+        self._own_file()
 
     def _refuse_inherited(self) -> None:
-        """
-        Raises:
-            SpillError: a child of fork goes on with what its parent had begun.
-        """
         if self.process != os.getpid():
             raise SpillError(
                 "this step began before the process was forked, and what it offloaded is its parent's: call the "
                 "module again in the child"
             )
 
-    def _room(self) -> int:
-        if self.room is None or self.dropped:
+    def _own_file(self) -> int:
+        if self.file is None or self.dropped:
             raise ValueError("this lease is released")
-        return self.room
+        return self.file
 
 
-def copy_of(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
-    """The copy of a slot.
+def slot_copy(slot: int, copies: dict[int, Copy], verb: str) -> Copy:
+    """Return the copy of a slot.
 
     Raises:
-        ValueError: there is none, as nothing was offloaded there or reloaded.
+        ValueError: nothing was offloaded there, or reloaded.
     """
     if slot not in copies:
         raise ValueError(f"slot {slot} was not {verb} in this lease; those that were: {sorted(copies)}")

@@ -1,11 +1,11 @@
-"""Let two threads copy between memory and files, so that a step does not wait for the disk.
+"""Copy between memory and files on two threads, so that a step does not wait for the disk.
 
 Before:                                After:
     write(file, 0, address, 1 << 30)       submit(lambda: write(file, 0, address, 1 << 30))
-    ...  # half a second later             ...  # at once, and the interpreter is free while bytes move
+    ...  # half a second later             ...  # at once, and the interpreter is free meanwhile
 
-Each thread copies through a small buffer of its own, because O_DIRECT takes whole pages at page boundaries, and tensors
-lie anywhere.
+Each thread copies through a small buffer of its own: O_DIRECT takes whole pages at page boundaries only, and tensors
+may begin anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from .spill_file import PAGE, pages
+from .spill_file import PAGE, whole_pages
 
 WORKERS = 2
 CHUNK = 512 << 10  # bytes of each buffer
@@ -31,28 +31,28 @@ IoJob = Callable[[], object]
 
 
 def submit(job: IoJob) -> None:
-    """Have `job` called by a worker.  Jobs begin in the order in which they were submitted, and do not raise."""
+    """Run `job` on a thread. Jobs begin in the order in which they were submitted, and must not raise."""
     start().put(job)
 
 
 @functools.cache
 def start() -> SimpleQueue[IoJob | None]:
-    """Start the workers, one set for all tiers of the process, and return the queue that they empty."""
+    """Start the threads, one set for all tiers of the process, and return their queue."""
     # No executor: a Future that Ctrl-C interrupts may keep a lock that its worker needs.
     jobs: SimpleQueue[IoJob | None] = SimpleQueue()
-    workers = [IoThread(jobs) for _ in range(WORKERS)]
-    for worker in workers:
-        worker.start()
-    atexit.register(finish, workers)
+    threads = [IoThread(jobs) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    atexit.register(join_threads, threads)
     return jobs
 
 
-# A child of fork has the queue, and none of the threads that empty it.
+# A child of fork has the queue, but not the threads that empty it.
 os.register_at_fork(after_in_child=start.cache_clear)
 
 
 class IoThread(threading.Thread):
-    """Does job after job, until it is given None."""
+    """Runs one job after the other, until it is given None."""
 
     def __init__(self, jobs: SimpleQueue[IoJob | None]) -> None:
         super().__init__(name="memgraph-disk", daemon=True)
@@ -61,34 +61,32 @@ class IoThread(threading.Thread):
     def run(self) -> None:
         while job := self.jobs.get():
             job()
-            del job  # it may hold tensors, and the next may be long in coming
+            del job  # it may reference tensors, and the next one may be long in coming
 
 
-def finish(workers: list[IoThread]) -> None:
-    """Let the workers end, so that none is at a tensor when the interpreter takes it down."""
-    for worker in workers:
-        worker.jobs.put(None)
-    for worker in workers:
-        worker.join()
+def join_threads(threads: list[IoThread]) -> None:
+    """End the threads, so that none touches a tensor while the interpreter shuts down."""
+    for thread in threads:
+        thread.jobs.put(None)
+    for thread in threads:
+        thread.join()
 
 
 class OneShotEvent:
-    """Lets others wait for one moment.  A bare lock, because an Event that Ctrl-C interrupts may stay locked."""
+    """An event that is set once. A bare lock, because an Event that Ctrl-C interrupts may stay locked."""
 
     def __init__(self) -> None:
-        self.closed = True
+        self.is_set = False
         self.lock = threading.Lock()
         self.lock.acquire()
 
-    def open(self) -> None:
-        """The moment has come; once."""
-        self.closed = False
+    def set(self) -> None:
+        self.is_set = True
         self.lock.release()
 
     def wait(self) -> None:
-        """Until the moment has come."""
-        while self.closed:
-            # The second is for when Ctrl-C came between these two, in another thread.
+        while not self.is_set:
+            # The second is for Ctrl-C between these two lines, in another thread.
             if self.lock.acquire(timeout=1):
                 self.lock.release()
 
@@ -97,50 +95,50 @@ def write(file: int, offset: int, address: int, nbytes: int) -> None:
     """Copy memory to the file, a buffer at a time."""
     for at in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - at)
-        ctypes.memmove(buffer.address, address + at, size)
-        transfer(os.pwritev, file, offset + at, size)
+        ctypes.memmove(_staging.address, address + at, size)
+        transfer_pages(os.pwritev, file, offset + at, size)
 
 
 def read(file: int, offset: int, address: int, nbytes: int) -> None:
     """Copy the file to memory, a buffer at a time."""
     for at in range(0, nbytes, CHUNK):
         size = min(CHUNK, nbytes - at)
-        transfer(os.preadv, file, offset + at, size)
-        ctypes.memmove(address + at, buffer.address, size)
+        transfer_pages(os.preadv, file, offset + at, size)
+        ctypes.memmove(address + at, _staging.address, size)
 
 
-def transfer(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
-    """Write or read whole pages of the buffer; the kernel may do it in several goes."""
-    done, whole = 0, pages(nbytes)
-    while done < whole:
+def transfer_pages(call: Callable[[int, list[memoryview], int], int], file: int, offset: int, nbytes: int) -> None:
+    """Write or read whole pages of the buffer; the kernel may need several calls."""
+    done, total = 0, whole_pages(nbytes)
+    while done < total:
         try:
-            moved = call(file, [buffer.view[done:whole]], offset + done)
+            count = call(file, [_staging.view[done:total]], offset + done)
         except OSError as error:
             if call is os.pwritev and error.errno == errno.EINVAL:
-                _refuse_large(offset + whole)
+                _check_file_limit(offset + total)
             raise
-        if not moved:
-            raise OSError(errno.EIO, f"the file ended {whole - done} bytes early")
-        if call is os.pwritev and moved % PAGE:  # nothing can go on from there past the page cache
-            _refuse_large(offset + whole)
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {whole - done - moved} bytes were not taken")
-        done += moved
+        if not count:
+            raise OSError(errno.EIO, f"the file ended {total - done} bytes early")
+        if call is os.pwritev and count % PAGE:  # O_DIRECT can't continue within a page
+            _check_file_limit(offset + total)
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {total - done - count} bytes were not taken")
+        done += count
 
 
-def _refuse_large(end: int) -> None:
-    """Say that a file may not be so large.  A write that is cut at the limit ends within a page, which O_DIRECT calls
-    an invalid argument."""
+def _check_file_limit(end: int) -> None:
+    """Raise EFBIG if a file may not be so large: O_DIRECT reports a write cut at the limit as an invalid argument."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and end > limit:
         raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: this process may write files of {limit} bytes")
 
 
-class Buffer(threading.local):
-    """The memory that a thread copies through."""
+class _StagingBuffer(threading.local):
+    """Page-aligned memory; threading.local calls __init__ in each thread that uses it."""
 
     def __init__(self) -> None:
         self.view = memoryview(mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
 
-buffer = Buffer()
+# Mutable state of the module: allocated once a thread, since an mmap in each copy would fault in all its pages again.
+_staging = _StagingBuffer()

@@ -1,19 +1,16 @@
-"""Let tensors of the state lie in the far tier while they stay what they are to everybody else.
+"""Map tensors of the state from a tier, so that they stay ordinary tensors for everyone else.
 
 Before:                              After:
-    p.data    100 MB of RAM              p.data    mapped from a file without a name, shared with it
+    p.data    100 MB of RAM              p.data    mapped from an unnamed file, shared with it
     opt.state[p]["exp_avg"]  too         opt.state[p]["exp_avg"]  too
-                                         place_of(p)  ->  file 7, bytes 0 to 104857600
+                                         buffer_slice_of(p)  ->  file 7, bytes 0 to 104857600
 
-A mapped tensor is an ordinary CPU tensor: it is read, written, saved and copied as any other. The kernel keeps its
-pages as long as it likes and gives them up under pressure; they are no anonymous memory.
+A mapped tensor is an ordinary CPU tensor: it is read, written, saved and copied as any other. Its pages are not
+anonymous memory: the kernel evicts them under pressure. Behind a GPU it is pinned memory (`pinned_storage.py`).
 
-Behind a GPU it is pinned memory that the device sees as well: see `host.py`.
-
-A step goes past the page cache, by the file and the offset. Linux keeps the two coherent by itself: a direct read
-first writes back what is dirty in the pages it covers, and a direct write drops those pages, mapped ones included. That
-holds for any two accesses of which one ends before the other begins, so whoever moves bytes by the file must know that
-nobody writes them by the mapping meanwhile.
+A step bypasses the page cache and uses the file and the offset. Linux keeps the two coherent: a direct read first
+writes back dirty pages that it covers, and a direct write drops those pages, mapped ones included. That holds for two
+accesses if one ends before the other begins, so while bytes move by the file nothing may write them by the mapping.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..tensors.layout import is_dense, shaped
-from .spill_file import PAGE, SpillError, advice_for, nameless_file, pages, spill_folder
+from .spill_file import PAGE, SpillError, advice_for, spill_folder, unnamed_file, whole_pages
 
 SlotSize = tuple[int, int]  # offset, bytes
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +41,7 @@ LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_i
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a place must know of the tensor it is for."""
+    """Layout of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,176 +54,177 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Where the bytes of a tensor lie: `nbytes` of a mapping from `offset` on, which begins a page.
+    """Bytes of a mapping, from a page boundary on.
 
-    Whole pages may be written there: what is beyond `nbytes` in the last one is nobody's. The mapping is held so that
-    it is there while bytes move.
+    Whole pages may be written there: the rest of the last page is unused. The mapping is referenced, so that it exists
+    while bytes move.
     """
 
     offset: int
     nbytes: int
-    mapping: Mapping | Source
+    mapping: Mapping | CopySource
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Its bytes in memory of the host, laid out as `tensor`."""
+    def view_like(self, tensor: Tensor) -> Tensor:
+        """View the bytes in host memory with the layout of `tensor`."""
         assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
         return shaped(flat, tensor)
 
 
-class Source:
-    """What has bytes of the state, and streams that copy them."""
+class CopySource:
+    """Bytes of the state that streams copy."""
 
-    def fetched(self, place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
+    def reload(self, place: BufferSlice, tensor: Tensor, after: Sequence[Any] = ()) -> Any:
         """Begin to fill `tensor`, once `after` have ended."""
         raise NotImplementedError
 
-    def stored(self, place: BufferSlice, tensor: Tensor) -> Any:
+    def offload(self, place: BufferSlice, tensor: Tensor) -> Any:
         """Begin to copy `tensor` there."""
         raise NotImplementedError
 
 
 class BufferAllocator:
-    """What has room for homes, other than a folder."""
+    """Allocates mappings anywhere but in a folder."""
 
-    def mapped(self, slots: Iterable[SlotSize]) -> Mapping:
-        """New room for the slots."""
+    def map(self, slots: Iterable[SlotSize]) -> Mapping:
+        """Allocate a mapping with room for the slots."""
         raise NotImplementedError
 
 
-BufferLocation = BufferAllocator | str | os.PathLike[str] | None  # a folder, None for the usual one
+BufferLocation = BufferAllocator | str | os.PathLike[str] | None  # a folder, None for the default one
 
 
 class MappedBuffer:
-    """Room in the far tier for some tensors. It lives as long as a tensor over it, a place in it, or this object."""
+    """A mapping with a slice for each tensor. It exists as long as a tensor over it, a slice, or this object."""
 
-    def __init__(self, forms: Sequence[TensorSpec], where: BufferLocation) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], location: BufferLocation) -> None:
         """
         Raises:
-            SpillError: the folder has no room for them.
+            SpillError: the folder has no space for them.
             PinnedError: the host has none.
-            ValueError: a form leaves gaps between its elements, or lays several on one place.
+            ValueError: a tensor would have gaps between its elements, or overlap itself.
         """
-        for form in forms:
-            if not is_dense(torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")):
-                raise ValueError(f"a home takes dense tensors, not shape {form.shape} with strides {form.strides}")
-        self.forms = tuple(forms)
-        *self.offsets, nbytes = accumulate((pages(form.nbytes) for form in forms), initial=0)
-        self.nbytes = nbytes
-        slots = [(at, form.nbytes) for at, form in zip(self.offsets, forms, strict=True)]
+        for spec in specs:
+            if not is_dense(torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")):
+                raise ValueError(f"a buffer takes dense tensors, not shape {spec.shape} with strides {spec.strides}")
+        self.specs = tuple(specs)
+        *self.offsets, self.nbytes = accumulate((whole_pages(spec.nbytes) for spec in specs), initial=0)
+        slots = [(at, spec.nbytes) for at, spec in zip(self.offsets, specs, strict=True)]
         self.mapping = (
-            where.mapped(slots) if isinstance(where, BufferAllocator) else FileMapping.of(spill_folder(where), slots)
+            location.map(slots)
+            if isinstance(location, BufferAllocator)
+            else FileMapping.of(spill_folder(location), slots)
         )
 
     def tensor(self, index: int) -> Tensor:
-        """A tensor over the place at `index`; all zeros until something is written there."""
-        form = self.forms[index]
-        if not form.nbytes:
-            return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=self.mapping.device)
-        # A storage of its own: whoever saves or copies one tensor must not get all of the mapping.
-        flat = self.mapping.seen(self.offsets[index], form.nbytes)
-        empty = torch.empty(0, dtype=form.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), 0, form.shape, form.strides)
+        """Return a tensor over the slice at `index`; zeros until something is written there."""
+        spec = self.specs[index]
+        if not spec.nbytes:
+            return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device=self.mapping.device)
+        # A storage of its own: to save or copy one tensor must not take the whole mapping.
+        flat = self.mapping.bytes_at(self.offsets[index], spec.nbytes)
+        empty = torch.empty(0, dtype=spec.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), 0, spec.shape, spec.strides)
 
-    def place(self, index: int) -> BufferSlice:
-        return BufferSlice(self.offsets[index], self.forms[index].nbytes, self.mapping)
+    def slice(self, index: int) -> BufferSlice:
+        return BufferSlice(self.offsets[index], self.specs[index].nbytes, self.mapping)
 
 
 class Mapping(mmap.mmap):
     """Memory with room for slots, each an offset and bytes."""
 
-    device = torch.device("cpu")  # of the tensors that lie there
-    slots: list[SlotSize]  # those that have any bytes
+    device = torch.device("cpu")  # of the tensors over it
+    slots: list[SlotSize]  # that have any bytes
 
-    def seen(self, offset: int, nbytes: int) -> Tensor:
-        """Some of its bytes as the owner of a tensor there sees them."""
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """View some bytes on the device of the tensors over them."""
         return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def part(self, base: int) -> None:
-        """In a child of fork: let what is written at this address no longer be written for the parent as well."""
+    def unshare(self, base: int) -> None:
+        """In a child of fork, stop writing to the parent's bytes; the mapping begins at address `base`."""
 
-    def known(self, slots: list[SlotSize]) -> None:
-        """From now on, tensors there have a place."""
+    def register(self, slots: list[SlotSize]) -> None:
+        """Let `buffer_slice_of` find tensors over this mapping."""
         self.slots = slots
-        _mappings[self.seen(0, 1).data_ptr()] = self
+        _open_mappings[self.bytes_at(0, 1).data_ptr()] = self
 
 
 class FileMapping(Mapping):
-    """A file in memory, which closes the file when nobody refers to it any more."""
+    """A file in memory, which is closed when nothing references the mapping any more."""
 
     file: int
 
     @classmethod
     def of(cls, folder: Path, slots: Iterable[SlotSize]) -> FileMapping:
-        """Map a new nameless file with room for the slots."""
-        laid, nbytes = taken_nbytes(slots)
-        file = nameless_file(folder, nbytes, "the state")
+        """Map a new unnamed file with room for the slots."""
+        nonempty, nbytes = page_layout(slots)
+        file = unnamed_file(folder, nbytes, "the state")
         try:
             mapping = cls(file, nbytes)
         except OSError as error:  # of memory, or of files: a mapping has one of its own
             os.close(file)
+            message = f"cannot map {nbytes} bytes of a file for the state in {folder}: {error}"
             advice = advice_for(error, "see that the process may map more memory (ulimit -v, vm.max_map_count)")
-            raise SpillError(
-                f"cannot map {nbytes} bytes of a file for the state in {folder}: {error}; {advice}"
-            ) from error
+            raise SpillError(f"{message}; {advice}") from error
         mapping.file = file
-        mapping.known(laid)
+        mapping.register(nonempty)
         return mapping
 
-    def part(self, base: int) -> None:
+    def unshare(self, base: int) -> None:
         writable, private, fixed = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, 0x10
         if LIBC.mmap(base, len(self), writable, private | fixed, self.file, 0) != base:
-            raise OSError(ctypes.get_errno(), "a home cannot be parted from that of the parent")
+            raise OSError(ctypes.get_errno(), "offloaded state can't be separated from that of the parent process")
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
             os.close(self.file)
 
 
-def taken_nbytes(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
-    """The slots that have any bytes, and the bytes of whole pages that they take."""
-    laid = [slot for slot in slots if slot[1]]
-    return laid, max((at + pages(size) for at, size in laid), default=PAGE)
+def page_layout(slots: Iterable[SlotSize]) -> tuple[list[SlotSize], int]:
+    """Return the slots that have any bytes, and the bytes of whole pages that they take."""
+    nonempty = [slot for slot in slots if slot[1]]
+    return nonempty, max((at + whole_pages(size) for at, size in nonempty), default=PAGE)
 
 
-_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+# Mutable state of the module, by address: any tensor may come in, and only its address tells where it was mapped.
+_open_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
 
 
-def _part() -> None:
-    """A child of fork has homes of its own: it finds its parent's tensors in ordinary memory."""
-    for base, mapping in list(_mappings.items()):
-        mapping.part(base)
-    _mappings.clear()
+def _unshare_all() -> None:
+    """Turn the parent's offloaded tensors into ordinary memory of the child."""
+    for base, mapping in list(_open_mappings.items()):
+        mapping.unshare(base)
+    _open_mappings.clear()
 
 
-os.register_at_fork(after_in_child=_part)
+os.register_at_fork(after_in_child=_unshare_all)
 
 
 def buffer_slice_of(tensor: Tensor) -> BufferSlice | None:
-    """Where a tensor lies in a home, or None.
+    """Return the slice of a mapping that a tensor covers, or None.
 
-    A part of a place has a place too, if it begins a page and ends one, or ends where the place does. Anything else in
-    a home is to be read and written as the ordinary memory that it is.
+    A part of a slot counts if it begins at a page, and ends at one or where the slot does. Any other part has to be
+    read and written as the ordinary memory that it is.
     """
     if tensor.layout != torch.strided or not tensor.nbytes or not is_dense(tensor):
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    for base, mapping in list(_mappings.items()):
+    for base, mapping in list(_open_mappings.items()):
         if base <= address < base + len(mapping):
-            return _within(mapping, address - base, nbytes)
+            return _slice_within(mapping, address - base, nbytes)
     return None
 
 
 def is_offloaded(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a home; a fake one does not."""
-    return bool(_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
+    """Return True if a tensor covers a slice of a mapping; a fake tensor never does."""
+    return bool(_open_mappings) and not isinstance(tensor, FakeTensor) and buffer_slice_of(tensor) is not None
 
 
-def _within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:
+def _slice_within(mapping: Mapping, offset: int, nbytes: int) -> BufferSlice | None:
     end = offset + nbytes
     slot = bisect_right(mapping.slots, offset, key=lambda slot: slot[0]) - 1
-    until = sum(mapping.slots[slot])
-    whole = offset % PAGE == 0 and (end == until or (end < until and end % PAGE == 0))
+    slot_end = sum(mapping.slots[slot])
+    whole = offset % PAGE == 0 and (end == slot_end or (end < slot_end and end % PAGE == 0))
     return BufferSlice(offset, nbytes, mapping) if whole else None
 
 

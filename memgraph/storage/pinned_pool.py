@@ -1,13 +1,13 @@
-"""Pinned host memory: slabs that are taken when a step is planned, lent to its flights, and bounded in all.
+"""Pinned host memory in blocks: reserved when a step is planned, acquired by its runs, and bounded in total.
 
-    SLABS.reserve(1 << 30, cuda)    a slab of at least so many bytes is there from now on
-    slab = SLABS.lend(1 << 30, cuda)    that one; another is made only if it is out
-    SLABS.take_back(slab)
-    SLABS.forget(1 << 30, cuda)     what no plan needs any more goes back to the host
+    POOL.reserve(1 << 30, cuda)            a block of at least so many bytes exists from now on
+    block = POOL.acquire(1 << 30, cuda)    that one; another is made only if it is in use
+    POOL.release(block)
+    POOL.unreserve(1 << 30, cuda)          what no other plan needs is returned to the host
 
-A slab is whole pages of the process's own, registered with CUDA: exactly as many bytes as are wanted, where torch's
-allocator of pinned memory rounds up to a power of two.  Steps that run one after the other share one slab.  Where the
-host does not pin, copies go to pageable memory, slower and waited for, after one warning.  Not yet run on a GPU.
+A block is whole pages of the process, registered with CUDA: exactly as many bytes as were asked for, where torch's
+allocator of pinned memory rounds up to a power of two. Steps that run one after the other share a block. Where the host
+does not pin, copies use pageable memory, slower and synchronous, after one warning. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from ..errors import MemgraphError
 from ..system.byte_sizes import BudgetRequest, asked_nbytes
 from ..system.device import CPU, memory_nbytes
 from ..system.user_warning import warn_user
-from .spill_file import pages
+from .spill_file import whole_pages
 
 VARIABLE = "MEMGRAPH_PINNED"
 PINNED = BudgetRequest("pinned", "the host", f"what {VARIABLE} names, or half of the host's memory")
 NAMED = BudgetRequest(VARIABLE, "the host", "half of that")
-SHARED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which see it
-OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of the process's own, which are pinned faster than shared ones
+REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped: pinned for all devices, which can access it
+MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # private pages, which are pinned faster than shared ones
 
 
 class PinnedError(MemgraphError):
-    """More pinned memory is wanted than may be taken."""
+    """More pinned memory would be needed than is allowed."""
 
 
 class PinnedAllocator(Protocol):
-    """Who pins pages."""
+    """Pins pages."""
 
     def register(self, flat: Tensor, device: torch.device) -> str:
-        """Pin the pages of a tensor; why not, if that is refused."""
+        """Pin the pages of a tensor; return why not, if that is refused."""
         ...
 
     def unregister(self, flat: Tensor) -> None:
-        """Let the pages go, once no device is at them any more."""
+        """Unpin the pages, once no device uses them any more."""
         ...
 
 
 @dataclass(eq=False)
 class PinnedBlock:
-    """`nbytes` bytes of whole pages; `pinned` says whether the host has pinned them."""
+    """`nbytes` bytes of whole pages; `pinned` is False if the host refused to pin them."""
 
     nbytes: int
     device: torch.device
-    pins: PinnedAllocator
+    allocator: PinnedAllocator
     bytes: Tensor = field(init=False)
     pinned: bool = False
-    after: tuple[Any, ...] = ()  # events of the copies of the last flight that had it
+    events: tuple[Any, ...] = ()  # at the end of the copies of its last user
 
     def __post_init__(self) -> None:
-        mapping = mmap.mmap(-1, self.nbytes, flags=OWN)
+        mapping = mmap.mmap(-1, self.nbytes, flags=MMAP_FLAGS)
         # After a fork, the first write to a page would leave the device with the old one.
         mapping.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        why = self.pins.register(self.bytes, self.device)
+        why = self.allocator.register(self.bytes, self.device)
         self.pinned = not why
         if why:
             warn_user(
@@ -77,37 +77,36 @@ class PinnedBlock:
             )
 
     def close(self) -> None:
-        """Let running copies end, and give the pages back."""
-        for event in self.after:
+        """Wait for running copies, and return the pages."""
+        for event in self.events:
             event.synchronize()
         if self.pinned:
             self.pinned = False
-            self.pins.unregister(self.bytes)
+            self.allocator.unregister(self.bytes)
         self.bytes = self.bytes[:0].clone()
 
 
 class PinnedPool:
-    """The slabs of the process.  Who asks may bring a cap of its own: all of them together are no more than that then,
-    and no more than `cap` otherwise."""
+    """The blocks of the process, bounded in total by the `cap` of a caller that asks for more, else by its own."""
 
-    def __init__(self, cap: Callable[[], int], pins: PinnedAllocator) -> None:
-        self.cap, self.pins = cap, pins
+    def __init__(self, cap: Callable[[], int], allocator: PinnedAllocator) -> None:
+        self.cap, self.allocator = cap, allocator
         self.free: list[PinnedBlock] = []
-        self.lent: list[PinnedBlock] = []
-        self.needs: list[tuple[int, torch.device]] = []
-        self.claimed = 0  # bytes that are pinned for homes
-        self.lock = threading.RLock()  # the collector may have a lease given back anywhere
+        self.in_use: list[PinnedBlock] = []
+        self.reservations: list[tuple[int, torch.device]] = []
+        self.claimed = 0  # bytes that are pinned for offloaded state
+        self.lock = threading.RLock()  # the garbage collector may release a lease anywhere
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all slabs, and of what else is pinned."""
-        return self.claimed + sum(slab.nbytes for slab in (*self.free, *self.lent))
+        """All pinned bytes."""
+        return self.claimed + sum(block.nbytes for block in (*self.free, *self.in_use))
 
     def claim(self, nbytes: int, cap: int | None = None) -> None:
-        """So many bytes more are pinned by somebody else, or fewer.
+        """Count bytes that are pinned elsewhere; a negative number gives them back.
 
         Raises:
-            PinnedError: they would be more than the cap.
+            PinnedError: they would exceed the cap.
         """
         with self.lock:
             if nbytes > 0:
@@ -115,83 +114,85 @@ class PinnedPool:
             self.claimed += nbytes
 
     def reserve(self, nbytes: int, device: torch.device, cap: int | None = None) -> None:
-        """Have a slab of `nbytes` for a plan.
+        """Make sure that a block of `nbytes` exists for a plan.
 
         Raises:
-            PinnedError: there would be more of them than the cap.
+            PinnedError: it would exceed the cap.
         """
         with self.lock:
-            slab = self.lend(nbytes, device, cap)
-            self.needs.append((_whole(nbytes), device))
-            self.take_back(slab)
+            block = self.acquire(nbytes, device, cap)
+            self.reservations.append((_block_nbytes(nbytes), device))
+            self.release(block)
 
-    def forget(self, nbytes: int, device: torch.device) -> None:
-        """One plan less needs so many; what is larger than all others need is given up."""
+    def unreserve(self, nbytes: int, device: torch.device) -> None:
+        """Drop one reservation, and close blocks that are larger than all others need."""
         with self.lock:
-            self.needs.remove((_whole(nbytes), device))
+            self.reservations.remove((_block_nbytes(nbytes), device))
             self._trim()
 
-    def lend(self, nbytes: int, device: torch.device, cap: int | None = None) -> PinnedBlock:
-        """A slab of at least `nbytes`, for one flight.
+    def acquire(self, nbytes: int, device: torch.device, cap: int | None = None) -> PinnedBlock:
+        """Return a block of at least `nbytes`, for one run of a step.
 
         Raises:
-            PinnedError: there would be more of them than the cap.
+            PinnedError: it would exceed the cap.
         """
         with self.lock:
-            wanted = _whole(nbytes)
-            fitting = [slab for slab in self.free if slab.nbytes >= wanted and slab.device == device]
+            wanted = _block_nbytes(nbytes)
+            fitting = [block for block in self.free if block.nbytes >= wanted and block.device == device]
             if fitting:
-                slab = min(fitting, key=lambda slab: slab.nbytes)
-                self.free.remove(slab)
+                block = min(fitting, key=lambda block: block.nbytes)
+                self.free.remove(block)
             else:
-                self._give_up(lambda slab: slab.device == device)  # each is too small
+                self._close_free(lambda block: block.device == device)  # each is too small
                 self._check(wanted, cap)
-                slab = PinnedBlock(wanted, device, self.pins)
-            self.lent.append(slab)
-            return slab
+                block = PinnedBlock(wanted, device, self.allocator)
+            self.in_use.append(block)
+            return block
 
-    def take_back(self, slab: PinnedBlock) -> None:
+    def release(self, block: PinnedBlock) -> None:
         with self.lock:
-            self.lent.remove(slab)
-            self.free.append(slab)
+            self.in_use.remove(block)
+            self.free.append(block)
             self._trim()
 
     def _trim(self) -> None:
-        self._give_up(lambda slab: slab.nbytes > max((n for n, d in self.needs if d == slab.device), default=0))
+        def needed(device: torch.device) -> int:
+            return max((nbytes for nbytes, other in self.reservations if other == device), default=0)
 
-    def _give_up(self, unwanted: Callable[[PinnedBlock], bool]) -> None:
-        for slab in [slab for slab in self.free if unwanted(slab)]:
-            self.free.remove(slab)
-            slab.close()
+        self._close_free(lambda block: block.nbytes > needed(block.device))
 
-    def _check(self, nbytes: int, asked: int | None) -> None:
-        cap = self.cap() if asked is None else asked
-        if self.nbytes + nbytes > cap:
+    def _close_free(self, unwanted: Callable[[PinnedBlock], bool]) -> None:
+        for block in [block for block in self.free if unwanted(block)]:
+            self.free.remove(block)
+            block.close()
+
+    def _check(self, nbytes: int, cap: int | None) -> None:
+        allowed = self.cap() if cap is None else cap
+        if self.nbytes + nbytes > allowed:
             state = f", {self.claimed} of it by state" if self.claimed else ""
             raise PinnedError(
-                f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.lent)} "
-                f'steps in flight{state}) and {cap} allowed; allow more with pinned=, e.g. pinned="16GB", or for the '
-                f"whole process with {VARIABLE}=16GB, have fewer steps in flight, or plan with offload=None"
+                f"{nbytes} bytes of pinned host memory are wanted, but {self.nbytes} are taken (by {len(self.in_use)} "
+                f'running steps{state}) and {allowed} allowed; allow more with pinned=, e.g. pinned="16GB", or for the '
+                f"whole process with {VARIABLE}=16GB, have fewer steps running, or plan with offload=None"
             )
 
 
-def _whole(nbytes: int) -> int:
-    """Whole pages, one at least."""
-    return pages(max(nbytes, 1))
+def _block_nbytes(nbytes: int) -> int:
+    return whole_pages(max(nbytes, 1))
 
 
 def cap_nbytes() -> int:
-    """The most bytes that may be pinned: what MEMGRAPH_PINNED says, or half of the host's memory.
+    """Return the most bytes that may be pinned: MEMGRAPH_PINNED, or half of the host's memory.
 
     Raises:
-        ValueError: it says something that can't be read.
+        ValueError: the variable can't be read.
     """
     named = os.environ.get(VARIABLE)
     return asked_nbytes(named, CPU, NAMED) if named else memory_nbytes(CPU) // 2
 
 
 def pinned_nbytes(pinned: str | int | float | None) -> int | None:
-    """The bytes that `pinned` means: the most that may be pinned in all when a step asks for some; None if not given.
+    """Return the bytes that the option `pinned` allows in all when a step asks for some; None if not given.
 
     Raises:
         ValueError: it can't be read, is not positive, or is more than the host has.
@@ -200,16 +201,16 @@ def pinned_nbytes(pinned: str | int | float | None) -> int | None:
 
 
 class CudaPinnedAllocator:
-    """CUDA's way to pin."""
+    """Pins pages with CUDA."""
 
     def __init__(self) -> None:
-        self.devices: dict[int, torch.device] = {}  # by the address of what is pinned
+        self.devices: dict[int, torch.device] = {}  # by address
 
     def register(self, flat: Tensor, device: torch.device) -> str:
         try:
-            with torch.cuda.device(device):  # of which such memory is said to be
+            with torch.cuda.device(device):  # cudaHostRegister registers for the current one
                 cudart: Any = torch.cuda.cudart()
-                code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, SHARED))
+                code = int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, REGISTER_FLAGS))
             why = f"cudaHostRegister says {code}" if code else ""
         except RuntimeError as error:
             why = str(error)
@@ -221,12 +222,13 @@ class CudaPinnedAllocator:
         return why
 
     def unregister(self, flat: Tensor) -> None:
-        if torch.cuda._is_in_bad_fork():  # a child, which has no part in it
+        if torch.cuda._is_in_bad_fork():  # a child, in which CUDA is not initialized
             return
-        # A kernel or a copy may still be at it that nobody waits for, and CUDA does not promise to.
+        # A kernel or a copy may still use the pages, and CUDA does not promise to wait for it.
         torch.cuda.synchronize(self.devices.pop(flat.data_ptr()))
         cudart: Any = torch.cuda.cudart()
         cudart.cudaHostUnregister(flat.data_ptr())
 
 
+# Mutable state of the module: what may be pinned is bounded for the process, whatever models it has.
 PINNED_POOL = PinnedPool(cap_nbytes, CudaPinnedAllocator())

@@ -1,14 +1,14 @@
-"""Let activations lie in pinned host memory between forward and backward.  Not yet run on a GPU.
+"""Keep activations in pinned host memory between forward and backward. Not yet run on a GPU.
 
-    lease.offload(0, a)     the `out` stream copies a, behind what computes it
-    lease.free(0); del a    the compute stream waits for the copy; whatever takes a's bytes next comes behind it
+    lease.offload(0, a)     the `out` stream copies a, after the ops that compute it
+    lease.free(0); del a    the compute stream waits for the copy; the next use of a's bytes follows it
     a = empty(...)          from the compute stream's pool
-    lease.reload(0, a)      the `back` stream copies, behind whatever had those bytes
+    lease.reload(0, a)      the `back` stream copies, after the previous use of those bytes
     lease.wait(0)           the compute stream waits for the copy
 
-One stream per direction for the life of the process.  No tensor is used on a stream while it could be freed on another,
-so nothing is recorded with the allocator: the graph holds what is copied out until `free` and what is copied back from
-before `reload` until `wait`, and the lease does as well, should the graph be left in the middle.
+There is one stream per direction for the life of the process. No tensor is used on a stream while it could be freed on
+another, so nothing is recorded with the allocator: the graph references what is copied out until `free`, and what is
+copied back from before `reload` until `wait`. So does the lease, in case the graph is left in the middle.
 """
 
 from __future__ import annotations
@@ -23,131 +23,136 @@ import torch
 from torch import Tensor
 
 from ..tensors.layout import shaped
-from .async_copy import CopiedBytes
+from .async_copy import CopyLog
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
 from .spill_file import PAGE
 
-ALIGNED = 256  # bytes, at a multiple of which a slot begins: less than 1 % is lost on the smallest value that is sent
-Copying = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor on the device
+ALIGNMENT = (
+    256  # bytes; a slot begins at a multiple, which wastes less than 1 % on the smallest value that is offloaded
+)
+EventCopy = tuple[Any, Tensor]  # the event at the end of a copy, and the tensor on the device
 
 
 class PinnedTier:
-    """Room in pinned memory for the activations of a step; `slots` are their bytes.
+    """Pinned memory for the activations of a step; `slots` are their bytes.
 
-    `cuda` is torch.cuda, or what has its streams and events; `cap` is the most that its steps may have pinned in all.
+    `cuda` is torch.cuda, or a stand-in with its streams and events; `cap` bounds what the process may have pinned in
+    all when this tier asks for more.
     """
 
-    staging = 0  # copies go straight between the device and the slab
+    staging = 0  # copies go straight between the device and the block
 
     def __init__(
-        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, slabs: PinnedPool = PINNED_POOL,
+        self, slots: Sequence[int], device: torch.device, cuda: Any = torch.cuda, pool: PinnedPool = PINNED_POOL,
         cap: int | None = None,
     ) -> None:  # fmt: skip
-        self.slots, self.device, self.cuda, self.slabs, self.cap = tuple(slots), device, cuda, slabs, cap
-        *self.offsets, nbytes = accumulate((-(-slot // ALIGNED) * ALIGNED for slot in slots), initial=0)
+        self.slots, self.device, self.cuda, self.pool, self.cap = tuple(slots), device, cuda, pool, cap
+        *self.offsets, nbytes = accumulate((-(-slot // ALIGNMENT) * ALIGNMENT for slot in slots), initial=0)
         self.nbytes = max(nbytes, PAGE)
-        self.homes: Mapping[int, BufferSlice] = {}
+        self.bound: Mapping[int, BufferSlice] = {}
         self.closed = True
-        slabs.reserve(self.nbytes, device, cap)
+        pool.reserve(self.nbytes, device, cap)
         self.closed = False
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
-        """Let slots be where tensors of the state live: there is always something to reload, and an offload stays."""
-        self.homes = homes
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
+        """Let slots be slices of offloaded state: these can be reloaded at any time, and an offload is kept."""
+        self.bound = bound
 
     def lease(self) -> PinnedLease:
-        """Room for one step in flight.
+        """Acquire a block for one run of the step.
 
         Raises:
-            PinnedError: several are, and one more slab would be too much.
+            PinnedError: several are leased, and one more block would exceed the cap.
         """
-        slab = self.slabs.lend(self.nbytes, self.device, self.cap)
-        for event in slab.after:  # copies come behind the compute stream, and that behind who had the slab
+        block = self.pool.acquire(self.nbytes, self.device, self.cap)
+        for event in block.events:  # copies follow the compute stream, and that the previous user of the block
             self.cuda.current_stream(self.device).wait_event(event)
-        return PinnedLease(self, slab)
+        return PinnedLease(self, block)
 
     def close(self) -> None:
-        """This tier needs its slab no more; a lease that is out keeps its own."""
+        """Give up the reservation; a running lease keeps its own block."""
         if not self.closed:
             self.closed = True
-            self.slabs.forget(self.nbytes, self.device)
+            self.pool.unreserve(self.nbytes, self.device)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the pages go with the process
+        if not sys.is_finalizing():  # else the pages end with the process
             self.close()
 
 
 class PinnedLease:
-    """One step's room: a slab, and what is being copied."""
+    """The block of one run of a step, and its running copies."""
 
-    def __init__(self, tier: PinnedTier, slab: PinnedBlock) -> None:
+    def __init__(self, tier: PinnedTier, block: PinnedBlock) -> None:
         self.tier, self.cuda, self.device = tier, tier.cuda, tier.device
-        self.slab: PinnedBlock | None = slab
-        self.gone: dict[int, Any] = {}  # by slot, the event at the end of the copy out
-        self.leaving: dict[int, Copying] = {}
-        self.coming: dict[int, Copying] = {}
+        self.block: PinnedBlock | None = block
+        self.written: dict[int, Any] = {}  # by slot, the event at the end of the copy out
+        self.copying_out: dict[int, EventCopy] = {}
+        self.copying_back: dict[int, EventCopy] = {}
         self.last: dict[Any, Any] = {}  # by stream, the event at its end
-        self.moved: CopiedBytes = {}  # events keep no times
-        self.homes = tier.homes  # as they are now: a later step may find the state elsewhere
+        self.copies: CopyLog = {}  # events record no times
+        self.bound = tier.bound  # of this run: a later one may find the state elsewhere
 
-    def bind(self, homes: Mapping[int, BufferSlice]) -> None:
+    def bind(self, bound: Mapping[int, BufferSlice]) -> None:
         """Let slots be elsewhere than the tier was told."""
-        self.homes = {**self.homes, **homes}
+        self.bound = {**self.bound, **bound}
 
     def offload(self, slot: int, tensor: Tensor) -> None:
         out, _ = copy_streams(self.cuda, self.device)
-        self.gone[slot] = self._copy(out, self._part(slot, tensor), tensor)
-        self.leaving[slot] = self.gone[slot], tensor
+        self.written[slot] = self._copy(out, self._host_view(slot, tensor), tensor)
+        self.copying_out[slot] = self.written[slot], tensor
 
     def free(self, slot: int) -> None:
-        event, _ = self.leaving.pop(slot)
+        event, _ = self.copying_out.pop(slot)
         self.cuda.current_stream(self.device).wait_event(event)
 
     def reload(self, slot: int, tensor: Tensor) -> None:
         _, back = copy_streams(self.cuda, self.device)
-        if slot in self.gone or slot not in self.homes:
-            back.wait_event(self.gone[slot])
-        self.coming[slot] = self._copy(back, tensor, self._part(slot, tensor)), tensor
+        if slot in self.written or slot not in self.bound:
+            back.wait_event(self.written[slot])
+        self.copying_back[slot] = self._copy(back, tensor, self._host_view(slot, tensor)), tensor
 
     def wait(self, slot: int) -> None:
-        event, _ = self.coming.pop(slot)
+        event, _ = self.copying_back.pop(slot)
         self.cuda.current_stream(self.device).wait_event(event)
 
     def join(self) -> None:
-        """Let what comes behind on the compute stream wait for all that is being copied, and later copies for that: as
-        the end of a recording wants, whose events mean nothing beyond it."""
+        """Order the compute stream behind all running copies, and later copies behind it.
+
+        A CUDA graph has to end like this, because its events mean nothing outside of it.
+        """
         used, self.last = self.last, {}
-        done = self.cuda.Event()  # which nobody has recorded, so that nobody waits for it
-        self.gone = dict.fromkeys(self.gone, done)
-        self.leaving = {slot: (done, tensor) for slot, (_, tensor) in self.leaving.items()}
-        self.coming = {slot: (done, tensor) for slot, (_, tensor) in self.coming.items()}
+        done = self.cuda.Event()  # never recorded, so that no wait for it blocks
+        self.written = dict.fromkeys(self.written, done)
+        self.copying_out = {slot: (done, tensor) for slot, (_, tensor) in self.copying_out.items()}
+        self.copying_back = {slot: (done, tensor) for slot, (_, tensor) in self.copying_back.items()}
         for stream in used:
             self.cuda.current_stream(self.device).wait_stream(stream)
 
     def release(self) -> None:
-        """Give the slab back.  The host waits only for what nobody waits for any more, of a step that failed."""
-        slab, self.slab = self.slab, None
-        if slab is not None:
-            for event, _ in (*self.leaving.values(), *self.coming.values()):
+        """Return the block. The host waits only for copies that a failed step has left running."""
+        block, self.block = self.block, None
+        if block is not None:
+            for event, _ in (*self.copying_out.values(), *self.copying_back.values()):
                 event.synchronize()
-            self.leaving.clear()
-            self.coming.clear()
-            slab.after = tuple(self.last.values())
-            self.tier.slabs.take_back(slab)
+            self.copying_out.clear()
+            self.copying_back.clear()
+            block.events = tuple(self.last.values())
+            self.tier.pool.release(block)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self.release()
 
-    def _part(self, slot: int, tensor: Tensor) -> Tensor:
-        """The place of a slot in the slab, with the tensor's type, shape and strides."""
-        if self.slab is None:
+    def _host_view(self, slot: int, tensor: Tensor) -> Tensor:
+        """The bytes of a slot, with the tensor's type, shape and strides."""
+        if self.block is None:
             raise ValueError("this lease is released")
-        if home := self.homes.get(slot):
-            return home.like(tensor)
+        if bound := self.bound.get(slot):
+            return bound.view_like(tensor)
         begin = self.tier.offsets[slot]
-        return shaped(self.slab.bytes[begin : begin + self.tier.slots[slot]], tensor)
+        return shaped(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)
@@ -155,13 +160,13 @@ class PinnedLease:
 
 
 def copy_on_stream(cuda: Any, device: torch.device, stream: Any, into: Tensor, of: Tensor) -> Any:
-    """Have a stream copy, behind all that the current one has to do; the event at the end of it."""
+    """Copy on a stream after all work of the current one, and return the event at its end."""
     stream.wait_stream(cuda.current_stream(device))
     return record_event(cuda, stream, into, of)
 
 
 def record_event(cuda: Any, stream: Any, into: Tensor, of: Tensor) -> Any:
-    """Have a stream copy, behind what it has to do itself; the event at the end of it."""
+    """Copy on a stream, and return the event at its end."""
     with cuda.stream(stream):
         into.copy_(of, non_blocking=True)
         event = cuda.Event()
@@ -177,17 +182,17 @@ def copy_streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
 
 @functools.cache
 def extra_streams(cuda: Any, device: torch.device) -> tuple[Any, Any]:
-    """Two more, for copies that need not come behind those."""
+    """Two more, for copies that need not follow those."""
     return cuda.Stream(device), cuda.Stream(device)
 
 
 @functools.cache
 def pinned_speed(device: torch.device, nbytes: int = 64 << 20, line: int = 1) -> tuple[float, float]:
-    """Bytes per microsecond out to pinned memory and back, measured; `line` copies stand one behind the other."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    """Measure bytes per microsecond out to pinned memory and back, over `line` copies in a row."""
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device)  # of the device, which need not be the current one
-    return nbytes / _copy_us(stream, host, there, line), nbytes / _copy_us(stream, there, host, line)
+    return nbytes / _copy_us(stream, on_host, on_device, line), nbytes / _copy_us(stream, on_device, on_host, line)
 
 
 def _copy_us(stream: torch.cuda.Stream, into: Tensor, of: Tensor, line: int) -> float:

@@ -1,12 +1,12 @@
-"""Find bytes on disk that no one else can see, and that vanish with the process.
+"""Make files on disk that no one else can see and that vanish with the process.
 
 Before:                            After:
     /var/tmp  79 GB free               /var/tmp  77 GB free, and lists nothing new
                                        file 7: 2 GB, mode 0600, no name, every block allocated
 
-A file without a name is freed by the kernel when it is closed, a crash included.  Its blocks are allocated before the
-first byte is written, so that a full disk is an error here and not in the middle of a step.  It is used past the page
-cache, which would fill the RAM that the budget promised to leave free.
+The kernel frees a file without a name when it is closed, after a crash too. Its blocks are allocated before the first
+byte is written, so that a full disk is an error here and not in the middle of a step. It bypasses the page cache, which
+would fill the RAM that the budget promised to leave free.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PAGE = 4096  # not 512: drives with 4096-byte sectors refuse less
 
 
 class SpillError(MemgraphError):
-    """The disk does not give, take or keep the bytes that were wanted."""
+    """The disk does not provide, take or keep the bytes."""
 
 
-def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+def spill_folder(folder: Folder = None) -> Path:
     """Return `folder`; without one, the first of the temporary folder and /var/tmp that is not RAM."""
     chosen = Path(tempfile.gettempdir() if folder is None else folder)
     if not chosen.is_dir():
@@ -42,12 +42,12 @@ def spill_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_ram(folder: Path) -> bool:
-    """Whether what is written into `folder` stays in memory.  Where the kernel does not tell, it does not."""
+    """Return True if files in `folder` stay in memory, and False where the kernel does not tell."""
     return any(words[words.index("-") + 1] in ("tmpfs", "ramfs", "devtmpfs") for words in _mounts(folder))
 
 
 def _mounts(folder: Path) -> list[list[str]]:
-    """The kernel's words for every place where the file system of `folder` is mounted; none where it does not tell."""
+    """The kernel's line for every mount point of the file system of `folder`, in words."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -58,20 +58,21 @@ def _mounts(folder: Path) -> list[list[str]]:
     return [words for words in map(str.split, lines) if words[2] == number]
 
 
-def mount(folder: Path) -> str:
-    """The device of a folder, and what is mounted there from where, as far as the kernel tells."""
-    found = [words for words in _mounts(folder) if folder.is_relative_to(words[4])]
-    if not found:
+def mount_description(folder: Path) -> str:
+    """Return the device of a folder and its mount, as far as the kernel tells: a key for measurements."""
+    mounts = [words for words in _mounts(folder) if folder.is_relative_to(words[4])]
+    if not mounts:
         return f"{os.stat(folder).st_dev} {folder}"
-    nearest = max(found, key=lambda words: len(words[4]))
+    nearest = max(mounts, key=lambda words: len(words[4]))
     return " ".join((*nearest[2:5], *nearest[nearest.index("-") + 1 :][:2]))
 
 
-def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> int:
+def unnamed_file(folder: Path, nbytes: int, content: str = "activations") -> int:
     """Open a file of `nbytes` in `folder` that has no name, and return its descriptor."""
     try:
         _check_space(folder, nbytes, content)
-        file = _open_nameless(folder)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as unnamed:
+            file = os.dup(unnamed.fileno())
         try:
             os.posix_fallocate(file, 0, nbytes)
             _bypass_page_cache(file)
@@ -80,14 +81,13 @@ def nameless_file(folder: Path, nbytes: int, content: str = "activations") -> in
             raise
     except OSError as error:
         message = f"cannot make a file of {nbytes} bytes for {content} in {folder}: {error}"
-        raise SpillError(
-            f"{message}; {advice_for(error, 'name a writable folder on a disk with spill_dir=')}"
-        ) from error
+        advice = advice_for(error, "name a writable folder on a disk with spill_dir=")
+        raise SpillError(f"{message}; {advice}") from error
     return file
 
 
 def advice_for(error: BaseException | None, otherwise: str) -> str:
-    """What to do about an error of the system: raise the limit that it is of, or do what is said for all others."""
+    """Return what to do about a system error: raise the limit that was hit, or else `otherwise`."""
     number = getattr(error, "errno", None)
     if number == errno.EFBIG:
         return "the process may not write files of this size: raise the limit (ulimit -f, RLIMIT_FSIZE)"
@@ -104,25 +104,13 @@ def _check_space(folder: Path, nbytes: int, content: str) -> None:
 
 
 def available_nbytes(folder: Path) -> int:
-    """The bytes that a file in `folder` may have; plenty, where a network file system has no numbers, and says 0."""
+    """Return the bytes that a file in `folder` may have; 2**62 for a network file system that reports no blocks."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else 1 << 62
 
 
-def _open_nameless(folder: Path) -> int:
-    """The descriptor of a new, empty file without a name, for this process and user alone."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    # NFS lists an open file until it is closed, so the folder around it may have to stay: that is no reason to fail.
-    with tempfile.TemporaryDirectory(prefix="memgraph-", dir=folder, ignore_cleanup_errors=True) as private:
-        return tempfile.mkstemp(dir=private)[0]
-
-
 def _bypass_page_cache(file: int) -> None:
-    """Set O_DIRECT, or leave the file buffered where the file system does not take it."""
+    """Set O_DIRECT, or leave the file buffered where the file system does not support it."""
     # Set only now, because where fallocate is emulated it writes single bytes, which O_DIRECT refuses.
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
@@ -134,6 +122,6 @@ def _bypass_page_cache(file: int) -> None:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
-def pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
+def whole_pages(nbytes: int) -> int:
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE

@@ -1,10 +1,10 @@
-"""Cast a value for its way to the far tier and back: to bfloat16, which has float32's range.
+"""Cast a value for its copy to a tier and back: to bfloat16, which has the range of float32.
 
     narrow(f32[1024, 1024])   ->  bf16[1024, 1024], half the bytes, rounded as x.to(torch.bfloat16) rounds
     widen(bf16[1024, 1024])   ->  f32[1024, 1024]
 
-The last 0.2 % of float32's range would round to infinity: it becomes bfloat16's largest number instead, which is as
-near as its digits go.  What was infinite or not a number stays so.
+The last 0.2 % of float32's range would round to infinity: it becomes the largest bfloat16 number instead. Infinities
+and NaN stay what they are.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ..tensors.layout import flat
 
 LARGEST = torch.finfo(torch.bfloat16).max
-PART = WORKSPACE // 2  # numbers that are looked at one by one at the same time, each with a byte beside it
+CHUNK = CAST_WORKSPACE // 2  # elements that are compared at a time; each takes a byte for a mask
 
 
 def wire_name(dtype: torch.dtype | None) -> str:
-    """What a trace calls the type that values are cast to on their way; empty if they are not.
+    """Return the name of a wire type in a trace; empty for no cast.
 
     Raises:
         ValueError: values can't be cast to it.
@@ -35,47 +35,48 @@ def wire_name(dtype: torch.dtype | None) -> str:
 
 
 def narrow(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A copy of a float32 tensor in bfloat16, with the same strides; in float16 if the caller knows that it `fits`."""
+    """Copy a float32 tensor to bfloat16 with the same strides, or to float16 if the caller checked `fits_dtype`."""
     if dtype is torch.float16:
         return torch.empty_like(x, dtype=dtype).copy_(x)
-    if x.is_cuda and (cast := _by_kernel(x, torch.bfloat16)) is not None:
+    if x.is_cuda and (cast := _cast_by_kernel(x, torch.bfloat16)) is not None:
         return cast
     cast = torch.empty_like(x, dtype=torch.bfloat16).copy_(x)
     if x.numel() and not _is_within_range(x):
-        _take_back_infinities(x, cast)
+        _clamp_new_infinities(x, cast)
     return cast
 
 
-def fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether no finite number of it would become infinite."""
+def fits_dtype(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if no finite number would become infinite."""
     if dtype is torch.bfloat16:
         return True
     return not bool((x.to(dtype).isinf() & x.isfinite()).any())
 
 
 def widen(x: Tensor) -> Tensor:
-    """A copy of a bfloat16 tensor in float32, with the same strides."""
-    if x.is_cuda and (cast := _by_kernel(x, torch.float32)) is not None:
+    """Copy a bfloat16 tensor to float32 with the same strides."""
+    if x.is_cuda and (cast := _cast_by_kernel(x, torch.float32)) is not None:
         return cast
     return torch.empty_like(x, dtype=torch.float32).copy_(x)
 
 
-def _by_kernel(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The cast in one pass that nobody waits for, where that was measured to be faster.  Not yet run on a GPU."""
-    from ..kernels.cast import copied  # here, because Triton takes half a second to import and a CPU has no use for it
+def _cast_by_kernel(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    from ..kernels.cast import (
+        cast_copy,  # here, because Triton takes half a second to import and a CPU does not need it
+    )
 
-    return copied(x, dtype)
+    return cast_copy(x, dtype)
 
 
 def _is_within_range(x: Tensor) -> bool:
-    # One pass that allocates nothing; on a GPU, the answer is waited for.
+    # One pass that allocates nothing; on a GPU it waits for the answer.
     least, most = torch.aminmax(flat(x))
     return bool((least >= -LARGEST) & (most <= LARGEST))
 
 
-def _take_back_infinities(x: Tensor, cast: Tensor) -> None:
-    """Let only those numbers of `cast` be infinite that were, part by part."""
-    for wide, thin in zip(flat(x).split(PART), flat(cast).split(PART), strict=True):
+def _clamp_new_infinities(x: Tensor, cast: Tensor) -> None:
+    """Let only those numbers of `cast` be infinite that were."""
+    for wide, thin in zip(flat(x).split(CHUNK), flat(cast).split(CHUNK), strict=True):
         thin.clamp_(-LARGEST, LARGEST)
         for infinite in (torch.inf, -torch.inf):
             thin.masked_fill_(wide == infinite, infinite)

@@ -40,10 +40,10 @@ class Slices:
     most: int
 
     @cached_property
-    def made(self) -> dict[str, int]:
+    def producer(self) -> dict[str, int]:
         """The op (by index) that makes each storage that may be made again."""
         once = {storage for op in self.gaps.trace.ops if op.once for storage in op.holds}
-        return {storage: self.gaps.index[op] for storage, op in self.gaps.maker.items() if storage not in once}
+        return {storage: self.gaps.index[op] for storage, op in self.gaps.producer.items() if storage not in once}
 
     @cached_property
     def reads(self) -> dict[int, tuple[str, ...]]:
@@ -51,7 +51,7 @@ class Slices:
         trace = self.gaps.trace
         backward = range(trace.boundary, len(trace.ops))
         found = {i: {s for read in trace.ops[i].reads for s in trace.op[read].holds} for i in backward}
-        return {i: tuple(sorted(s for s in storages if s in self.made)) for i, storages in found.items()}
+        return {i: tuple(sorted(s for s in storages if s in self.producer)) for i, storages in found.items()}
 
     @cached_property
     def latest(self) -> dict[int, int]:
@@ -61,7 +61,7 @@ class Slices:
         found: dict[int, int] = {}
         latest = -1
         for i, storages in reversed(self.reads.items()):
-            latest = max([latest, *(self.made[storage] for storage in storages)])
+            latest = max([latest, *(self.producer[storage] for storage in storages)])
             if storages:
                 found[i] = latest
         return dict(reversed(found.items()))
@@ -75,14 +75,14 @@ class Slices:
         found: dict[int, int] = {}
         level = self.gaps.trace.boundary
         for i, latest in self.latest.items():
-            done = min(self.gaps.left[storage] for storage in self.reads[i])
+            done = min(self.gaps.last_forward_use[storage] for storage in self.reads[i])
             found[i] = level = max(latest, min(level, done))
         return found
 
     @cached_property
-    def end(self) -> dict[str, int]:
+    def last_use(self) -> dict[str, int]:
         """The last forward op that reads each storage or stands opposite to a backward op that reads it."""
-        found = {storage: self.gaps.left[storage] for storage in self.made}
+        found = {storage: self.gaps.last_forward_use[storage] for storage in self.producer}
         for i, level in self.level.items():
             for storage in self.reads[i]:
                 found[storage] = max(found[storage], level)
@@ -93,14 +93,14 @@ class Slices:
         """The bytes that lie between each forward op and the one before it, those twice that backward does not read:
         they are better made and used up within a slice."""
         change = np.zeros(self.gaps.trace.boundary + 2, np.int64)
-        for storage, made in self.made.items():
-            nbytes = self.gaps.trace.nbytes[storage] * (1 if storage in self.read else 2)
+        for storage, made in self.producer.items():
+            nbytes = self.gaps.trace.nbytes[storage] * (1 if storage in self.saved else 2)
             change[made + 1] += nbytes
-            change[self.end[storage] + 1] -= nbytes
+            change[self.last_use[storage] + 1] -= nbytes
         return np.cumsum(change)
 
     @cached_property
-    def read(self) -> frozenset[str]:
+    def saved(self) -> frozenset[str]:
         """The storages that backward reads."""
         return frozenset(storage for storages in self.reads.values() for storage in storages)
 
@@ -109,8 +109,8 @@ class Slices:
         """The forward op at which each slice begins; first 0, last the number of forward ops."""
         boundary = self.gaps.trace.boundary
         saved = np.zeros(boundary + 2, np.int64)
-        for storage in self.read:
-            saved[self.made[storage] + 1] += self.gaps.trace.nbytes[storage]
+        for storage in self.saved:
+            saved[self.producer[storage] + 1] += self.gaps.trace.nbytes[storage]
         # Each slice has a backward, and is cut between the ops that are opposite to two of them.
         cuts = narrowest_slices(self.crossing_nbytes, sorted(set(self.level.values())))
         return _merged([0, *cuts, boundary], self.crossing_nbytes, np.cumsum(saved), self.most)
@@ -119,34 +119,37 @@ class Slices:
     def count(self) -> int:
         return len(self.cuts) - 1
 
-    def at(self, op: int) -> int:
+    def slice_of(self, op: int) -> int:
         """The slice of a forward op."""
         return bisect.bisect_right(self.cuts, op) - 1
 
     @cached_property
-    def place(self) -> dict[str, tuple[int, int]]:
+    def extent(self) -> dict[str, tuple[int, int]]:
         """The slices in which each storage is made and has its end."""
-        return {storage: (self.at(made), self.at(self.end[storage])) for storage, made in self.made.items()}
+        return {
+            storage: (self.slice_of(made), self.slice_of(self.last_use[storage]))
+            for storage, made in self.producer.items()
+        }
 
     @cached_property
     def backward(self) -> tuple[tuple[int, ...], ...]:
         """The backward ops of each slice that read a storage, in order."""
         found: list[list[int]] = [[] for _ in range(self.count)]
         for i, level in self.level.items():
-            found[self.at(level)].append(i)
+            found[self.slice_of(level)].append(i)
         return tuple(map(tuple, found))
 
     @cached_property
     def needed(self) -> tuple[frozenset[str], ...]:
         """The storages that backward of each slice reads and the slice itself makes."""
         read = ({s for i in ops for s in self.reads[i]} for ops in self.backward)
-        return tuple(frozenset(s for s in storages if self.place[s][0] == j) for j, storages in enumerate(read))
+        return tuple(frozenset(s for s in storages if self.extent[s][0] == j) for j, storages in enumerate(read))
 
     @cached_property
     def crossing(self) -> tuple[frozenset[str], ...]:
         """The storages that lie at the beginning of each slice."""
         found: list[set[str]] = [set() for _ in range(self.count + 1)]
-        for storage, (made, end) in self.place.items():
+        for storage, (made, end) in self.extent.items():
             for j in range(made + 1, end + 1):
                 found[j].add(storage)
         return tuple(map(frozenset, found))
@@ -155,7 +158,7 @@ class Slices:
     def kept(self) -> tuple[frozenset[str], ...]:
         """What a slice makes and keeps, so that nothing of it has to be run again."""
         return tuple(
-            self.needed[j] | {s for s in self.crossing[j + 1] if self.place[s][0] == j} for j in range(self.count)
+            self.needed[j] | {s for s in self.crossing[j + 1] if self.extent[s][0] == j} for j in range(self.count)
         )
 
     @cached_property
@@ -166,7 +169,7 @@ class Slices:
     def added_nbytes(self) -> Ints:
         """[s, k]: the bytes that lie at the beginning of slice k and not yet at that of slice s."""
         made_by = np.zeros((self.count + 1, self.count + 1), np.int64)
-        for storage, (made, end) in self.place.items():
+        for storage, (made, end) in self.extent.items():
             made_by[made + 1, made + 1 : end + 1] += self.gaps.trace.nbytes[storage]
         before = np.cumsum(made_by, axis=0)
         return np.diagonal(before)[None, :] - before
@@ -176,9 +179,9 @@ class Slices:
         """[s, j]: the most that lies there beside the beginning of slice s while forward runs through slice j."""
         trace = self.gaps.trace
         alive = np.zeros((self.count, trace.boundary + 1), np.int64)
-        for storage, (made, end) in self.place.items():
-            last = max(self.gaps.left[storage], self.cuts[end] - 1)
-            alive[made, self.made[storage]] += trace.nbytes[storage]
+        for storage, (made, end) in self.extent.items():
+            last = max(self.gaps.last_forward_use[storage], self.cuts[end] - 1)
+            alive[made, self.producer[storage]] += trace.nbytes[storage]
             alive[made, last + 1] -= trace.nbytes[storage]
         alive = np.cumsum(np.cumsum(alive[::-1], axis=0)[::-1], axis=1)[:, :-1]
         alive += np.array([op.workspace for op in trace.ops[: trace.boundary]], np.int64)
@@ -188,13 +191,13 @@ class Slices:
         """The most that lies there beside the beginning of a slice while it makes what is wanted of it."""
         trace = self.gaps.trace
         alive = np.zeros(trace.boundary + 1, np.int64)
-        for storage, made in self.made.items():
-            j = self.place[storage][0]
-            last = self.cuts[j + 1] - 1 if storage in wanted[j] else self.gaps.left[storage]
+        for storage, made in self.producer.items():
+            j = self.extent[storage][0]
+            last = self.cuts[j + 1] - 1 if storage in wanted[j] else self.gaps.last_forward_use[storage]
             alive[made] += trace.nbytes[storage]
             alive[min(last + 1, self.cuts[j + 1])] -= trace.nbytes[storage]
         alive = np.cumsum(alive)[:-1] + np.array([op.workspace for op in trace.ops[: trace.boundary]], np.int64)
-        stops = [max((self.made[s] + 1 for s in wanted[j]), default=cut) for j, cut in enumerate(self.cuts[:-1])]
+        stops = [max((self.producer[s] + 1 for s in wanted[j]), default=cut) for j, cut in enumerate(self.cuts[:-1])]
         return np.array([alive[a:b].max(initial=0) for a, b in zip(self.cuts[:-1], stops, strict=True)], np.int64)
 
     @cached_property
@@ -203,10 +206,10 @@ class Slices:
         trace = self.gaps.trace
         change = np.zeros(len(trace.ops) + 1, np.int64)
         for life in lifetimes(trace):
-            if life.storage not in self.made:
+            if life.storage not in self.producer:
                 change[life.first] += life.nbytes
                 # What may be made only once can be read again at any time, by what is made of it again.
-                change[len(trace.ops) if life.storage in self.gaps.maker else life.last + 1] -= life.nbytes
+                change[len(trace.ops) if life.storage in self.gaps.producer else life.last + 1] -= life.nbytes
         return np.cumsum(change)[:-1] + np.array([op.workspace for op in trace.ops], np.int64)
 
     @cached_property
@@ -224,7 +227,7 @@ class Slices:
             last = {storage: i for i in ops for storage in self.reads[i]}
             alive = np.zeros((t + 1, stop - ops[0]), np.int64)
             for storage, i in last.items():
-                alive[self.place[storage][0], : i - ops[0] + 1] += trace.nbytes[storage]
+                alive[self.extent[storage][0], : i - ops[0] + 1] += trace.nbytes[storage]
             alive = np.cumsum(alive[::-1], axis=0)[::-1] + self.fixed[ops[0] : stop]
             peak[: t + 1, t] = alive.max(axis=1)
             stop = ops[0]
@@ -234,12 +237,12 @@ class Slices:
         """The time of each slice's ops that have to run to make what is wanted of it."""
         trace, found = self.gaps.trace, np.zeros(self.count)
         for j in range(self.count):
-            storages = {s for s in wanted[j] if self.place[s][0] == j}
+            storages = {s for s in wanted[j] if self.extent[s][0] == j}
             for i in range(self.cuts[j + 1] - 1, self.cuts[j] - 1, -1):
                 op = trace.ops[i]
                 if any(made.name in storages for made in op.makes):
                     found[j] += op.us
-                    storages.update(s for read in op.reads for s in self.gaps.held.get(read, ()))
+                    storages.update(s for read in op.reads for s in self.gaps.holds.get(read, ()))
         return found
 
 

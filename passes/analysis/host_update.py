@@ -28,7 +28,7 @@ class StateGroup:
 
     def host_us(self, machine: Machine) -> float:
         """What the host takes to step on them."""
-        return self.states.nbytes / machine.stepping
+        return self.states.nbytes / machine.streaming.host_update_rate
 
 
 def state_groups(trace: Trace, update: Op) -> Iterator[StateGroup]:
@@ -40,10 +40,10 @@ def state_groups(trace: Trace, update: Op) -> Iterator[StateGroup]:
             yield StateGroup(reads[begin], tuple(reads[begin + 1 : end]))
 
 
-def hosted_states(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
+def host_updated_states(trace: Trace, machine: Machine, far: Container[str]) -> frozenset[str]:
     """The states that the host updates, if these storages are far."""
     found: set[str] = set()
-    for op in trace.ops if machine.stepping else ():
+    for op in trace.ops if machine.streaming.host_update_rate else ():
         if op.phase == "update":
             found.update(_of_update(trace, op, machine, far))
     return frozenset(found)
@@ -51,12 +51,12 @@ def hosted_states(trace: Trace, machine: Machine, far: Container[str]) -> frozen
 
 def device_us(op: Op, machine: Machine) -> float:
     """The time on the links of what is far, if the device updates it."""
-    return op_nbytes(op) / machine.back + op_nbytes(op) / machine.out * _is_written(op)
+    return op_nbytes(op) / machine.link.back + op_nbytes(op) / machine.link.out * _is_written(op)
 
 
 def host_us(op: Op, machine: Machine) -> float:
     """The time on the links of what is on the device, if the host updates it."""
-    return op_nbytes(op) / machine.out + op_nbytes(op) / machine.back * _is_written(op)
+    return op_nbytes(op) / machine.link.out + op_nbytes(op) / machine.link.back * _is_written(op)
 
 
 def op_nbytes(op: Op) -> int:

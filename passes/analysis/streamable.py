@@ -26,7 +26,7 @@ class StreamableStates:
     trace: Trace
 
     @cached_property
-    def value(self) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
         """The value that is all of each storage that may live far."""
         return self.inputs | {storage: value for storage, value in self.gradients.items() if storage not in self.inputs}
 
@@ -61,7 +61,7 @@ class StreamableStates:
         return {op.name: op.holds[0] for op in early if op.holds and op.holds[0] in self.inputs}
 
     @cached_property
-    def visits(self) -> dict[int, tuple[str, ...]]:
+    def reads(self) -> dict[int, tuple[str, ...]]:
         """For each op (by index) before the update the values that it reads of what may live far."""
         found = {
             i: tuple(dict.fromkeys(read for read in op.reads if read in self.views))
@@ -89,13 +89,13 @@ class StreamableStates:
         return found
 
     @cached_property
-    def ended(self) -> dict[str, int]:
+    def last_use(self) -> dict[str, int]:
         """The last op (by index) before the update that makes or reads each gradient that may leave."""
         places = [i for i, op in enumerate(self.trace.ops) if op.phase != "update"]
         last = last_reads([self.trace.ops[i] for i in places])
         return {storage: places[last[storage]] for storage in self.gradients}
 
-    def leaves_by(self, gradient: str) -> int:
+    def offload_deadline(self, gradient: str) -> int:
         """The last op (by index) before the update of a gradient; before the last update, if it has none."""
         ops = self.trace.ops
         return self.updates.get(gradient, len(ops) - (ops[-1].phase == "update")) - 1

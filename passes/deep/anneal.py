@@ -15,14 +15,13 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.problem import LinearProgram
+from ..lp.problem import PlanProblem
 from ..lp.solver import INFINITY
 from ..simulate.forecast import predict
 from .phase_lp import Pieces
@@ -49,13 +48,13 @@ def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
     At `until`, as `time.monotonic` has it, it ends with what was found.  Without HiGHS nothing is searched here either:
     what is greedy is there in a moment.
     """
-    if not solver.there():
+    if not solver.is_installed():
         return ()
-    machine = replace(machine, out=0.0, back=0.0)
-    program = LinearProgram(ReuseGaps(trace), machine)
+    machine = machine.without_tier
+    program = PlanProblem(ReuseGaps(trace), machine)
     if program.floor.max(initial=0.0) > machine.budget:
         return ()
-    drawn = [nbytes for _, nbytes, _ in program.draws]  # of generators: from forward on, and twice as they are set
+    drawn = [nbytes for _, nbytes, _ in program.rng_draws]  # of generators: from forward on, and twice as they are set
     room = machine.budget - sum(drawn) - 2 * max(drawn, default=0)
     for _ in range(REPAIRS):
         found = _annealed(Pieces(program, machine.budget), room, until)
@@ -87,9 +86,9 @@ class _Annealing:
         self.moments = moments
         self.random = random.Random(seed)
         self.until = until
-        makers = moments.program.makers
-        again = [o for o in moments.pieces.made if not makers[o].once]
-        self.once = frozenset(o for o in moments.pieces.made if makers[o].once)
+        makers = moments.program.producers
+        again = [o for o in moments.pieces.made if not makers[o].runs_once]
+        self.once = frozenset(o for o in moments.pieces.made if makers[o].runs_once)
         self.items = [i for o in again for i in moments.pieces.made[o]]
         self.us = sum(makers[o].us for o in again) / max(1, len(again)) or 1.0  # of one re-run
         self.weight = self.us * len(self.items) / max(1, sum(moments.nbytes[i] for i in self.items))  # of a byte

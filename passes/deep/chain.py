@@ -100,7 +100,7 @@ class _Writer:
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
         self.gaps = slices.gaps
-        self.reruns = RecomputeOrder(slices.gaps, frozenset(slices.made))
+        self.reruns = RecomputeOrder(slices.gaps, frozenset(slices.producer))
         self.begun = False
 
     def plan(self, undone: Iterable[ChainStep]) -> Plan:
@@ -115,11 +115,11 @@ class _Writer:
         wanted = held.union(*(self.slices.reads[i] for i in ops))
         self.reruns.drop(held if self.begun else wanted)  # the step itself has run the last slice
         self.begun = True
-        roots = [self.reruns.root(storage) for storage in wanted - self.slices.needed[undo.slice]]
-        self.reruns.make(roots, ops[0], wanted)
+        roots = [self.reruns.whole_value(storage) for storage in wanted - self.slices.needed[undo.slice]]
+        self.reruns.recompute(roots, ops[0], wanted)
         self.reruns.drop(wanted)
         for i in ops:
-            self.reruns.make(self.gaps.reads.get(i, ()), i, wanted)
+            self.reruns.recompute(self.gaps.reads.get(i, ()), i, wanted)
 
     def _held(self, undo: ChainStep) -> frozenset[str]:
         named = {"crossing": self.slices.crossing, "kept": self.slices.kept}

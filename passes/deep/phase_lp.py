@@ -38,8 +38,8 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.arrays import Floats
-from ..lp.problem import Ints, LinearProgram
-from ..lp.rows import MIB
+from ..lp.columns import MIB
+from ..lp.problem import Ints, PlanProblem
 from ..lp.solver import INFINITY, LPSolver, SearchLimits, Solution
 
 CRUMBS = 0.001  # of the budget
@@ -52,7 +52,7 @@ Columns = dict[int, int]
 class Pieces:
     """What of a program can be decided: its items without crumbs, their makers, and how long each is wanted."""
 
-    program: LinearProgram
+    program: PlanProblem
     budget: int
 
     @cached_property
@@ -63,18 +63,20 @@ class Pieces:
 
     @cached_property
     def items(self) -> tuple[int, ...]:
-        return tuple(i for i in range(len(self.program.items)) if i not in self.crumbs)
+        return tuple(i for i in range(len(self.program.storages)) if i not in self.crumbs)
 
     @cached_property
     def made(self) -> dict[int, tuple[int, ...]]:
         """The items of each maker that makes any."""
-        found = {o: tuple(i for i in each.items if i not in self.crumbs) for o, each in enumerate(self.program.makers)}
+        found = {
+            o: tuple(i for i in each.storages if i not in self.crumbs) for o, each in enumerate(self.program.producers)
+        }
         return {o: items for o, items in found.items() if items}
 
     @cached_property
     def uses(self) -> dict[int, tuple[int, ...]]:
         """The backward positions that read each item."""
-        return {i: self.program.gaps.uses.get(self.program.items[i].storage, ()) for i in self.items}
+        return {i: self.program.gaps.uses.get(self.program.storages[i].storage, ()) for i in self.items}
 
     @cached_property
     def wanted(self) -> dict[int, int]:
@@ -83,9 +85,9 @@ class Pieces:
         found: dict[int, int] = {}
         for o in reversed(self.made):
             for i in self.made[o]:
-                later = (last[w] for w in self.program.items[i].readers if w in last)
+                later = (last[w] for w in self.program.storages[i].readers if w in last)
                 found[i] = max([-1, *self.uses[i][-1:], *later])
-            if not self.program.makers[o].once:
+            if not self.program.producers[o].runs_once:
                 last[o] = max(found[i] for i in self.made[o])
         return found
 
@@ -120,35 +122,37 @@ class Phases:
 
     def whole(self, effort: SearchLimits) -> tuple[list[Solution], float]:
         """The points with whole columns that are found, the best first, and a bound below all plans."""
-        return self.linear.solve_whole([c for columns in self.stays for c in columns.values()], {}, effort)
+        return self.linear.solve_integers([c for columns in self.stays for c in columns.values()], {}, effort)
 
     def held(self, solved: Solution, q: int) -> frozenset[str]:
         """The storages that are there when phase q begins."""
         there = (i for i, column in self.stays[q].items() if solved.values[column] > 0.5)
-        return frozenset(self.program.items[i].storage for i in (*there, *self.pieces.crumbs))
+        return frozenset(self.program.storages[i].storage for i in (*there, *self.pieces.crumbs))
 
     def _stays(self, begin: int) -> Columns:
         """S_q; what may not run again and backward reads in this phase or later has to be there."""
-        wanted, items, makers = self.pieces.wanted, self.program.items, self.program.makers
+        wanted, items, makers = self.pieces.wanted, self.program.storages, self.program.producers
         needed = {
-            i for i in self.pieces.items if makers[items[i].maker].once and (-1, *self.pieces.uses[i])[-1] >= begin
+            i
+            for i in self.pieces.items
+            if makers[items[i].producer].runs_once and (-1, *self.pieces.uses[i])[-1] >= begin
         }
-        return {i: self.linear.column(least=float(i in needed)) for i in self.pieces.items if wanted[i] >= begin}
+        return {i: self.linear.add_column(least=float(i in needed)) for i in self.pieces.items if wanted[i] >= begin}
 
     def _again(self, begin: int) -> Columns:
-        wanted, makers = self.pieces.wanted, self.program.makers
+        wanted, makers = self.pieces.wanted, self.program.producers
         again = (o for o, made in self.pieces.made.items() if any(wanted[i] >= begin for i in made))
-        return {o: self.linear.column(makers[o].us) for o in again if not makers[o].once}
+        return {o: self.linear.add_column(makers[o].us) for o in again if not makers[o].runs_once}
 
     def _available(self, q: int) -> None:
         """Need, chain, carry and one form of every item."""
-        row, again = self.linear.row, self.again[q]
+        row, again = self.linear.add_row, self.again[q]
         later = self.stays[q + 1] if q + 1 < len(self.stays) else {}
         for i, stays in self.stays[q].items():
-            item = self.program.items[i]
-            there = {stays: 1.0} | ({again[item.maker]: 1.0} if item.maker in again else {})
+            item = self.program.storages[i]
+            there = {stays: 1.0} | ({again[item.producer]: 1.0} if item.producer in again else {})
             needed = any(self.begins[q] <= use <= self.ends[q] for use in self.pieces.uses[i])
-            alone = len(self.pieces.made[item.maker]) == 1
+            alone = len(self.pieces.made[item.producer]) == 1
             if needed or alone:
                 row(float(needed), 1.0 if alone else INFINITY, there)
             for column in (*(again[w] for w in item.readers if w in again), *([later[i]] if i in later else [])):
@@ -156,28 +160,30 @@ class Phases:
 
     def _tops(self) -> Iterator[int]:
         """The forward positions that are not below a neighbour."""
-        base = self.program.base[: self.program.boundary]
+        base = self.program.fixed[: self.program.boundary]
         ends = np.concatenate(([-np.inf], base, [-np.inf]))
         tops = np.flatnonzero((base >= ends[:-2]) & (base >= ends[2:]))
         yield from sorted({*map(int, tops), self.program.boundary - 1} & set(range(self.program.boundary)))
 
     def _forward(self, position: int) -> None:
-        items = self.program.items
-        lies = {column: items[i].nbytes / MIB for i, column in self.stays[0].items() if items[i].left < position}
-        self.linear.row(-INFINITY, float(self.budget - self.program.base[position]) / MIB, lies)
+        items = self.program.storages
+        lies = {
+            column: items[i].nbytes / MIB for i, column in self.stays[0].items() if items[i].last_forward < position
+        }
+        self.linear.add_row(-INFINITY, float(self.budget - self.program.fixed[position]) / MIB, lies)
 
     def _cut(self, q: int) -> None:
-        position, items = self.ends[q], self.program.items
+        position, items = self.ends[q], self.program.storages
         read = self.program.read_at(position)
         lies = {column: items[i].nbytes / MIB for i, column in self.stays[q + 1].items() if i not in read}
-        self.linear.row(-INFINITY, float(self.budget - self.program.used[position]) / MIB, lies)
+        self.linear.add_row(-INFINITY, float(self.budget - self.program.in_use[position]) / MIB, lies)
 
     @cached_property
     def _pairs(self) -> Ints:
         """(s, p(s), z, w) of each z that is all w makes, which may run again and reads s."""
-        items, made = self.program.items, self.pieces.made
+        items, made = self.program.storages, self.pieces.made
         found = [
-            (i, items[i].maker, made[w][0], w)
+            (i, items[i].producer, made[w][0], w)
             for i in self.pieces.items
             for w in items[i].readers
             if len(made.get(w, ())) == 1
@@ -186,8 +192,8 @@ class Phases:
 
     def _spans(self, values: Floats) -> int:
         """Write, of each pair and each first phase, the span that is broken most; how many there are."""
-        stays = _table(self.stays, len(self.program.items), values)
-        again = _table(self.again, len(self.program.makers), values)
+        stays = _table(self.stays, len(self.program.storages), values)
+        again = _table(self.again, len(self.program.producers), values)
         ran = np.concatenate((np.zeros((1, again.shape[1])), np.cumsum(again, axis=0)))
         s, p, z, w = self._pairs.T
         found = 0
@@ -206,7 +212,7 @@ class Phases:
         there |= {self.again[r][p]: 1.0 for r in range(a, b + 1) if p in self.again[r]}
         if z in self.stays[b]:
             there[self.stays[b][z]] = -1.0
-        self.linear.row(0.0, INFINITY, there)
+        self.linear.add_row(0.0, INFINITY, there)
 
 
 def _table(columns: list[Columns], count: int, values: Floats) -> Floats:

@@ -20,11 +20,11 @@ from ..ir.decisions import Plan, apply
 from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
-from ..lp.problem import LinearProgram
+from ..lp.problem import PlanProblem
 from ..lp.solver import INFINITY, SearchLimits, Solution
 from ..schedule.recompute_order import RecomputeOrder
-from ..simulate.choice import Proposal
 from ..simulate.forecast import Forecast, predict
+from ..simulate.plan_result import Proposal
 from .phase_lp import Phases, Pieces
 
 ROUNDS = 8
@@ -39,25 +39,25 @@ def cut_backward(trace: Trace, machine: Machine, until: float = math.inf) -> Pro
     """The quickest plan found that fits and recomputes only, and what is proven of all that do; no decisions, if none
     fits.  At `until`, as `time.monotonic` has it, it ends with what was found.
     """
-    if not solver.there():
+    if not solver.is_installed():
         return Proposal(())
-    program = LinearProgram(ReuseGaps(trace), replace(machine, out=0.0, back=0.0))
+    program = PlanProblem(ReuseGaps(trace), machine.without_tier)
     if program.floor.max(initial=0.0) > machine.budget:
         return Proposal(())
     found = _Search(program, until).run()
-    return replace(found, any_us=0.0, home_us=found.any_us) if machine.out else found
+    return replace(found, any_us=0.0, no_offload_us=found.any_us) if machine.link.out else found
 
 
 class _Search:
     """The cuts so far, the best plan, and what is proven."""
 
-    def __init__(self, program: LinearProgram, until: float) -> None:
+    def __init__(self, program: PlanProblem, until: float) -> None:
         self.program = program
         self.budget = program.machine.budget
         self.room = self.budget  # what the rows leave; if less, nothing is proven
         self.until = until
         self.pieces = Pieces(program, self.budget)
-        self.made = frozenset(s for s, op in program.gaps.maker.items() if not program.gaps.trace.op[op].once)
+        self.made = frozenset(s for s, op in program.gaps.producer.items() if not program.gaps.trace.op[op].once)
         self.cuts: tuple[int, ...] = ()
         self.work = WORK_PER_OP * program.size
         self.grain = COARSE
@@ -93,7 +93,7 @@ class _Search:
             return []
         effort = SearchLimits(-INFINITY, INFINITY, self.grain * self.program.captured.us, self.work, NODES)
         points, bound_us = phases.whole(effort)
-        self.work -= phases.linear.work
+        self.work -= phases.linear.search_work
         if self.room == self.budget:
             self.any_us = max(self.any_us, relaxed.us, bound_us if points else 0.0)
         return points
@@ -113,11 +113,11 @@ class _Search:
         for q, (begin, end) in enumerate(zip(phases.begins, phases.ends, strict=True)):
             reruns.drop(held[q])
             reads = [i for i in gaps.reads if begin <= i <= end]
-            wanted = held[q + 1].union(*(gaps.held[value] for i in reads for value in gaps.reads[i]))
+            wanted = held[q + 1].union(*(gaps.holds[value] for i in reads for value in gaps.reads[i]))
             for i in sorted({*reads, end}):
                 if i == end:
-                    reruns.make([reruns.root(s) for s in sorted(held[q + 1] & self.made)], end, wanted)
-                reruns.make(gaps.reads.get(i, ()), i, wanted)
+                    reruns.recompute([reruns.whole_value(s) for s in sorted(held[q + 1] & self.made)], end, wanted)
+                reruns.recompute(gaps.reads.get(i, ()), i, wanted)
         return tuple(reruns.decisions)
 
     def _cut(self, forecast: Forecast) -> None:

@@ -35,18 +35,18 @@ class RerunState:
         self.pieces = pieces
         self.program = program
         self.budget = budget
-        self.stride = len(program.makers) + 1
-        self.nbytes = [item.nbytes for item in program.items]
-        self.maker = [item.maker for item in program.items]
+        self.stride = len(program.producers) + 1
+        self.nbytes = [item.nbytes for item in program.storages]
+        self.maker = [item.producer for item in program.storages]
         self.us = 0.0
         self.runs: list[int] = []
         self.keys = [self._key(position) for position in range(program.size)]
         self.uses = {i: [self._key(use) for use in uses] for i, uses in pieces.uses.items()}
-        self.made = {i: [self._key(program.items[i].left)] for i in pieces.items}
+        self.made = {i: [self._key(program.storages[i].last_forward)] for i in pieces.items}
         self.views = {i: self._views(i) for i in pieces.items}
         self.reads: dict[int, list[int]] = {o: [] for o in pieces.made}
         for i in pieces.items:
-            for w in program.items[i].readers:
+            for w in program.storages[i].readers:
                 if w in self.reads:
                     self.reads[w].append(i)
         # What a maker takes while it runs beside the items.
@@ -140,29 +140,29 @@ class RerunState:
 
     def plan(self) -> Plan:
         """The decisions that run again what is to."""
-        gaps, items = self.program.gaps, self.program.items
-        every = frozenset(gaps.maker)
-        reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.maker.items() if not gaps.trace.op[op].once))
+        gaps, items = self.program.gaps, self.program.storages
+        every = frozenset(gaps.producer)
+        reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.producer.items() if not gaps.trace.op[op].once))
         again: dict[int, set[str]] = {position: set() for position in gaps.reads}
         for key in self.runs:
             position, o = divmod(key, self.stride)
             again.setdefault(position, set()).update(items[i].storage for i in self.pieces.made[o])
         for position, new in sorted(again.items()):
             reruns.drop(every - new)
-            reruns.make([reruns.root(storage) for storage in sorted(new)], position, frozenset(new))
-            reruns.make(gaps.reads.get(position, ()), position, frozenset(new))
+            reruns.recompute([reruns.whole_value(storage) for storage in sorted(new)], position, frozenset(new))
+            reruns.recompute(gaps.reads.get(position, ()), position, frozenset(new))
         return tuple(reruns.decisions)
 
     def _key(self, position: int) -> int:
         return (position + 1) * self.stride - 1
 
     def _own(self, o: int) -> int:
-        op = self.program.gaps.trace.op[self.program.makers[o].value]
+        op = self.program.gaps.trace.op[self.program.producers[o].value]
         return op.workspace + op.nbytes - sum(self.nbytes[i] for i in self.pieces.made[o])
 
     def _crossing(self) -> Ints:
         change = np.zeros(self.program.size + 1, dtype=np.int64)
-        for life in self.program.captured.lives:
+        for life in self.program.captured.lifetimes:
             # Tangents are there from the first of backward on, a re-run or not.
             change[life.first + (life.kind != "tangent")] += life.nbytes
             change[life.last + 1] -= life.nbytes
@@ -170,7 +170,7 @@ class RerunState:
 
     def _views(self, i: int) -> dict[int, int]:
         """Of the uses of an item that are views of it, the last that reads it so."""
-        storage, ops = self.program.items[i].storage, self.program.gaps.trace.ops
+        storage, ops = self.program.storages[i].storage, self.program.gaps.trace.ops
         views = (use for use in self.pieces.uses[i] if storage in ops[use].holds)
         return {self._key(use): self._key(self._seen[use]) for use in views}
 
@@ -190,7 +190,7 @@ class RerunState:
         """A re-run is one of those that read and make items."""
         o = key % self.stride
         insort(self.runs, key)
-        self.us += self.program.makers[o].us
+        self.us += self.program.producers[o].us
         for i in self.reads[o]:
             insort(self.uses[i], key)
         for i in self.pieces.made[o]:
@@ -200,7 +200,7 @@ class RerunState:
         """It is none of them any more."""
         o = key % self.stride
         del self.runs[bisect_left(self.runs, key)]
-        self.us -= self.program.makers[o].us
+        self.us -= self.program.producers[o].us
         for i in self.reads[o]:
             del self.uses[i][bisect_left(self.uses[i], key)]
         for i in self.pieces.made[o]:

@@ -1,39 +1,39 @@
-"""Decisions, and the trace that they make of a trace.
+"""Decisions of a plan, and the trace that results from them.
 
     Recompute("a", before="g"):      Offload("a", out="a", free="b"), Reload("a", back="f", use="g"):
         a = relu(x)                      a = relu(x)
         b = mm(a, w)                     a__out = offload(a)            # the copy out begins
         ...                              b = mm(a, w)
-        a__1 = relu(x)                   a__free = free(a__out, a)      # it has ended: a's bytes go
+        a__1 = relu(x)                   a__free = free(a__out, a)      # it has ended: a is freed
         g = relu_backward(d, a__1)       ...
                                          a__in_1 = reload(a__out)       # the copy back begins
                                          f = ...
                                          a__back_1 = wait(a__in_1)      # it has ended
                                          g = relu_backward(d, a__back_1)
 
-With `wire`, a value is cast for its way:
+With `wire`, a value is cast before its copy out:
 
     Offload("a", out="a", free="b", wire="bf16"), Reload("a", back="f", use="g"):
         a = relu(x)
-        a__wire = narrow(a)              # half the bytes; those of a go at once
+        a__wire = narrow(a)              # half the bytes; a is freed at once
         a__out = offload(a__wire)
         ...                              # and so on, until
         a__back_1 = wait(a__in_1)
         a__wide_1 = widen(a__back_1)     # as wide as before, but rounded
         g = relu_backward(d, a__wide_1)
 
-A decision defines a value anew: every later read reads its newest definition.  Where bytes come and go is thereby a
-place in the trace and never a matter of time.
+A decision redefines a value: every later read reads its newest definition.  So bytes are allocated and freed at places
+in the trace, and never depend on time.
 
     Stream("w"), Reload("w", back="f", use="b"):
-        w = parameter()                  w = parameter()  # far: no bytes here
+        w = parameter()                  w = parameter()  # offloaded: no bytes here
         ...                              w__in_1 = reload(w)
         b = mm(x, w)                     f = ...
                                          w__back_1 = wait(w__in_1)
                                          b = mm(x, w__back_1)
 
-The update reads what is far where it lies: a streamed input itself, and a gradient that has left as its ticket.  With
-Stream("s", on="host") states are updated there, with the parameters whose they are.
+The update reads offloaded values from the tier: a streamed input by its own name, a gradient by its `__out`.
+Stream("s", on="host") makes the host update the states, and their parameters with them.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+from . import ops
+from .machine import CAST_WORKSPACE, cast_type
 from .trace import Op, Storage, Trace, type_nbytes
-from .wire import WORKSPACE, narrowed
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Run the op of `value` again just before op `before`.  May be said several times of one value."""
+    """Run the op of `value` again just before op `before`.  A plan may do so several times."""
 
     value: str
     before: str
 
     def __str__(self) -> str:
-        return _say(self)
+        return _print(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Begin to send `value` to the far tier after op `out`; its bytes are free after op `free`.
+    """Begin to copy `value` to the tier after op `out`, and free it on the device after op `free`.
 
-    With `wire` it is cast to that type for its way, and comes back rounded.
+    With `wire` it is cast to that type for the copy, and so rounded.
     """
 
     value: str
@@ -70,54 +71,56 @@ class Offload:
     wire: str = ""
 
     def __str__(self) -> str:
-        return _say(self)
+        return _print(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Begin to fetch `value` from the far tier before op `back`; it is there before op `use`.  May be said several
-    times."""
+    """Begin to copy `value` from the tier before op `back`, and wait for it before op `use`.
+
+    A plan may do so several times.
+    """
 
     value: str
     back: str
     use: str
 
     def __str__(self) -> str:
-        return _say(self)
+        return _print(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The bytes of `value`, an input, live in the far tier; the step fetches them when it has a use for them.
+    """Leave `value`, an input, on the tier between its reloads.
 
-    States may stay there for their update, `on` the host.
+    States may be updated `on` the host, without a reload.
     """
 
     value: str
     on: str = ""
 
     def __str__(self) -> str:
-        return _say(self)
+        return _print(self)
 
 
 Decision = Recompute | Offload | Reload | Stream
 KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload, "stream": Stream}
-EXTRAS = ("wire", "on")  # facts that are said only where there is something to say
+EXTRAS = ("wire", "on")  # fields that are printed only if they are set
 PLACES = {kind: tuple(field.name for field in fields(kind) if field.name not in EXTRAS) for kind in KINDS.values()}
 HOST = "host"
 Plan = tuple[Decision, ...]
 Line = Callable[[Op, str], object]
 
 
-def _say(decision: Decision) -> str:
-    said = asdict(decision)
-    value = said.pop("value")
-    facts = ", ".join(f"{name} {fact}" for name, fact in said.items() if fact or name not in EXTRAS)
+def _print(decision: Decision) -> str:
+    pairs = asdict(decision)
+    value = pairs.pop("value")
+    facts = ", ".join(f"{name} {fact}" for name, fact in pairs.items() if fact or name not in EXTRAS)
     return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan whose decisions `text` prints, one a line.
+    """Return the plan that `text` prints, one decision a line.
 
     Raises:
         ValueError: a line is not a decision.
@@ -126,26 +129,26 @@ def parse_plan(text: str) -> Plan:
 
 
 def _parse_decision(line: str) -> Decision:
-    found = re.fullmatch(r"(\w+) ([^\s:]+)(?:: (.*))?", line)
-    if found and (kind := KINDS.get(found[1])):
-        facts = dict(part.split(" ", 1) for part in (found[3] or "").split(", ") if " " in part)
+    match = re.fullmatch(r"(\w+) ([^\s:]+)(?:: (.*))?", line)
+    if match and (kind := KINDS.get(match[1])):
+        facts = dict(fact.split(" ", 1) for fact in (match[3] or "").split(", ") if " " in fact)
         names = [field.name for field in fields(kind)][1:]
         if list(facts) in (names, [name for name in names if name not in EXTRAS]):
-            decision = kind(found[2], **facts)
+            decision = kind(match[2], **facts)
             if str(decision) == line:
                 return decision
     raise ValueError(f"not a decision: {line!r}\nwrite e.g.: recompute relu_1: before mm_4")
 
 
 def apply(trace: Trace, plan: Plan) -> Trace:
-    """The trace that runs when `plan` is carried out on `trace`.
+    """Return the trace that runs when `plan` is carried out on `trace`.
 
     Raises:
         ValueError: a decision names an op that the trace does not have, or a cast of what may not be cast.
     """
     for decision in plan:
         if isinstance(decision, Stream) and decision.on not in ("", HOST):
-            raise ValueError(f"{decision}: nothing is updated on {decision.on!r}")
+            raise ValueError(f"{decision}: states are updated on the device or on {HOST!r}")
         for name in PLACES[type(decision)]:
             if (place := getattr(decision, name)) not in trace.op:
                 raise ValueError(f"{decision}: the trace has no op {place!r}")
@@ -153,17 +156,16 @@ def apply(trace: Trace, plan: Plan) -> Trace:
 
 
 class _Writer:
-    """Writes the new trace line by line; `newer` is the newest definition of each value that has another one than the
-    trace's, `far` what stands for one in the far tier."""
+    """Writes the new trace line by line."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace = trace
-        self.newer: dict[str, Op] = {}
-        self.far: dict[str, Op] = {}
+        self.redefined: dict[str, Op] = {}  # the newest definition of each value that was redefined
+        self.on_tier: dict[str, Op] = {}  # the op that stands for each value on the tier
         self.streamed = {decision.value: decision.on for decision in plan if isinstance(decision, Stream)}
-        self.copies: dict[str, int] = {}
-        self.trips: dict[str, int] = {}
-        self.wires: dict[str, str] = {}  # the type on the way of each value that is cast
+        self.recomputed: dict[str, int] = {}
+        self.reloaded: dict[str, int] = {}
+        self.wires: dict[str, str] = {}  # the type of the copy of each value that is cast
         self.lines: list[Op] = []
         self.before: dict[str, list[tuple[Line, str]]] = {}
         self.after: dict[str, list[tuple[Line, str]]] = {}
@@ -173,51 +175,51 @@ class _Writer:
     def write(self) -> Trace:
         for op in self.trace.ops:
             self._lines(self.before, op)
-            if op.phase != "update" and op.name not in self.streamed and self.newer.keys().isdisjoint(op.reads):
-                self.lines.append(op)  # most are not touched
+            if op.phase != "update" and op.name not in self.streamed and self.redefined.keys().isdisjoint(op.reads):
+                self.lines.append(op)  # most ops
             else:
                 self._define(op)
             self._lines(self.after, op)
         outputs = tuple(
-            (kind, self.far[value].name if self._left(value) else value) for kind, value in self.trace.outputs
+            (kind, self.on_tier[value].name if self._is_on_tier(value) else value) for kind, value in self.trace.outputs
         )
         return Trace(tuple(self.lines), outputs)
 
     def _lines(self, places: dict[str, list[tuple[Line, str]]], op: Op) -> None:
-        """Write what decisions add at an op."""
+        """Write the lines that decisions add at an op."""
         if op.name in places:
-            phase = "backward" if op.phase == "update" else op.phase  # an update may stand in backward
+            phase = "backward" if op.phase == "update" else op.phase  # updates may run in backward
             for line, value in places[op.name]:
                 line(self.trace.op[value], phase)
 
-    def _left(self, value: str) -> bool:
-        """Whether the bytes of `value` end up in the far tier."""
-        return value in self.streamed or (value in self.far and value not in self.trips)
+    def _is_on_tier(self, value: str) -> bool:
+        """Return True if the newest definition of `value` is on the tier."""
+        return value in self.streamed or (value in self.on_tier and value not in self.reloaded)
 
     def _define(self, op: Op) -> None:
-        new = self._renamed(op)
+        new = self._rewritten(op)
         if op.name in self.streamed:
             makes = tuple(Storage(made.name, 0) for made in op.makes)
-            new = replace(new, makes=makes, far=True, hosted=self.streamed[op.name] == HOST)
-            self.far[op.name] = new
+            new = replace(new, makes=makes, offloaded=True, on_host=self.streamed[op.name] == HOST)
+            self.on_tier[op.name] = new
         self.lines.append(new)
         if new is not op:
-            self.newer[op.name] = new
+            self.redefined[op.name] = new
 
     def _place(self, decision: Decision) -> None:
-        """Note which lines a decision adds, and where."""
+        """Note the lines that a decision adds, by op."""
         value = decision.value
         match decision:
             case Recompute():
-                if self.trace.op[value].draws and value not in self.copies:
-                    self.copies[value] = 0
+                if self.trace.op[value].draws and value not in self.recomputed:
+                    self.recomputed[value] = 0
                     self.before.setdefault(value, []).append((self._note_state, value))
                 self.before.setdefault(decision.before, []).append((self._recompute, value))
             case Offload():
                 if decision.wire:
-                    self.wires[value] = narrowed(type := self.trace.op[value].type, decision.wire)
+                    self.wires[value] = cast_type(type := self.trace.op[value].type, decision.wire)
                     if not self.wires[value]:
-                        raise ValueError(f"{decision}: {type or 'it'} may not be cast to {decision.wire!r}")
+                        raise ValueError(f"{decision}: {type or 'the value'} can't be cast to {decision.wire!r}")
                 self.after.setdefault(decision.out, []).append((self._offload, value))
                 self.after.setdefault(decision.free, []).append((self._free, value))
             case Reload():
@@ -225,49 +227,52 @@ class _Writer:
                 self.before.setdefault(decision.use, []).append((self._wait, value))
 
     def _note_state(self, op: Op, phase: str) -> None:
-        self._runtime(f"{op.name}__rng", "rng_state", (), phase, op.draws, type=f"u8[{op.draws}]")
+        self._runtime(ops.rng_name(op.name), ops.RNG_STATE, (), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _recompute(self, op: Op, phase: str) -> None:
-        self.copies[op.name] = number = self.copies.get(op.name, 0) + 1
-        name = f"{op.name}__{number}"
+        self.recomputed[op.name] = number = self.recomputed.get(op.name, 0) + 1
+        name = ops.recompute_name(op.name, number)
+        swap, swap_back = ops.swap_names(name)
         if op.draws:
-            self._runtime(f"{name}__swap", "swap_rng", (f"{op.name}__rng",), phase, op.draws, type=f"u8[{op.draws}]")
+            self._runtime(swap, ops.SWAP_RNG, (ops.rng_name(op.name),), phase, op.draws, type=f"u8[{op.draws}]")
         makes = tuple(Storage(name + made.name.removeprefix(op.name), made.nbytes) for made in op.makes)
         own = {old.name: new.name for old, new in zip(op.makes, makes, strict=True)}
         reads, holds = self._read(op)
         holds = tuple([own.get(held, held) for held in holds])
-        self.newer[op.name] = self._add(op.rewritten(name, reads, makes, holds, phase, op.name))
+        self.redefined[op.name] = self._add(op.rewritten(name, reads, makes, holds, phase, op.name))
         if op.draws:
-            self._runtime(f"{name}__back", "swap_rng", (f"{name}__swap",), phase, op.draws, type=f"u8[{op.draws}]")
+            self._runtime(swap_back, ops.SWAP_RNG, (swap,), phase, op.draws, type=f"u8[{op.draws}]")
 
     def _offload(self, op: Op, phase: str) -> None:
         sent, type = self._newest(op.name).name, op.type
         if wire := self.wires.get(op.name):
-            reads, sent, type = (sent,), f"{op.name}__wire", wire
+            reads, sent, type = (sent,), ops.narrow_name(op.name), wire
             nbytes = type_nbytes(wire)
-            self._runtime(sent, "narrow", reads, phase, nbytes, type=wire, where=op.where, workspace=WORKSPACE)
+            self._runtime(sent, ops.NARROW, reads, phase, nbytes, type=wire, where=op.where, workspace=CAST_WORKSPACE)
         empty = type.partition("[")[0] + "[0]"
-        self.far[op.name] = self._runtime(f"{op.name}__out", "offload", (sent,), phase, 0, type=empty)
+        self.on_tier[op.name] = self._runtime(ops.offload_name(op.name), ops.OFFLOAD, (sent,), phase, 0, type=empty)
 
     def _free(self, op: Op, phase: str) -> None:
-        sent = f"{op.name}__wire" if op.name in self.wires else self._newest(op.name).name
-        self._runtime(f"{op.name}__free", "free", (f"{op.name}__out", sent), phase)
+        sent = ops.narrow_name(op.name) if op.name in self.wires else self._newest(op.name).name
+        self._runtime(ops.free_name(op.name), ops.FREE, (ops.offload_name(op.name), sent), phase)
 
     def _reload(self, op: Op, phase: str) -> None:
-        self.trips[op.name] = number = self.trips.get(op.name, 0) + 1
+        self.reloaded[op.name] = number = self.reloaded.get(op.name, 0) + 1
         wire = self.wires.get(op.name)
         nbytes, type = (type_nbytes(wire), wire) if wire else (self.trace.nbytes[op.holds[0]], op.type)
-        reads = (op.name if op.name in self.streamed else f"{op.name}__out",)
-        self._runtime(f"{op.name}__in_{number}", "reload", reads, phase, nbytes, type=type, where=op.where)
+        reads = (op.name if op.name in self.streamed else ops.offload_name(op.name),)
+        self._runtime(ops.reload_name(op.name, number), ops.RELOAD, reads, phase, nbytes, type=type, where=op.where)
 
     def _wait(self, op: Op, phase: str) -> None:
-        number = self.trips[op.name]
-        holds = (f"{op.name}__in_{number}",)
-        back, type = f"{op.name}__back_{number}", self.wires.get(op.name, op.type)
-        self.newer[op.name] = self._runtime(back, "wait", holds, phase, holds=holds, type=type, where=op.where)
+        number = self.reloaded[op.name]
+        holds = (ops.reload_name(op.name, number),)
+        back, type = ops.wait_name(op.name, number), self.wires.get(op.name, op.type)
+        self.redefined[op.name] = self._runtime(back, ops.WAIT, holds, phase, holds=holds, type=type, where=op.where)
         if op.name in self.wires:
-            wide, nbytes = f"{op.name}__wide_{number}", self.trace.nbytes[op.holds[0]]
-            self.newer[op.name] = self._runtime(wide, "widen", (back,), phase, nbytes, type=op.type, where=op.where)
+            wide, nbytes = ops.widen_name(op.name, number), self.trace.nbytes[op.holds[0]]
+            self.redefined[op.name] = self._runtime(
+                wide, ops.WIDEN, (back,), phase, nbytes, type=op.type, where=op.where
+            )
 
     def _runtime(
         self, name: str, fn: str, reads: tuple[str, ...], phase: str, nbytes: int | None = None,
@@ -275,7 +280,6 @@ class _Writer:
     ) -> Op:  # fmt: skip
         makes = () if nbytes is None else (Storage(name, nbytes),)
         holds = holds or tuple(storage.name for storage in makes)
-        fn = f"memgraph.{fn}.default"
         return self._add(Op(name, fn, reads, makes, holds, phase, workspace=workspace, type=type, where=where))
 
     def _add(self, op: Op) -> Op:
@@ -283,26 +287,26 @@ class _Writer:
         return op
 
     def _newest(self, value: str) -> Op:
-        return self.newer.get(value) or self.trace.op[value]
+        return self.redefined.get(value) or self.trace.op[value]
 
-    def _renamed(self, op: Op) -> Op:
-        """`op` reading the newest definitions."""
+    def _rewritten(self, op: Op) -> Op:
+        """Return `op` with reads of the newest definitions."""
         reads, holds = self._read(op)
         if (reads, holds) == (op.reads, op.holds):
             return op
-        return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.again)
+        return op.rewritten(op.name, reads, op.makes, holds, op.phase, op.recomputes)
 
     def _read(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The newest definitions of what an op reads, and what it holds: what those hold where it is a view of them."""
+        """Return the newest definitions of what an op reads, and the storages that it holds then."""
         update = op.phase == "update"
-        if not update and self.newer.keys().isdisjoint(op.reads):
+        if not update and self.redefined.keys().isdisjoint(op.reads):
             return op.reads, op.holds
-        newest = [self.far[name] if update and self._left(name) else self._newest(name) for name in op.reads]
+        newest = [self.on_tier[name] if update and self._is_on_tier(name) else self._newest(name) for name in op.reads]
         is_view = op.holds != tuple([made.name for made in op.makes])
-        return tuple([new.name for new in newest]), self._held(op, newest) if is_view else op.holds
+        return tuple([new.name for new in newest]), self._viewed(op, newest) if is_view else op.holds
 
-    def _held(self, op: Op, newest: list[Op]) -> tuple[str, ...]:
-        """What a view holds that reads the newest definitions."""
+    def _viewed(self, op: Op, newest: list[Op]) -> tuple[str, ...]:
+        """Return the storages of a view that reads the newest definitions."""
         moved = {
             old: new
             for name, definition in zip(op.reads, newest, strict=True)

@@ -1,13 +1,13 @@
-"""From which op to which op every storage of a trace is on the device.
+"""The lifetime of every storage of a trace: from which op to which op it is on the device.
 
-    a = relu(x)          a lives from 0
+    a = relu(x)          a is live from 0
     b = view(a)
     c = mm(b, w)                       to 2, the last op that reads a value that holds it
 
-Inputs are there throughout (tangents from the first backward op on), outputs from when they are made to the end.  In a
-step whose outputs are `released` these are there to the end of forward, or to the last op that reads them, and tangents
-to that: the caller has let go of them.  Numbers are never released: whoever calls backward() has its loss.  What other
-open forwards hold is gone before the update.
+Inputs are live throughout (tangents from the first backward op on), and outputs until the end.  The caller may release
+outputs before backward: then they are live until the end of forward, or until their last read, as are tangents.
+Scalars are never released, as the caller of backward() has the loss.  What other open forwards hold is freed before
+the update.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .trace import OTHERS, Op, Storage, Trace
+from .ops import RELOAD, WIDEN
+from .trace import OTHER_FORWARDS, Op, Storage, Trace
 
-# The op that makes a storage, the storage, and the indices of the first and the last op while which its bytes are held.
-Span = tuple[Op, Storage, int, int]
-
-
-RELEASED = "released"  # the kind of an output that its caller lets go of before backward
+Span = tuple[
+    Op, Storage, int, int
+]  # the op that makes a storage, the storage, the first and the last op of its lifetime
+RELEASED = "released"  # the kind of an output that the caller releases before backward
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """A storage, the indices of the first and the last op while which its bytes are held, and what it is."""
+class Lifetime:
+    """A storage, the indices of the first and the last op of its lifetime, and its kind."""
 
     storage: str
     nbytes: int
     first: int
     last: int
     kind: str
-    maker: str  # the value that made it
+    producer: str  # the op that makes it
 
 
-def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Life, ...]:
-    """The life of every storage, or of `some`, in the order in which they are made."""
-    said = {"watched": "gradient", "shard": "gradient", RELEASED: "output"}
-    handed = {storage: said.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
+def lifetimes(trace: Trace, some: Iterable[Span] | None = None) -> tuple[Lifetime, ...]:
+    """Return the lifetime of every storage, or of `some` spans, in the order in which they are made."""
+    kinds = {"watched": "gradient", "shard": "gradient", RELEASED: "output"}
+    returned = {storage: kinds.get(kind, kind) for kind, value in trace.outputs for storage in trace.op[value].holds}
 
-    def life(op: Op, made: Storage, first: int, last: int) -> Life:
-        kind = handed.get(made.name) or _kind(trace, op, last >= trace.boundary)
-        return Life(made.name, made.nbytes, first, last, kind, op.name)
+    def life(op: Op, made: Storage, first: int, last: int) -> Lifetime:
+        kind = returned.get(made.name) or _kind(trace, op, last >= trace.boundary)
+        return Lifetime(made.name, made.nbytes, first, last, kind, op.name)
 
     return tuple(life(*span) for span in (spans(trace) if some is None else some))
 
 
 def spans(trace: Trace) -> Iterator[Span]:
-    """When each storage is held, in the order in which they are made."""
-    read, end, turn = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
-    ended = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), end + 1) - 1 if trace.others else end
-    handed = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
-    lent = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
+    """Yield the span of each storage, in the order in which they are made."""
+    last, end, boundary = last_reads(trace.ops), len(trace.ops) - 1, trace.boundary
+    update = next((i for i, op in enumerate(trace.ops) if op.phase == "update"), len(trace.ops))
+    returned = {storage for kind, value in trace.outputs if kind != RELEASED for storage in trace.op[value].holds}
+    early = {storage for kind, value in trace.outputs if kind == RELEASED for storage in trace.op[value].holds}
     for index, op in enumerate(trace.ops):
         for made in op.makes:
             if op.fn == "tangent":
-                yield op, made, turn, max(turn, read[made.name]) if lent and not _is_number(op) else end
+                is_released = early and not _is_scalar(op)
+                yield op, made, boundary, max(boundary, last[made.name]) if is_released else end
             elif op.is_input:
-                yield op, made, 0, ended if op.name == OTHERS else end
-            elif made.name in handed:
+                yield op, made, 0, update - 1 if op.name == OTHER_FORWARDS else end
+            elif made.name in returned:
                 yield op, made, index, end
             else:
-                yield op, made, index, max(read[made.name], turn - 1) if made.name in lent else read[made.name]
+                yield op, made, index, max(last[made.name], boundary - 1 if made.name in early else 0)
 
 
 def released(trace: Trace) -> Trace:
-    """The step of a caller who lets go of its outputs before backward, and of what comes to backward; as it is, if it
-    has no outputs but numbers."""
+    """Return the step of a caller who releases its outputs and tangents; unchanged if all outputs are scalars."""
 
     def kind_of(kind: str, value: str) -> str:
-        return RELEASED if kind == "output" and not _is_number(trace.op[value]) else kind
+        return RELEASED if kind == "output" and not _is_scalar(trace.op[value]) else kind
 
     return replace(trace, outputs=tuple((kind_of(kind, value), value) for kind, value in trace.outputs))
 
 
-def _is_number(op: Op) -> bool:
+def _is_scalar(op: Op) -> bool:
     return op.type.endswith("[]")
 
 
 def last_reads(ops: Sequence[Op]) -> dict[str, int]:
-    """For each storage the index of the last op that reads a value that holds it, or that makes it."""
+    """Map each storage to the index of the last op that makes it or reads a value that holds it."""
     holds = {op.name: op.holds for op in ops}
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
@@ -96,8 +96,8 @@ def last_reads(ops: Sequence[Op]) -> dict[str, int]:
 def _kind(trace: Trace, op: Op, crosses: bool) -> str:
     if op.is_input:
         return op.fn
-    if op.fn == "memgraph.reload.default":
-        home = trace.op[op.reads[0]]
-        return home.fn if home.is_input else "activation"
-    crosses_or_comes = (op.phase == "forward" and crosses) or op.fn == "memgraph.widen.default"
-    return "activation" if crosses_or_comes else "temporary"
+    if op.fn == RELOAD:
+        source = trace.op[op.reads[0]]
+        return source.fn if source.is_input else "activation"
+    is_activation = (op.phase == "forward" and crosses) or op.fn == WIDEN
+    return "activation" if is_activation else "temporary"

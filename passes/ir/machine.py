@@ -1,79 +1,165 @@
-"""What a step may use: the budget of the device, and the links to the tier beyond it."""
+"""The machine that a step runs on: the budget of its device, the link to its tier, the network between ranks.
+
+    Machine(8 << 30, link=Link(out=2500.0, back=2500.0))   ->   cpu 8589934592 bytes, disk 2500/2500 MB/s
+
+Bytes are ints.  Rates are bytes per microsecond: 1.0 is 1 MB/s, 1000.0 is 1 GB/s.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-SMALLEST_HOME = 1 << 16  # bytes of an input or a gradient: what is smaller stays on the device
+RATES = {  # the measured fields of each part of a machine
+    "link": ("out", "back", "call_us", "us_per_byte"),
+    "cast": ("out", "back"),
+    "network": ("rate", "latency_us", "interference"),
+    "streaming": ("host_update_rate",),
+}
+CASTABLE = {"bf16": "f32"}  # the type of values that may be cast to each: of the same range, so that none overflows
+CAST_WORKSPACE = 16384  # bytes that the cast before a copy may allocate and free
+SMALLEST_STREAMED = 1 << 16  # bytes of an input or a gradient; smaller ones stay on the device
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between a device and its tier, in both directions.  Without a rate there is no tier.
+
+    Attributes:
+        out, back: measured rates to the tier and from it.
+        staging: bytes of the device that copies take, as soon as a plan has one.
+        call_us: compute time that a copy takes to begin and to end.
+        us_per_byte: compute time that a copy takes per byte, as its threads share cores with compute.
+        half_duplex: True if copies out and back take turns, first in, first out, as on a disk.
+        capacity: bytes that the tier holds.
+    """
+
+    out: float = 0.0
+    back: float = 0.0
+    staging: int = 0
+    call_us: float = 0.0
+    us_per_byte: float = 0.0
+    half_duplex: bool = False
+    capacity: int = 1 << 62
+
+    @property
+    def works(self) -> bool:
+        """Return True if values can be copied in both directions."""
+        return self.out > 0 < self.back
+
+    def overhead_us(self, nbytes: int) -> float:
+        """Return the microseconds that compute loses to one copy."""
+        return self.call_us + self.us_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The cast of values for their copy to the tier.
+
+    Attributes:
+        dtype: the type that values may be cast to, as "bf16"; empty if copies are exact.
+        out, back: bytes of the uncast value per microsecond of compute, before the copy and after it.
+    """
+
+    dtype: str = ""
+    out: float = 0.0
+    back: float = 0.0
+
+    def us(self, nbytes: int) -> float:
+        """Return the microseconds of both casts of a value."""
+        return nbytes / self.out + nbytes / self.back
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between the ranks of a group.
+
+    Attributes:
+        rate: bytes per microsecond of one collective; 0.0 if there is none.
+        latency_us: time that a collective takes besides.
+        interference: share of its time that compute loses to a collective, as the sender needs cores on a CPU.
+    """
+
+    rate: float = 0.0
+    latency_us: float = 0.0
+    interference: float = 0.0
+
+    @property
+    def overlaps_comm(self) -> bool:
+        """Return True if a collective beside compute costs less than waiting for it."""
+        return self.interference < 1.0
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """The streaming of parameters, gradients and optimizer states, and the update of what is offloaded.
+
+    Attributes:
+        enabled: True if any of them may be offloaded.
+        only_states: True if parameters and gradients stay on the device.
+        window: bytes of the device that an update takes which reads from the tier.
+        update_staging: bytes of these that stay taken from the first such update on, where updates run in backward.
+            The next update is reloaded into them early, and the last one is offloaded from them late.
+        host_update_rate: rate of updates on the host, in bytes of the states; 0.0 if the host updates none.
+    """
+
+    enabled: bool = False
+    only_states: bool = False
+    window: int = 0
+    update_staging: int = 0
+    host_update_rate: float = 0.0
+
+    def can_offload(self, fn: str) -> bool:
+        """Return True if the value of such an op may be offloaded: of an input, or else of a gradient."""
+        return self.enabled and (fn == "state" or not self.only_states)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the far tier behind it.
-
-    Bytes are ints; `out` and `back` are bytes per microsecond (1.0 = 1 MB/s ... 1000.0 = 1 GB/s), measured; 0.0 means
-    that there is no far tier.  `staging` bytes of the device are held for copies as soon as a plan makes one.
-
-    Who copies may need what computes: a copy takes `call` microseconds of compute to be begun and seen to its end, and
-    `drag` more for each of its bytes, where the threads that copy share their cores with those that compute.
-
-    With `turns` the tier carries one way at a time, what was asked for first before the rest, as a disk does; else each
-    direction is a link of its own.  `window` bytes are taken by an update that fetches from the tier; `ahead` of them,
-    where updates run in backward, from the first such one on: what goes through them comes and leaves while others run.
-
-    `stepping` is how fast the host updates states where they lie, in their bytes per microsecond, with what belongs to
-    them; 0.0: it updates none.
-
-    `wire` is the type to which values may be cast for their way there and back ("bf16"); empty: none, nothing is lossy.
-    `narrow` and `widen` are bytes of the value as it was, per microsecond of compute, that the two casts take.
-
-    `net` is the network between the ranks of a group: bytes per microsecond that one exchange among them takes, and
-    `latency` the microseconds that it takes besides; 0.0 means that nothing is exchanged.  `strain` is what compute
-    loses to one that is under way, as a share of its time: on a CPU, who sends needs the cores that compute.
-    """
+    """A device with a budget, and what surrounds it."""
 
     budget: int
     device: str = "cpu"
     tier: str = "disk"
-    out: float = 0.0
-    back: float = 0.0
-    staging: int = 0
-    call: float = 0.0
-    drag: float = 0.0
-    homes: bool = False  # whether parameters, gradients and states may live there
-    only_states: bool = False  # and of these none but states
-    window: int = 0
-    ahead: int = 0
-    turns: bool = False
-    stepping: float = 0.0
-    capacity: int = 1 << 62  # bytes that the far tier takes
-    wire: str = ""
-    narrow: float = 0.0
-    widen: float = 0.0
-    net: float = 0.0
-    latency: float = 0.0
-    strain: float = 0.0
-
-    def __str__(self) -> str:
-        far = f"{self.tier} {self.out:.0f}/{self.back:.0f} MB/s" if self.out and self.back else "no far tier"
-        cast = f", cast to {self.wire} at {self.narrow:.0f}/{self.widen:.0f} MB/s" if self.wire else ""
-        net = f", net {self.net:.0f} MB/s after {self.latency:.0f} us" if self.net else ""
-        steps = f", steps states at {self.stepping:.0f} MB/s" if self.stepping else ""
-        return f"{self.device} {self.budget} bytes, {far}{steps}{cast}{net}"
+    link: Link = Link()
+    cast: Cast = Cast()
+    network: Network = Network()
+    streaming: Streaming = Streaming()
 
     @property
-    def hides(self) -> bool:
-        """Whether an exchange behind which compute goes on takes less time than one for which it waits."""
-        return self.strain < 1.0
+    def without_tier(self) -> Machine:
+        """The same machine, on which nothing can be offloaded."""
+        return replace(self, link=replace(self.link, out=0.0, back=0.0))
 
-    def houses(self, fn: str) -> bool:
-        """Whether what such an op makes may live in the far tier: an input, or else a gradient."""
-        return self.homes and (fn == "state" or not self.only_states)
+    def __str__(self) -> str:
+        link, cast, network, host = self.link, self.cast, self.network, self.streaming.host_update_rate
+        return ", ".join(
+            (
+                f"{self.device} {self.budget} bytes",
+                f"{self.tier} {link.out:.0f}/{link.back:.0f} MB/s" if link.works else "no far tier",
+                *([f"steps states at {host:.0f} MB/s"] * (host > 0)),
+                *([f"cast to {cast.dtype} at {cast.out:.0f}/{cast.back:.0f} MB/s"] * bool(cast.dtype)),
+                *([f"net {network.rate:.0f} MB/s after {network.latency_us:.0f} us"] * (network.rate > 0)),
+            )
+        )
 
-    def toll_us(self, nbytes: int) -> float:
-        """The microseconds that compute loses to one copy of so many bytes."""
-        return self.call + self.drag * nbytes
 
-    def cast_us(self, nbytes: int) -> float:
-        """The microseconds that a value of so many bytes takes to be cast, out and back together."""
-        return nbytes / self.narrow + nbytes / self.widen
+def rates(machine: Machine) -> list[float]:
+    """Return everything that was measured of the machine's speed, in the order of `RATES`."""
+    return [getattr(getattr(machine, part), name) for part, names in RATES.items() for name in names]
+
+
+def with_rates(machine: Machine, measured: Sequence[float]) -> Machine:
+    """Return the machine with these rates, in the same order."""
+    left = iter(measured)
+    parts = {
+        part: replace(getattr(machine, part), **{name: next(left) for name in names}) for part, names in RATES.items()
+    }
+    return replace(machine, **parts)
+
+
+def cast_type(type: str, dtype: str) -> str:
+    """Return the type of a value cast to `dtype`: "f32[8, 4]" to "bf16[8, 4]"; empty if it may not be cast."""
+    own, _, shape = type.partition("[")
+    # A value of several tensors has several brackets.
+    return f"{dtype}[{shape}" if CASTABLE.get(dtype) == own and "[" not in shape else ""

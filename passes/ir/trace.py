@@ -8,8 +8,8 @@
     ...
     return output v, gradient g
 
-A value is what a line defines.  A storage is bytes: an op makes storages, and its value holds storages, its own or (a
-view) those of what it reads.  Memory is counted per storage, so views cost nothing.  `parse(str(trace)) == trace`.
+A line defines a value.  An op makes storages.  Its value holds storages: its own, or (a view) those of what it reads.
+Memory is counted per storage, so views cost nothing.  `parse(str(trace)) == trace`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from functools import cached_property
 
 PHASES = ("forward", "backward", "update")
 INPUTS = ("parameter", "buffer", "input", "gradient", "state", "tangent")
-OTHERS = "other_forwards"  # the input that stands for what other open forwards hold, until the update
-_INPUTS = frozenset(INPUTS)  # asked of every op
-FLAGS = ("once", "far", "hosted")
-NOTES = ("makes", "holds", "workspace", "draws", "part", "slice", "again")
+OTHER_FORWARDS = "other_forwards"  # an input that stands for the memory of other open forwards
+_INPUTS = frozenset(INPUTS)  # looked up for every op
+FLAGS = ("once", "offloaded", "on_host")
+NOTES = ("makes", "holds", "workspace", "draws", "microbatch", "slice", "recomputes")
 ITEMSIZE = {
     "f64": 8,
     "f32": 4,
@@ -44,7 +44,7 @@ ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Some bytes that an op makes; `nbytes` as the device's allocator counts them."""
+    """Bytes that an op makes; `nbytes` as the device's allocator counts them."""
 
     name: str
     nbytes: int
@@ -67,10 +67,10 @@ class Op:
     workspace: int = 0  # bytes that the op allocates and frees while it runs
     draws: int = 0  # bytes of the generator's state, for an op that draws random numbers
     once: bool = False  # may not run a second time
-    far: bool = False  # an input whose bytes lie in the far tier, and here only when they are fetched
-    hosted: bool = False  # states that are far, and are updated there, with the parameters whose they are
-    again: str = ""  # the op that this one repeats
-    part: int = 0  # the micro-batch that it works on, from 1
+    offloaded: bool = False  # an input on the tier
+    on_host: bool = False  # states on the tier that the host updates, with their parameters
+    recomputes: str = ""  # the op that this one runs again
+    microbatch: int = 0  # the micro-batch that it works on, from 1
     slice: int = 0  # the slice that it belongs to, from 1
     type: str = ""
     where: str = ""
@@ -85,12 +85,12 @@ class Op:
 
     def rewritten(
         self, name: str, reads: tuple[str, ...], makes: tuple[Storage, ...], holds: tuple[str, ...], phase: str,
-        again: str,
+        recomputes: str,
     ) -> Op:  # fmt: skip
-        """The same op as another line: what `dataclasses.replace` does, in a fraction of its time."""
+        """Do what `dataclasses.replace` does, in a fraction of its time."""
         return Op(
-            name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.far,
-            self.hosted, again, self.part, self.slice, self.type, self.where,
+            name, self.fn, reads, makes, holds, phase, self.us, self.workspace, self.draws, self.once, self.offloaded,
+            self.on_host, recomputes, self.microbatch, self.slice, self.type, self.where,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -100,17 +100,17 @@ class Op:
         if self.holds != tuple(storage.name for storage in self.makes):
             notes.append(f"holds {', '.join(self.holds)}")
         notes += [f"{self.us!r} us"] * bool(self.us) + [f"workspace {self.workspace}"] * bool(self.workspace)
-        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["far"] * self.far
-        notes += ["hosted"] * self.hosted
-        notes += [f"part {self.part}"] * bool(self.part) + [f"slice {self.slice}"] * bool(self.slice)
-        notes += [f"again {self.again}"] * bool(self.again) + [f"at {self.where}"] * bool(self.where)
+        notes += [f"draws {self.draws}"] * bool(self.draws) + ["once"] * self.once + ["offloaded"] * self.offloaded
+        notes += ["on_host"] * self.on_host
+        notes += [f"microbatch {self.microbatch}"] * bool(self.microbatch) + [f"slice {self.slice}"] * bool(self.slice)
+        notes += [f"recomputes {self.recomputes}"] * bool(self.recomputes) + [f"at {self.where}"] * bool(self.where)
         text = " | ".join(note for note in notes if note)
         return f"{self.name} = {self.fn}({', '.join(self.reads)})" + (f"  # {text}" if text else "")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A step: its ops in the order in which they run, and what it hands out as (kind, value)."""
+    """A step: its ops in the order in which they run, and its outputs as (kind, value)."""
 
     ops: tuple[Op, ...]
     outputs: tuple[tuple[str, str], ...] = ()
@@ -121,22 +121,22 @@ class Trace:
 
     @cached_property
     def nbytes(self) -> dict[str, int]:
-        """The bytes of every storage, by its name."""
+        """Map each storage to its bytes."""
         return {storage.name: storage.nbytes for op in self.ops for storage in op.makes}
 
     @cached_property
     def boundary(self) -> int:
-        """The index of the first backward op; the number of ops if there is none."""
+        """Return the index of the first backward op, or the number of ops."""
         return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
 
     @cached_property
-    def others(self) -> int:
-        """The bytes that are counted for other open forwards."""
-        return self.op[OTHERS].nbytes if OTHERS in self.op else 0
+    def other_nbytes(self) -> int:
+        """Return the bytes that are counted for other open forwards."""
+        return self.op[OTHER_FORWARDS].nbytes if OTHER_FORWARDS in self.op else 0
 
     @cached_property
     def saved(self) -> dict[str, int]:
-        """The bytes of every storage that forward makes and backward reads, by its name."""
+        """Map each storage that forward makes and backward reads to its bytes."""
         forward, later = self.ops[: self.boundary], self.ops[self.boundary :]
         read = {held for op in later for name in op.reads for held in self.op[name].holds}
         return {made.name: made.nbytes for op in forward if not op.is_input for made in op.makes if made.name in read}
@@ -152,7 +152,7 @@ class Trace:
 
 
 def type_nbytes(type: str) -> int:
-    """The bytes of a dense tensor that is printed as `type`; -1 if it is not one tensor."""
+    """Return the bytes of a dense tensor that is printed as `type`; -1 if it is not one tensor."""
     dtype, _, shape = type.removesuffix("]").partition("[")
     if dtype not in ITEMSIZE or not type.endswith("]") or "[" in shape:
         return -1
@@ -163,7 +163,7 @@ LINE = re.compile(r"(?P<name>\S+) = (?P<fn>[^\s(]+)\((?P<reads>[^)]*)\)(?:  # (?
 
 
 def parse(text: str) -> Trace:
-    """The trace that `text` prints.
+    """Return the trace that `text` prints.
 
     Raises:
         ValueError: a line is not a line of a trace; the message shows it beside a right one.
@@ -191,27 +191,28 @@ def _read_op(line: str, phase: str) -> Op:
 
 
 def _parse_op(line: str, phase: str) -> Op:
-    found = LINE.fullmatch(line)
-    if not found:
+    match = LINE.fullmatch(line)
+    if not match:
         raise ValueError("no name = fn(reads)")
-    notes, where = _cut(found["notes"] or "", "at ")
+    notes, where = _cut(match["notes"] or "", "at ")
     facts = _parse_notes(notes)
     makes = tuple(Storage(name, int(nbytes)) for name, nbytes in (s.rsplit(":", 1) for s in _names(facts["makes"])))
     holds = tuple(_names(facts["holds"])) if facts["holds"] else tuple(storage.name for storage in makes)
     return Op(
-        name=found["name"], fn=found["fn"], reads=tuple(_names(found["reads"])), makes=makes, holds=holds, phase=phase,
+        name=match["name"], fn=match["fn"], reads=tuple(_names(match["reads"])), makes=makes, holds=holds, phase=phase,
         us=float(facts["us"] or 0.0), workspace=int(facts["workspace"] or 0), draws=int(facts["draws"] or 0),
-        once=bool(facts["once"]), far=bool(facts["far"]), hosted=bool(facts["hosted"]), again=facts["again"],
-        part=int(facts["part"] or 0), slice=int(facts["slice"] or 0), type=facts["type"], where=where,
+        once=bool(facts["once"]), offloaded=bool(facts["offloaded"]), on_host=bool(facts["on_host"]),
+        recomputes=facts["recomputes"], microbatch=int(facts["microbatch"] or 0), slice=int(facts["slice"] or 0),
+        type=facts["type"], where=where,
     )  # fmt: skip
 
 
 def _cut(notes: str, mark: str) -> tuple[str, str]:
-    """`notes` without its last note, and that note, if it begins with `mark`: where a line stands may hold any text."""
+    """Split off the last note if it begins with `mark`: a source line may hold any text."""
     if notes.startswith(mark):
         return "", notes.removeprefix(mark)
-    before, found, after = notes.partition(f" | {mark}")
-    return before, after if found else ""
+    before, separator, after = notes.partition(f" | {mark}")
+    return before, after if separator else ""
 
 
 def _parse_notes(notes: str) -> dict[str, str]:

@@ -1,15 +1,15 @@
-"""The linear program: a lower bound on the time of any plan, and a point to round.
+"""The linear program: a lower bound on the time of any plan, and a solution to round.
 
-problem           the storages and ops as numbers
-model             columns and objective
-rows              availability: what an op reads is there
+problem           the storages and producers of a trace as numbers
+state_vars        parameters, gradients and optimizer states that may be offloaded
+columns           what a plan decides, and what it costs
+model             the mathematics, and the rows for availability
 memory_rows       the bytes at an op fit the budget
-transient_rows    bytes that a recomputation holds while it runs
+transient_rows    bytes that a recomputation takes while it runs
 bandwidth_rows    the bytes that a link carries by an op
-residents, state_rows   parameters, gradients and states that may be offloaded
-occupancy         bytes that a point puts at every op
-relax             solve with lazy rows
+state_rows        offloaded state: its bytes, its copies, its updates
+occupancy         the bytes that a solution has at every op
+relax             solve, adding rows that are broken
+rounding          solution -> placements
 solver            HiGHS
-rounding          point -> placement
-repeated          the same for steps with many equal layers
 """

@@ -1,9 +1,10 @@
-"""How many bytes the links carry by when: one cumulative curve a direction, over stages of nearly equal time.
+"""Rows of the linear program for the links: how many bytes they can carry by when.
 
-    10 ms in 32 stages, 100 bytes per microsecond   ->   D_0 <= 31250 + 100 e_0,  D_1 <= D_0 + 31250 + 100 e_1, ...
+    10 ms in 32 stages, 100 bytes per microsecond   ->   out[0] <= 31250 + 100 extra_us[0]
+                                                         out[1] <= out[0] + 31250 + 100 extra_us[1], ...
 
-Curves in place of a schedule of copies: bytes that may have left by a time, and those that must be back by a time.
-Links carry on while compute waits, casts, or runs ops again.
+A curve for each direction replaces a schedule of copies.  It rises to the bytes that may have left, or must be back, by
+the end of each stage.  Links go on while compute waits, casts, or recomputes.
 """
 
 from __future__ import annotations
@@ -13,32 +14,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from .problem import LinearProgram
-from .rows import MIB
-from .solver import INFINITY
-
-if TYPE_CHECKING:
-    from .model import PlanModel
+from .columns import MIB, Columns, Terms
+from .problem import PlanProblem
+from .solver import INFINITY, LPSolver
+from .state_rows import compute_us, gradient_mib, reloaded_mib, update_us
 
 STAGES = 128
-Terms = dict[int, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One direction in one phase: the positions at which its stages begin, and D_j or P_j; empty, if nothing moves."""
+    """One direction in one phase: where its stages begin, and a column of carried MiB for each; empty if unused."""
 
     begins: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
 
     def by(self, position: int) -> int | None:
-        """The column of a position's stage."""
+        """Return the column of a position's stage."""
         return self.carried[window_stage(self.begins, position)] if self.carried else None
 
     def before(self, position: int) -> int | None:
-        """The column of the stage before; None in the first."""
+        """Return the column of the stage before; None in the first stage."""
         j = window_stage(self.begins, position)
         return self.carried[j - 1] if j else None
 
@@ -49,173 +46,175 @@ class LinkRows:
 
     out: Curve
     back: Curve
-    fetch: Curve  # back in forward
-    home: Curve  # out in backward
+    forward_back: Curve
+    backward_out: Curve
     boundary: int
 
     @classmethod
-    def of(cls, model: PlanModel) -> LinkRows:
-        """Write the rows of both directions."""
-        forward, backward = _stages(model.program)
-        curves = _Curves(model)
-        out = curves.out(forward)
-        fetch = curves.fetch(forward)
-        if model.program.machine.turns and model.far.lives:
-            curves.turns()
-        return cls(out, curves.back(backward, fetch), fetch, curves.home(backward), model.program.boundary)
+    def add(cls, lp: LPSolver, columns: Columns) -> LinkRows:
+        """Add the curves and their rows to a linear program."""
+        forward, backward = _stages(columns.problem)
+        writer = _CurveWriter(lp, columns)
+        out = writer.out(forward)
+        forward_back = writer.forward_back(forward)
+        if columns.problem.machine.link.half_duplex and columns.state.offload:
+            writer.half_duplex()
+        back = writer.back(backward, forward_back)
+        return cls(out, back, forward_back, writer.backward_out(backward), columns.problem.boundary)
 
-    def leaving(self, position: int) -> int | None:
-        """D_j of a position's stage."""
+    def offloaded_by(self, position: int) -> int | None:
+        """Return the column of the MiB that have left by the end of a position's stage."""
         return self.out.by(position)
 
-    def coming(self, position: int) -> int | None:
-        """P_j of the stage before a position's in the same phase; None in the first stage."""
-        return (self.back if position >= self.boundary else self.fetch).before(position)
+    def reloaded_before(self, position: int) -> int | None:
+        """Return the column of the MiB that are back before a position's stage; None in the first of its phase."""
+        return (self.back if position >= self.boundary else self.forward_back).before(position)
 
 
 def window_stage(begins: tuple[int, ...], position: int) -> int:
+    """Return the stage of a position."""
     return max(0, bisect.bisect_right(begins, position) - 1)
 
 
-def _stages(program: LinearProgram) -> tuple[list[int], list[int]]:
-    """The ends of the stages of forward and of backward."""
-    begins, boundary, end = program.gaps.begins, program.boundary, program.end
+def _stages(problem: PlanProblem) -> tuple[list[int], list[int]]:
+    """Return the ends of the stages of forward, and of backward."""
+    begins, boundary, end = problem.gaps.begins, problem.boundary, problem.copies_end
     share = begins[boundary] / begins[-1] if begins[-1] else 0.5
-    forward = min(max(2, int(STAGES * share)), STAGES - 2)
-    early, late = Counter[int](), Counter[int]()
-    for item, due in zip(program.items, program.due, strict=True):
-        if item.leaves:
-            early[item.left + 1] += item.nbytes
-            late[due] += item.nbytes
-    for resident in program.residents:
-        for first, last in resident.visits:
-            place = last + 1 if resident.made else first
-            (early if place < boundary else late)[place] += resident.nbytes
-    return _cut(begins, 0, boundary, forward, early), _cut(begins, boundary, end, STAGES - forward, late)
+    count = min(max(2, int(STAGES * share)), STAGES - 2)
+    forward, backward = Counter[int](), Counter[int]()
+    for storage, need in zip(problem.storages, problem.last_needs, strict=True):
+        if storage.can_offload:
+            forward[storage.last_forward + 1] += storage.nbytes
+            backward[need] += storage.nbytes
+    for state in problem.states:
+        for first, last in state.uses:
+            position = last + 1 if state.is_gradient else first
+            (forward if position < boundary else backward)[position] += state.nbytes
+    return _cut(begins, 0, boundary, count, forward), _cut(begins, boundary, end, STAGES - count, backward)
 
 
 def _cut(begins: tuple[float, ...], first: int, last: int, count: int, nbytes: Mapping[int, int]) -> list[int]:
-    """Positions from `first` to `last` that cut the time between them into nearly equal parts: in each part that at
-    which the most bytes may begin to leave, or have to be back."""
+    """Cut a phase into stages of nearly equal time, each at the position where most bytes may leave or must be back."""
     length = begins[last] - begins[first]
     cuts = [bisect.bisect_left(begins, begins[first] + length * k / count, first, last) for k in range(1, count)]
     inner = [max(range(a, b), key=lambda p: nbytes.get(p, 0)) for a, b in pairwise([first, *cuts, last]) if a < b]
     return sorted({first, last, *inner})
 
 
-class _Curves:
-    """Writes curves; `waits` are what compute waits in forward and in backward."""
+class _CurveWriter:
+    """Adds curves to a linear program; `waits` are the microseconds that compute waits in forward and in backward."""
 
-    def __init__(self, model: PlanModel) -> None:
-        self.model, self.program, self.linear = model, model.program, model.linear
-        self.sent = {i: model.sent(i) for i in model.away}
-        self.waits = self.linear.column(1.0, most=INFINITY), self.linear.column(1.0, most=INFINITY)
-        early, late = model.far.busy(model)
-        self.early = self._tolls(self.program.machine.narrow) | early
-        again = {column: maker.us for column, maker in zip(model.again, self.program.makers, strict=True)}
-        self.late = self._tolls(self.program.machine.widen) | again | late
+    def __init__(self, lp: LPSolver, columns: Columns) -> None:
+        self.lp, self.columns, self.problem = lp, columns, columns.problem
+        self.copied = {i: columns.copied_mib(i) for i in columns.offload}
+        self.waits = lp.add_column(1.0, most=INFINITY), lp.add_column(1.0, most=INFINITY)
+        forward_us, backward_us = compute_us(columns)
+        self.forward_us = self._copies_us(self.problem.machine.cast.out) | forward_us
+        recompute_us = {column: each.us for column, each in zip(columns.recompute, self.problem.producers, strict=True)}
+        self.backward_us = self._copies_us(self.problem.machine.cast.back) | recompute_us | backward_us
 
     def out(self, ends: list[int]) -> Curve:
-        """What has left; what has been used for the last time may leave; all leaves before forward ends."""
-        if not self.sent:
+        """Storages leave after their last use in forward, and before forward ends."""
+        if not self.copied:
             return Curve()
-        items, boundary = self.program.items, self.program.boundary
-        curve = self._curve(ends, self.program.machine.out, self.early, self.waits[0])
-        left = self._until(ends, lambda i: min(items[i].left + 2, boundary))
-        for column, sent in zip(curve, left, strict=True):
-            self._at_most(column, sent)
+        storages, boundary = self.problem.storages, self.problem.boundary
+        curve = self._curve(ends, self.problem.machine.link.out, self.forward_us, self.waits[0])
+        left = self._until(ends, lambda i: min(storages[i].last_forward + 2, boundary))
+        for column, copied in zip(curve, left, strict=True):
+            self._at_most(column, copied)
         self._at_least(curve[-1], left[-1])
         return Curve(tuple(ends[:-1]), curve)
 
-    def fetch(self, ends: list[int]) -> Curve:
-        """What of the state has come for forward; all that forward wants has, when it ends."""
-        far, boundary = self.model.far, self.program.boundary
-        if not (wanted := far.fetched(self.model, lambda first: first < boundary)):
+    def forward_back(self, ends: list[int]) -> Curve:
+        """State is back before its uses in forward."""
+        columns, boundary = self.columns, self.problem.boundary
+        if not (reloaded := reloaded_mib(columns, lambda first: first < boundary)):
             return Curve()
-        curve = self._curve(ends, self.program.machine.back, self.early, self.waits[0])
+        curve = self._curve(ends, self.problem.machine.link.back, self.forward_us, self.waits[0])
         for column, end in zip(curve, ends[1:], strict=True):
-            self._at_least(column, far.fetched(self.model, lambda first: first <= end and first < boundary))  # noqa: B023
-        self._at_most(curve[-1], wanted)
+            self._at_least(column, reloaded_mib(columns, lambda first: first <= end and first < boundary))  # noqa: B023
+        self._at_most(curve[-1], reloaded)
         return Curve(tuple(ends[:-1]), curve)
 
-    def back(self, ends: list[int], fetched: Curve) -> Curve:
-        """What has come back; what is wanted has to."""
-        far = self.model.far
-        curve = self._curve(ends, self.program.machine.back, self.late, self.waits[1], fetched.carried[-1:])
-        last = ends[-1]
-        used = self._until(ends, lambda i: min(self.program.due[i], last))
-        for column, sent, end in zip(curve, used, ends[1:], strict=True):
-            self._at_least(column, sent | far.fetched(self.model, lambda first: first <= end))  # noqa: B023
+    def back(self, ends: list[int], forward_back: Curve) -> Curve:
+        """Storages and state are back before backward needs them."""
+        link = self.problem.machine.link
+        curve = self._curve(ends, link.back, self.backward_us, self.waits[1], forward_back.carried[-1:])
+        needed = self._until(ends, lambda i: min(self.problem.last_needs[i], ends[-1]))
+        for column, copied, end in zip(curve, needed, ends[1:], strict=True):
+            self._at_least(column, copied | reloaded_mib(self.columns, lambda first: first <= end))  # noqa: B023
         return Curve(tuple(ends[:-1]), curve)
 
-    def home(self, ends: list[int]) -> Curve:
-        """What of the gradients has left; all leaves before the update."""
-        far = self.model.far
-        if not (sent := far.left(self.model, self.program.size)):
+    def backward_out(self, ends: list[int]) -> Curve:
+        """Gradients leave once they are complete, and before the update."""
+        if not (gradients := gradient_mib(self.columns, self.problem.size)):
             return Curve()
-        curve = self._curve(ends, self.program.machine.out, self.late, self.waits[1])
+        curve = self._curve(ends, self.problem.machine.link.out, self.backward_us, self.waits[1])
         for column, end in zip(curve, ends[1:], strict=True):
-            self._at_most(column, far.left(self.model, end))
-        self._at_least(curve[-1], sent)
+            self._at_most(column, gradient_mib(self.columns, end))
+        self._at_least(curve[-1], gradients)
         return Curve(tuple(ends[:-1]), curve)
 
-    def turns(self) -> None:
-        """Neither phase takes less time than a tier that carries one way at a time does for all that it carries."""
-        model, machine, boundary = self.model, self.program.machine, self.program.boundary
-        begins, end = self.program.gaps.begins, self.program.end
-        out, back = MIB / machine.out, MIB / machine.back
-        come = model.far.fetched(model, lambda first: first < boundary)
-        more = model.far.fetched(model, lambda first: first >= boundary)
-        gone = model.far.left(model, self.program.size)
-        sent = list(self.sent.values())
-        early = [*((terms, out) for terms in sent), (come, back)]
-        late = [*((terms, back) for terms in sent), (more, back), (gone, out), (model.far.updated(model), 1.0)]
-        for first, last, waits, busy, moves in (
-            (0, boundary, self.waits[0], self.early, early),
-            (boundary, end, self.waits[1], self.late, late),
+    def half_duplex(self) -> None:
+        """Neither phase is shorter than all its copies, one after the other."""
+        columns, link, boundary = self.columns, self.problem.machine.link, self.problem.boundary
+        begins, end = self.problem.gaps.begins, self.problem.copies_end
+        out, back = MIB / link.out, MIB / link.back
+        forward_reloads = reloaded_mib(columns, lambda first: first < boundary)
+        backward_reloads = reloaded_mib(columns, lambda first: first >= boundary)
+        gradients = gradient_mib(columns, self.problem.size)
+        copied = list(self.copied.values())
+        forward = [*((terms, out) for terms in copied), (forward_reloads, back)]
+        backward = [*((terms, back) for terms in copied), (backward_reloads, back), (gradients, out)]
+        backward.append((update_us(columns), 1.0))
+        for first, last, wait, compute, copies in (
+            (0, boundary, self.waits[0], self.forward_us, forward),
+            (boundary, end, self.waits[1], self.backward_us, backward),
         ):
-            us = Terms({waits: 1.0, **busy})
-            for terms, each in moves:
-                for column, amount in terms.items():
-                    us[column] = us.get(column, 0.0) - amount * each
-            self.linear.row(begins[first] - begins[last], INFINITY, us)
+            us = Terms({wait: 1.0, **compute})
+            for terms, us_per_mib in copies:
+                for column, mib in terms.items():
+                    us[column] = us.get(column, 0.0) - mib * us_per_mib
+            self.lp.add_row(begins[first] - begins[last], INFINITY, us)
 
     def _curve(
-        self, ends: list[int], rate: float, busy: dict[int, float], waits: int, start: tuple[int, ...] = ()
+        self, ends: list[int], rate: float, compute: Terms, wait: int, start: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """A column for each stage, none below the one before, and none above what the link carries meanwhile; `busy`:
-        for how long each column makes compute do what the captured step does not."""
-        begins, carried, longer = self.program.gaps.begins, list[int](), list[int]()
+        """Add a column for each stage: at least the one before, at most what the link carries meanwhile.
+
+        `compute`: the microseconds by which each decision prolongs the phase.
+        """
+        begins, carried, extra_us = self.problem.gaps.begins, list[int](), list[int]()
         for first, last in pairwise(ends):
-            column = self.linear.column(most=INFINITY)
-            longer.append(self.linear.column(most=INFINITY))
+            column = self.lp.add_column(most=INFINITY)
+            extra_us.append(self.lp.add_column(most=INFINITY))
             before = dict.fromkeys(carried[-1:] or start, -1.0)
             length = begins[last] - begins[first]
-            self.linear.row(-INFINITY, rate / MIB * length, {column: 1.0, longer[-1]: -rate / MIB, **before})
+            self.lp.add_row(-INFINITY, rate / MIB * length, {column: 1.0, extra_us[-1]: -rate / MIB, **before})
             if before:
-                self.linear.row(0.0, INFINITY, {column: 1.0, **before})
+                self.lp.add_row(0.0, INFINITY, {column: 1.0, **before})
             carried.append(column)
-        spent = {column: -us for column, us in busy.items()}
-        self.linear.row(-INFINITY, 0.0, {**dict.fromkeys(longer, 1.0), waits: -1.0, **spent})
+        decided = {column: -us for column, us in compute.items()}
+        self.lp.add_row(-INFINITY, 0.0, {**dict.fromkeys(extra_us, 1.0), wait: -1.0, **decided})
         return tuple(carried)
 
-    def _tolls(self, rate: float) -> Terms:
-        """For how long compute is with what goes one way: its copies, and its casts at `rate`."""
-        items, toll_us = self.program.items, self.program.machine.toll_us
-        found = {column: toll_us(items[i].nbytes) for i, column in self.model.away.items()}
-        return found | {
-            column: items[i].nbytes / rate + toll_us(items[i].wire) for i, column in self.model.cast.items()
-        }
+    def _copies_us(self, cast_rate: float) -> Terms:
+        """Return the microseconds that copies of storages in one direction, and their casts, take from compute."""
+        storages, overhead_us = self.problem.storages, self.problem.machine.link.overhead_us
+        terms = {column: overhead_us(storages[i].nbytes) for i, column in self.columns.offload.items()}
+        for i, column in self.columns.cast_offload.items():
+            terms[column] = storages[i].nbytes / cast_rate + overhead_us(storages[i].wire_nbytes)
+        return terms
 
-    def _at_most(self, column: int, terms: dict[int, float]) -> None:
-        self.linear.row(-INFINITY, 0.0, {column: 1.0, **{c: -mib for c, mib in terms.items()}})
+    def _at_most(self, column: int, terms: Terms) -> None:
+        self.lp.add_row(-INFINITY, 0.0, {column: 1.0, **{c: -mib for c, mib in terms.items()}})
 
-    def _at_least(self, column: int, terms: dict[int, float]) -> None:
-        self.linear.row(0.0, INFINITY, {column: 1.0, **{c: -mib for c, mib in terms.items()}})
+    def _at_least(self, column: int, terms: Terms) -> None:
+        self.lp.add_row(0.0, INFINITY, {column: 1.0, **{c: -mib for c, mib in terms.items()}})
 
-    def _until(self, ends: list[int], when: Callable[[int], int]) -> list[dict[int, float]]:
-        """For the end of each stage the columns of L_s, with their MiB, whose position is not behind it."""
+    def _until(self, ends: list[int], position: Callable[[int], int]) -> list[Terms]:
+        """For the end of each stage, return the MiB of the storages whose `position` is not behind it."""
         return [
-            {column: mib for i, sent in self.sent.items() if when(i) <= end for column, mib in sent.items()}
+            {column: mib for i, copied in self.copied.items() if position(i) <= end for column, mib in copied.items()}
             for end in ends[1:]
         ]

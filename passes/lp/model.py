@@ -1,144 +1,137 @@
-"""The planner's linear program: which storages stay, which are made again, which go away and come back, which live far.
+"""The linear program of a plan: keep, recompute or offload each tensor, in the least time that fits the budget.
 
-Symbols.  t: a position; F: the first backward one.  s: an item of m_s bytes, made by p(s), read in forward by makers
-W(s), last at f_s, and in backward first at b_s.  If backward never reads it, s is *indirect*: re-runs alone do, at g_s
-at the earliest, and if any, by h_s; where it is not, g_s = h_s = b_s.  o, w: makers that take c_o microseconds.
-base(t): bytes that are there whatever is decided, if nothing lives far.  B: the budget.  r: a resident of n_r bytes,
-which may live far; its visits k = 0, 1, ..., stretches of ops that read it, begin at v_rk; rest(r): the positions
-without a visit, of which k-1 and k have those of rest(r, k) between them; a gradient d that leaves is done with at l_d.
+Forward leaves tensors that backward reads.  Between the two a plan keeps a tensor, which takes bytes; recomputes it,
+which takes time; or copies it to the tier and back, which takes the links.  Here each of these is a number between 0
+and 1.  Three kinds of rows tie them: what an op reads is available, the bytes at each position fit the budget, and the
+links carry the copies in time.  Every plan is a solution with whole numbers.  So the least objective is a bound on the
+time that a plan adds to the step, and a solution tells how to make a plan that is nearly as fast.
 
-    K_s  s stays through its gap            R_o   o runs again in backward, once, when it is first needed
-    O_s  s goes away and comes back         Q_ot  o has run again before t
-    C_s  the same, cast for its way         V_st  s is there at t, kept or made again
-    A_s = K_s + O_s + C_s                   L_s = m_s O_s + n_s C_s, its bytes on the way; n_s once it is cast
-    X_r  r lives far                        N_rk  r stays from visit k-1 to visit k
-    D_j, G_j  bytes that have left by the end of stage j of forward, and gradients that have by that of one of backward
-    P_j  bytes that have come back by the end of stage j: for backward; in forward and on, those of fetches as well
-    M_rk = n_r (X_r - N_rk), N_r0 = 0       y_t   gradients that have left by t
-    q_s, r_s, h_r  microseconds that compute loses to one copy of s as it is, as cast, of r (`Machine.toll_us`); H_r: to
-          all copies of r outside of the update: h_r X_r for one that leaves, sum of h_r (X_r - N_rk) over its visits
-    e_j  microseconds more than its length that stage j takes      w  microseconds that compute waits in all
-    x_s, y_s  microseconds of the casts of s, out and back         z  anything is copied: copies need their staging
-    E_t  bytes that have come back before they are wanted          G_st  s has come back for a re-run before t
-    v    the update is run in windows, which need theirs           u  microseconds more than its own that each takes
-    g_t  the last update before t, or one before that, is run in windows; it is not said of t at which one stands
-    f_u  of what update u reads, the share that goes through windows that are there before and behind it (`ahead`)
+Names.  Positions t are indices of ops.  s is a storage of bytes[s], produced by op p(s), read by the producers w in
+readers(s).  Forward reads it last at last[s], and backward first at first[s].  Where backward does not read it,
+recomputations alone do; need[s] is then the first position that may, and due[s] the last.  o is a producer that
+takes us[o].  r is a state: a parameter, a gradient or optimizer states.  Its uses k = 0, 1, ... begin at use[r, k], and
+gap(r, t) says that t is between two of them.  j is a stage of forward or backward, u an update.
 
-    minimise  sum c_o R_o + sum 2 q_s O_s + sum (x_s + y_s + 2 r_s) C_s + sum H_r + w_forward + w_backward + u
+    keep[s], offload[s], cast[s]     the storage stays, is copied as it is, or is copied as a narrower type
+    recompute[o]                     the op runs again in backward, once, when its result is first needed
+    saved[s]                         keep[s] + offload[s] + cast[s]
+    copied[s]                        bytes[s] offload[s] + wire_bytes[s] cast[s]
+    offload[r], stay[r, k]           the state is offloaded; it stays on the device from use k - 1 to use k all the same
+    reload[r, k]                     bytes[r] (offload[r] - stay[r, k]);  stay[r, 0] = 0
+    reran[o, t]                      the op has run again before t
+    present[s, t]                    the storage is on the device at t, kept or recomputed
+    rerun_copy[s, t]                 the storage was reloaded before t for a recomputation
+    out[j], grads_out[j]             bytes that have left by the end of stage j of forward; gradients, of backward
+    back[j]                          bytes that have been reloaded by the end of stage j, of the same phase
+    early[t], grads_left[t]          bytes reloaded before their use, and gradients that have left, at t
+    wait[phase], extra[j]            microseconds that compute waits, and by which stage j takes longer than captured
+    staging                          anything is copied
+    windowed[u], extra[u]            the update runs in windows; it takes so many microseconds more than its own
+    staged[u]                        it, or an update before it, leaves its windows on the device
+    on_host[s], copies_us[s]         the host updates these states; time of the copies of their parameter and gradient
 
-    need        A_s + R_p(s) >= 1                            s that backward reads         rows.available
-    chain       A_s + R_p(s) >= R_w                          w in W(s)                     rows.available
-    one form    A_s + R_p(s) <= 1                            s that is all p(s) makes      rows.available
-                A_s <= 1                                     other s                       rows.available
-                O_s + C_s <= z                                                             rows.available
-    capacity    sum of L_s + sum of n_r X_r <= what the far tier takes                     rows.fits_there
-    dominance   A_s <= sum of R_w over W(s)                  indirect s                    rows.available
-    home        N_rk <= X_r;  X_r <= z                       r that is fetched, or leaves  far.living
-    update      u >= (1 - f_u) sum of n_r X_r / rates - its own time                       far.updating
-                v >= X_r;  v <= sum of X_r                   r that it reads               far.updating
-                H_s <= X_s;  u >= sum of n_s H_s / stepping - its own time; n_s H_s is not on the links
-                T_s >= what is far of s less all of it H_s;  T_s >= H_s of what is not     far.updating
-                g_t >= v of the last update before t;  g_t >= g of that update             far.updating
-    out         D_j <= D_j-1 + rate (length_j + e_j),  D_j <= sum of L_s, f_s before the end of j        links.out
-                G_j <= G_j-1 + rate (length_j + e_j),  G_j <= sum of n_d X_d, l_d before the end of j    links.home
-    back        P_j <= P_j-1 + rate (length_j + e_j),  P_j >= sum of L_s, h_s up to the end of j,
-                                                                and of M_rk, v_rk up to it  links.fetch, links.back
-    time        sum of e_j over forward <= w_forward + sum q_s O_s + sum (x_s + r_s) C_s + H_r of forward          links
-                sum of e_j over backward <= w_backward + sum q_s O_s + sum (y_s + r_s) C_s + sum c_o R_o
-                                                                + H_r of backward + u of updates in it        links
-    turns       the time of forward, with what is added to it on the right of `time`, >= all that it carries, by the
-                rates of the links; so of backward; where the tier carries one way at a time            links.turns
-    forward t   base(t) + sum of m_s K_s + L_s over f_s < t - D_j(t) + rest ... <= B       memory.forward
-    backward t  base(t) + sum of m_s V_st over gaps + rest ... <= B                        memory.backward
-                what no plan does without at t + rest ... <= B                             memory.anyhow
-    rest ...    E_t + z staging - sum of n_r X_r over t in rest(r) + n_r N_rk over t in rest(r, k) - y_t
-                + v (window - workspace) in the update + g_t ahead + what o draws (R_o - Q_ot), from o on         memory
-    left        y_t <= G_j(t);  y_t <= sum of n_d X_d over l_d < t                         memory
-    early       E_t >= P_j(t)-1 - sum of L_s over g_s <= t - sum of M_rk over v_rk <= t - sum of m_s G_st        memory
-    again by t  Q_ot <= R_o;  Q_ot >= 1 - A_s, s of o, b_s <= t;  Q_ot >= Q_wt - A_s       memory.ran_again
-                Q_ot >= R_o, t behind all that may want o                                  memory.ran_again
-    there at t  V_st >= Q_wt;  G_st <= V_st, O_s + C_s       s that backward reads         memory.direct
-                V_st >= K_s + Q_p(s)t                        the same, all p(s) makes      memory.direct
-                V_st >= K_s, Q_p(s)t - O_s - C_s             the same, one of several      memory.direct
-                V_st >= K_s + Q_p(s)t - Q_wt                 indirect s with one reader    memory.indirect
-                V_st >= (R_w - Q_wt) - (R_p(s) - Q_p(s)t) - O_s - C_s    the same with several     memory.indirect
-                V_st >= K_s + R_w - 1 - Q_wt                 the same, one of several      memory.indirect
+minimise  sum us[o] recompute[o] + sum 2 overhead[s] offload[s] + sum (casts[s] + 2 overhead[s]) cast[s]
+          + overhead of each copy of a state + wait[forward] + wait[backward] + sum extra[u]
 
-Every plan of the class satisfies all rows: forward and backward run in the trace's order; an op runs again at most
-once, in backward, when it is first needed; an item is kept through its gap, away, or made again, and is then there
-until backward last reads it; copies out end with forward, and those of gradients with backward; what backward visits is
-fetched in backward, once for each visit unless it stays; links are fluid, and carry on while compute does something
-else.  What a re-run or a cast holds while it runs is left out, and so are fetches for re-runs.  So the least objective
-is a lower bound on the time that a plan of the class adds.  Without the rows of `memory.backward` it is one on the time
-that any plan adds that recomputes in backward only, however often.
+rows, and the function that adds them:
+
+    needed by backward     saved[s] + recompute[p(s)] >= 1                                     _add_availability_rows
+    chain                  saved[s] + recompute[p(s)] >= recompute[w]
+    one form               saved[s] + recompute[p(s)] <= 1, if p(s) makes s alone; else saved[s] <= 1
+    dominance              saved[s] <= sum recompute[w] over readers(s), if backward does not read s
+    staging                offload[s] + cast[s] <= staging;  offload[r] <= staging
+    tier                   sum copied[s] + sum bytes[r] offload[r] <= capacity                 _add_tier_row
+    state                  stay[r, k] <= offload[r]                                            add_offload_rows
+    update                 extra[u] >= (1 - share staged) bytes[r] offload[r] / link rates - us[u]
+                           windowed[u] >= offload[r], <= sum of these, over r that u reads     add_update_rows
+                           on_host[s] <= offload[s];  extra[u] >= sum bytes[s] on_host[s] / host rate - us[u]
+                           copies_us[s] >= copies of its offloaded parameter and gradient, if the device updates s
+                           copies_us[s] >= copies of those on the device, if the host does
+                           staged[u] >= windowed[u], staged[u before]
+    out                    out[j] <= out[j-1] + rate (length[j] + extra[j])                    bandwidth_rows
+                           out[j] <= sum copied[s] over last[s] before the end of j; equal at the end of forward
+                           grads_out likewise
+    back                   back[j] <= back[j-1] + rate (length[j] + extra[j])
+                           back[j] >= sum copied[s] over due[s], reload[r, k] over use[r, k], up to the end of j
+    time                   sum extra[j] <= wait + what the plan's decisions add to compute, in each phase
+    half duplex            time of a phase >= time of all its copies, where copies take turns
+    forward t              fixed[t] + sum bytes[s] keep[s] + copied[s] over last[s] < t        memory_rows
+                                    - out by t + rest <= budget
+    backward t             fixed[t] + sum bytes[s] present[s, t] over last[s] < t < first[s] + rest <= budget
+    any plan, backward t   in_use[t] + rest <= budget
+    rest                   early[t] + staging bytes - sum bytes[r] (offload[r] - stay[r, k]) over gap(r, t)
+                           - grads_left[t] + windows - workspace at an update, or what is staged behind one
+                           + generator states of draws that run again later
+    early                  early[t] >= back before t - sum copied[s] over need[s] <= t - reloads up to t
+                                       - sum bytes[s] rerun_copy[s, t]
+    grads left             grads_left[t] <= grads_out by t, sum bytes[r] offload[r] over gradients complete before t
+    reran                  reran[o, t] <= recompute[o];  >= 1 - saved[s], s made by o with first[s] <= t
+                           reran[o, t] >= reran[w, t] - saved[s];  = recompute[o] behind all needs of o
+    present                present[s, t] >= reran[w, t];  rerun_copy[s, t] <= present[s, t], <= offload[s] + cast[s]
+                           present[s, t] >= keep[s] + reran[p(s), t], if p(s) makes s alone
+                           present[s, t] >= keep[s], reran[p(s), t] - offload[s] - cast[s], else
+    present for reruns     present[s, t] >= keep[s] + reran[p(s), t] - reran[w, t], with one reader
+                           present[s, t] >= (recompute - reran)[w] - (recompute - reran)[p(s)] - offload[s] - cast[s]
+                           present[s, t] >= keep[s] + recompute[w] - 1 - reran[w, t], if p(s) makes several
+
+Every plan of the class satisfies all rows.  In the class, forward and backward run in the trace's order; an op is
+recomputed at most once, in backward; a storage is kept, offloaded or recomputed, and stays until its last use;
+copies out end with their phase; a state is reloaded once for each use unless it stays; links carry while compute is
+busy.  Memory that a recomputation or a cast takes while it runs is left out, and so are reloads for recomputations.
+Without the rows of backward memory the bound holds for any plan that recomputes in backward only, however often.
 """
 
 from __future__ import annotations
 
 from .bandwidth_rows import LinkRows
-from .problem import LinearProgram
-from .rows import MIB, TIE, add_availability_rows, add_tier_room_rows
+from .columns import MIB, Columns, Terms
+from .memory_rows import MemoryRows
+from .problem import PlanProblem
 from .solver import INFINITY, LPSolver
-from .state_rows import StateRows, add_residency_rows, add_update_rows
-
-# Ops.  In longer steps the rows of a position leave out what has run again by then, if at all.  The least objective is
-# no lower without them, and it saves up to two thirds of the time there.  Below it saves little, and the points of the
-# program that has them happen to be rounded better (ViT decomposed at 30 %: a gap of 0.2 in place of 1.3 %).
-LONG = 5_500
+from .state_rows import add_offload_rows, add_update_rows
 
 
 class PlanModel:
-    """The columns of a program under a budget, and the rows that have been written so far."""
+    """The linear program of a problem under a budget; rows of memory are added when a solution breaks them."""
 
-    def __init__(self, program: LinearProgram, budget: int, until: float = INFINITY) -> None:
-        machine = program.machine
-        self.program = program
+    def __init__(self, problem: PlanProblem, budget: int, until: float = INFINITY) -> None:
+        self.problem = problem
         self.budget = budget
-        self.linear = LPSolver(until)
-        self.kept = [self.linear.column(least=float(self._stays(i))) for i in range(len(program.items))]
-        self.again = [self.linear.column(maker.us, most=float(not maker.once)) for maker in program.makers]
-        self.away = {
-            i: self.linear.column(2 * machine.toll_us(item.nbytes) + TIE * item.nbytes / MIB)
-            for i, item in enumerate(program.items)
-            if item.leaves
-        }
-        self.cast = {
-            i: self.linear.column(machine.cast_us(item.nbytes) + 2 * machine.toll_us(item.wire) + TIE * item.wire / MIB)
-            for i, item in enumerate(program.items)
-            if item.wire
-        }
-        self.far = StateRows.of(self)
-        self.staged = self.linear.column() if self.away or self.far.lives else -1
-        self.links = LinkRows.of(self) if self.away or self.far.lives else None
-        add_availability_rows(self)
-        add_tier_room_rows(self)
-        add_residency_rows(self)
-        add_update_rows(self)
-        self.settled = program.settled if program.size > LONG else (program.size,) * len(program.makers)
-        self.written: set[int] = set()  # positions that have rows
-        self.anyhow: set[int] = set()  # backward positions that have rows of what no plan does without
-        self.follows: dict[int, tuple[str, int]] = {}  # see `memory`: what has run again, what is there
+        self.lp = LPSolver(until)
+        self.columns = columns = Columns.add(self.lp, problem)
+        self.links = LinkRows.add(self.lp, columns) if columns.staging is not None else None
+        _add_availability_rows(self.lp, columns)
+        _add_tier_row(self.lp, columns)
+        add_offload_rows(self.lp, columns)
+        add_update_rows(self.lp, columns)
+        self.memory = MemoryRows(self.lp, columns, self.links, budget)
 
-    @property
-    def whole(self) -> list[int]:
-        """The columns that a plan makes 0 or 1; the others follow."""
-        return [*self.kept, *self.away.values(), *self.cast.values(), *self.far.lives]
 
-    def saved(self, item: int) -> dict[int, float]:
-        """A_s as coefficients."""
-        return {self.kept[item]: 1.0, **dict.fromkeys(self.sent(item), 1.0)}
+def _add_availability_rows(lp: LPSolver, columns: Columns) -> None:
+    """Whatever an op reads is available: kept, recomputed or reloaded."""
+    problem, recompute = columns.problem, columns.recompute
+    for i, storage in enumerate(problem.storages):
+        saved, makes_one = columns.saved(i), problem.producers[storage.producer].makes_one
+        available = {**saved, recompute[storage.producer]: 1.0}
+        is_read = storage.first_backward < problem.size
+        if is_read:
+            lp.add_row(1.0, 1.0 if makes_one else INFINITY, available)
+        else:
+            readers = {recompute[w]: 1.0 for w in storage.readers}
+            lp.add_row(0.0, INFINITY, {**readers, **dict.fromkeys(saved, -1.0)})
+        if not is_read or not makes_one:
+            lp.add_row(-INFINITY, 1.0, available if makes_one else saved)
+            for w in storage.readers:
+                lp.add_row(0.0, INFINITY, {**available, recompute[w]: -1.0})
+        if (copied := columns.copied_mib(i)) and columns.staging is not None:
+            lp.add_row(0.0, INFINITY, {columns.staging: 1.0, **dict.fromkeys(copied, -1.0)})
 
-    def sent(self, item: int) -> dict[int, float]:
-        """L_s as coefficients, in MiB; none, if s may not leave."""
-        columns = (self.away, self.program.items[item].nbytes), (self.cast, self.program.items[item].wire)
-        return {column[item]: nbytes / MIB for column, nbytes in columns if item in column}
 
-    @property
-    def tie(self) -> float:
-        """The most that ties add to the objective."""
-        moved = sum(self.program.items[i].nbytes for i in self.away) + sum(r.nbytes for r in self.program.residents)
-        return TIE * moved / MIB
-
-    def _stays(self, i: int) -> bool:
-        item = self.program.items[i]
-        return self.program.makers[item.maker].once and not item.leaves and item.use < self.program.size
+def _add_tier_row(lp: LPSolver, columns: Columns) -> None:
+    """The tier holds all that is offloaded."""
+    stored: Terms = {column: mib for i in columns.offload for column, mib in columns.copied_mib(i).items()}
+    states = zip(columns.state.offload, columns.problem.states, strict=True)
+    stored |= {offload: state.nbytes / MIB for offload, state in states}
+    capacity = columns.problem.machine.link.capacity / MIB
+    if sum(stored.values()) > capacity:
+        lp.add_row(-INFINITY, capacity, stored)

@@ -1,6 +1,6 @@
-"""How many bytes a point of the linear program puts at every position, rows or no rows.
+"""Count the bytes that a solution of the linear program has at every position, with rows there or not.
 
-K = (1, 0, 0.5, ...)   ->   plain: [18.2, 18.9, ...] MiB of what is kept;  worked(positions): with re-runs
+keep = (1, 0, 0.5, ...)   ->   kept_mib: [18.2, 18.9, ...];  with_reruns(positions): recomputed storages as well
 """
 
 from __future__ import annotations
@@ -14,178 +14,188 @@ import numpy as np
 
 from ..ir.arrays import Floats
 from .bandwidth_rows import Curve, LinkRows
-from .memory_rows import back_by
+from .columns import MIB, Columns
+from .memory_rows import first_need
 from .model import PlanModel
-from .problem import Ints, StorageVar
-from .residents import Resident
-from .rows import MIB
+from .problem import Ints, PlanProblem, StorageVar
+from .state_vars import StateVar
 
-NOTHING = 1e-9
+NEGLIGIBLE = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class Occupancy:
-    """A point, and what it comes to."""
+    """The bytes of a solution, in MiB."""
 
     model: PlanModel
     values: Floats
 
-    @cached_property
-    def plain(self) -> Floats:
-        """MiB at every position, without what is made again and waits for its use."""
-        program = self.model.program
-        until = np.where(program.use < program.size, program.use, program.boundary)
-        kept = program.nbytes * self.kept / MIB
-        return self._gaps(program.left + 1, until, kept) + self._states() + program.base / MIB + self.moving
+    @property
+    def problem(self) -> PlanProblem:
+        return self.model.problem
 
     @property
-    def anyhow(self) -> Floats:
-        """MiB that any plan has at every position, if backward keeps nothing but what it uses."""
-        return self.model.program.used / MIB + self.moving
+    def columns(self) -> Columns:
+        return self.model.columns
 
-    def worked(self, positions: Ints) -> Floats:
-        """MiB at some backward positions, with what is made again and waits for its use."""
-        ran = self._ran(positions)
+    @cached_property
+    def kept_mib(self) -> Floats:
+        """MiB at every position, without recomputed storages that wait for their use."""
+        problem = self.problem
+        until = np.where(problem.first_backward < problem.size, problem.first_backward, problem.boundary)
+        kept = self._sum(problem.last_forward + 1, until, problem.nbytes * self.keep / MIB)
+        return kept + self._rng_states() + problem.fixed / MIB + self.copies_mib
+
+    @property
+    def any_plan_mib(self) -> Floats:
+        """MiB at every position in any plan, if backward keeps only what it uses."""
+        return self.problem.in_use / MIB + self.copies_mib
+
+    def with_reruns(self, positions: Ints) -> Floats:
+        """Return the MiB at some backward positions, with recomputed storages."""
+        reran = self._reran(positions)
         extra = np.zeros(len(positions))
-        for i, item in enumerate(self.model.program.items):
-            there = self._direct if item.use < self.model.program.size else self._indirect
-            extra += item.nbytes / MIB * there(i, item, ran, positions)
-        return self.plain[positions] + extra
+        for i, storage in enumerate(self.problem.storages):
+            present = self._present if storage.first_backward < self.problem.size else self._present_for_reruns
+            extra += storage.nbytes / MIB * present(i, storage, reran, positions)
+        return self.kept_mib[positions] + extra
 
     @cached_property
-    def kept(self) -> Floats:
-        return self.values[self.model.kept]
+    def keep(self) -> Floats:
+        return self.values[self.columns.keep]
 
     @cached_property
-    def again(self) -> Floats:
-        return self.values[self.model.again]
+    def recompute(self) -> Floats:
+        return self.values[self.columns.recompute]
 
     @cached_property
-    def away(self) -> Floats:
-        """How much of each item is away, cast for its way or not."""
-        found = np.zeros(len(self.kept))
-        for i in self.model.away:
-            found[i] = sum(self.values[column] for column in self.model.sent(i))
-        return found
+    def offload(self) -> Floats:
+        """The share of each storage that is offloaded, cast or not."""
+        shares = np.zeros(len(self.keep))
+        for i in self.columns.offload:
+            shares[i] = sum(self.values[column] for column in self.columns.copied_mib(i))
+        return shares
 
     @cached_property
-    def sent(self) -> Floats:
-        """MiB of each item that are away."""
-        found = np.zeros(len(self.kept))
-        for i in self.model.away:
-            found[i] = sum(self.values[column] * nbytes for column, nbytes in self.model.sent(i).items())
-        return found
+    def copied_mib(self) -> Floats:
+        """The MiB of each storage that are copied each way."""
+        copied = np.zeros(len(self.keep))
+        for i in self.columns.offload:
+            copied[i] = sum(self.values[column] * mib for column, mib in self.columns.copied_mib(i).items())
+        return copied
 
-    def _gaps(self, first: Ints, last: Ints, nbytes: Floats) -> Floats:
-        """The sum at every position of the items that are there, with so many MiB, from `first` to before `last`."""
-        change = np.zeros(self.model.program.size + 1)
-        np.add.at(change, first, nbytes)
-        np.add.at(change, np.maximum(first, last), -nbytes)
+    def _sum(self, first: Ints, last: Ints, mib: Floats) -> Floats:
+        """Sum storages at every position, each from `first` to before `last`."""
+        change = np.zeros(self.problem.size + 1)
+        np.add.at(change, first, mib)
+        np.add.at(change, np.maximum(first, last), -mib)
         return np.cumsum(change)[:-1]
 
-    def _states(self) -> Floats:
-        """The generator's states that wait in forward."""
-        change = np.zeros(self.model.program.size + 1)
-        for o, draws, first in self.model.program.draws:
-            change[first] += draws / MIB * self.again[o]
-            change[self.model.program.boundary] -= draws / MIB * self.again[o]
+    def _rng_states(self) -> Floats:
+        """Sum the generator states that wait in forward for a recomputation."""
+        change = np.zeros(self.problem.size + 1)
+        for o, nbytes, first in self.problem.rng_draws:
+            change[first] += nbytes / MIB * self.recompute[o]
+            change[self.problem.boundary] -= nbytes / MIB * self.recompute[o]
         states: Floats = np.cumsum(change)[:-1]
         return states
 
     @cached_property
-    def moving(self) -> Floats:
-        """What has not left yet, what has come back early, and staging."""
-        program, links = self.model.program, self.model.links
-        if not links:
-            return np.zeros(program.size)
-        boundary = program.boundary
-        end = np.full(len(self.away), program.size)
-        moving = self._gaps(program.left + 1, end, self.sent)
-        moving[:boundary] -= self._carried(links.out)[:boundary]
-        begin = np.array([back_by(self.model, i) for i in range(len(self.away))], dtype=np.int64)
-        used = self._gaps(begin, end, self.sent) + self._fetched()
-        moving[boundary:] = np.maximum(self._carried(links.back, 1) - used, 0.0)[boundary:]
-        moving[:boundary] += np.maximum(self._carried(links.fetch, 1) - self._fetched(), 0.0)[:boundary]
-        moving += self._resting(links)
-        return moving + program.machine.staging / MIB * float(self.values[self.model.staged])
+    def copies_mib(self) -> Floats:
+        """Sum what has not left yet, what is back early, what offloaded state changes, and staging."""
+        problem, links, staging = self.problem, self.model.links, self.columns.staging
+        if links is None or staging is None:
+            return np.zeros(problem.size)
+        boundary, count = problem.boundary, len(self.offload)
+        end = np.full(count, problem.size)
+        mib = self._sum(problem.last_forward + 1, end, self.copied_mib)
+        mib[:boundary] -= self._carried(links.out)[:boundary]
+        start = np.array([first_need(problem, i) for i in range(count)], dtype=np.int64)
+        used = self._sum(start, end, self.copied_mib) + self._reloaded()
+        mib[boundary:] = np.maximum(self._carried(links.back, 1) - used, 0.0)[boundary:]
+        mib[:boundary] += np.maximum(self._carried(links.forward_back, 1) - self._reloaded(), 0.0)[:boundary]
+        mib += self._state(links)
+        return mib + problem.machine.link.staging / MIB * float(self.values[staging])
 
     def _carried(self, curve: Curve, before: int = 0) -> Floats:
-        """A curve at every position: at the end of its stage, or so many stages before; 0 in the first of them."""
+        """Return a curve at every position: at the end of its stage, or so many stages before."""
         if not curve.carried:
-            return np.zeros(self.model.program.size)
-        j = np.searchsorted(curve.begins, np.arange(self.model.program.size), side="right") - 1 - before
+            return np.zeros(self.problem.size)
+        j = np.searchsorted(curve.begins, np.arange(self.problem.size), side="right") - 1 - before
         return np.where(j >= 0, self.values[[*curve.carried]][np.maximum(j, 0)], 0.0)
 
-    def _fetched(self) -> Floats:
-        """What of the state has been fetched by every position at the latest."""
-        change = np.zeros(self.model.program.size)
-        for resident, lives, stays in self._far():
-            for k, (first, _) in enumerate(resident.visits if not resident.made else ()):
-                change[first] += resident.nbytes / MIB * (lives - stays.get(k, 0.0))
+    def _reloaded(self) -> Floats:
+        """Sum the state that has been reloaded by every position at the latest."""
+        change = np.zeros(self.problem.size)
+        for state, offload, stay in self._offloaded_states():
+            for k, (first, _) in enumerate(state.uses if not state.is_gradient else ()):
+                change[first] += state.nbytes / MIB * (offload - stay.get(k, 0.0))
         return np.cumsum(change)
 
-    def _resting(self, links: LinkRows) -> Floats:
-        """What far homes take away, and what an update takes for them."""
-        program, far = self.model.program, self.model.far
-        change, done = np.zeros(program.size + 1), np.zeros(program.size + 1)
-        for resident, lives, stays in self._far():
-            for rest in resident.rests(program.size):
-                nbytes = resident.nbytes / MIB * (lives - stays.get(rest.visit, 0.0))
-                if resident.made:
-                    done[rest.first] += nbytes
+    def _state(self, links: LinkRows) -> Floats:
+        """Sum what offloaded state frees, and what its updates take."""
+        problem, state = self.problem, self.columns.state
+        change, complete = np.zeros(problem.size + 1), np.zeros(problem.size + 1)
+        for each, offload, stay in self._offloaded_states():
+            for gap in each.gaps(problem.size):
+                mib = each.nbytes / MIB * (offload - stay.get(gap.next_use, 0.0))
+                if each.is_gradient:
+                    complete[gap.first] += mib
                 else:
-                    change[rest.first] -= nbytes
-                    change[rest.last] += nbytes
-        resting: Floats = np.cumsum(change)[:-1] - np.minimum(np.cumsum(done)[:-1], self._carried(links.home))
-        for position, window in far.windows.items():
-            workspace = program.gaps.trace.ops[position].workspace
-            resting[position] += (program.machine.window - workspace) / MIB * self.values[window]
-        for before, after in pairwise([*far.ahead, program.size]):
-            resting[before + 1 : after] += program.machine.ahead / MIB * self.values[far.ahead[before]]
-        return resting
+                    change[gap.first] -= mib
+                    change[gap.last] += mib
+        left = np.minimum(np.cumsum(complete)[:-1], self._carried(links.backward_out))
+        total: Floats = np.cumsum(change)[:-1] - left
+        streaming = problem.machine.streaming
+        for position, windowed in state.windowed.items():
+            workspace = problem.gaps.trace.ops[position].workspace
+            total[position] += (streaming.window - workspace) / MIB * self.values[windowed]
+        for before, after in pairwise([*state.staged, problem.size]):
+            total[before + 1 : after] += streaming.update_staging / MIB * self.values[state.staged[before]]
+        return total
 
-    def _far(self) -> Iterator[tuple[Resident, float, dict[int | None, float]]]:
-        """The residents of which a share lives far, that share, and how much of it stays before each visit."""
-        far = self.model.far
-        for h, resident in enumerate(self.model.program.residents):
-            if (lives := float(self.values[far.lives[h]])) > NOTHING:
-                visits = range(1, len(resident.visits))
-                yield resident, lives, {k: float(self.values[far.stays[h, k]]) for k in visits}
+    def _offloaded_states(self) -> Iterator[tuple[StateVar, float, dict[int | None, float]]]:
+        """Yield each state that is offloaded in part, that share, and the share that stays before each use."""
+        columns = self.columns.state
+        for r, state in enumerate(self.problem.states):
+            if (offload := float(self.values[columns.offload[r]])) > NEGLIGIBLE:
+                uses = range(1, len(state.uses))
+                yield state, offload, {k: float(self.values[columns.stay[r, k]]) for k in uses}
 
-    def _ran(self, positions: Ints) -> Floats:
-        """For each maker and position how much of it has run again."""
-        program = self.model.program
-        saved = self.kept + self.away
-        ran = np.zeros((len(program.makers), len(positions)))
-        for o in reversed(range(len(program.makers))):
-            if self.again[o] < NOTHING:
+    def _reran(self, positions: Ints) -> Floats:
+        """Return how much of each producer has been recomputed by each position."""
+        problem = self.problem
+        saved = self.keep + self.offload
+        reran = np.zeros((len(problem.producers), len(positions)))
+        for o in reversed(range(len(problem.producers))):
+            if self.recompute[o] < NEGLIGIBLE:
                 continue
-            made, least = program.makers[o].items, np.zeros(len(positions))
-            for i in made:
-                item = program.items[i]
-                if item.use < program.size:
-                    wanted = self.again[o] if len(made) == 1 else 1.0 - saved[i]
-                    least = np.maximum(least, np.where(item.use <= positions, wanted, 0.0))
-                for w in item.readers:
-                    if self.again[w] >= NOTHING:
-                        least = np.maximum(least, ran[w] - saved[i])
-            ran[o] = np.minimum(least, self.again[o])
-        return ran
+            produced, least = problem.producers[o].storages, np.zeros(len(positions))
+            for i in produced:
+                storage = problem.storages[i]
+                if storage.first_backward < problem.size:
+                    needed = self.recompute[o] if len(produced) == 1 else 1.0 - saved[i]
+                    least = np.maximum(least, np.where(storage.first_backward <= positions, needed, 0.0))
+                for w in storage.readers:
+                    if self.recompute[w] >= NEGLIGIBLE:
+                        least = np.maximum(least, reran[w] - saved[i])
+            reran[o] = np.minimum(least, self.recompute[o])
+        return reran
 
-    def _direct(self, i: int, item: StorageVar, ran: Floats, positions: Ints) -> Floats:
-        if self.model.program.makers[item.maker].alone:
-            there = self.kept[i] + ran[item.maker]
+    def _present(self, i: int, storage: StorageVar, reran: Floats, positions: Ints) -> Floats:
+        if self.problem.producers[storage.producer].makes_one:
+            present = self.keep[i] + reran[storage.producer]
         else:
-            there = np.maximum(self.kept[i], ran[item.maker] - self.away[i])
-        for w in item.readers:
-            there = np.maximum(there, ran[w])
-        inside = (item.left < positions) & (item.use > positions)
-        return np.where(inside, there - self.kept[i], 0.0)
+            present = np.maximum(self.keep[i], reran[storage.producer] - self.offload[i])
+        for w in storage.readers:
+            present = np.maximum(present, reran[w])
+        in_gap = (storage.last_forward < positions) & (storage.first_backward > positions)
+        return np.where(in_gap, present - self.keep[i], 0.0)
 
-    def _indirect(self, i: int, item: StorageVar, ran: Floats, positions: Ints) -> Floats:
-        there, made = np.zeros(len(positions)), ran[item.maker]
-        alone = self.model.program.makers[item.maker].alone
-        most = self.kept[i] + made if alone else np.maximum(self.kept[i], made)
-        for w in item.readers:
-            there = np.maximum(there, np.minimum(most, self.again[w]) - ran[w])
-        return there
+    def _present_for_reruns(self, i: int, storage: StorageVar, reran: Floats, positions: Ints) -> Floats:
+        present, recomputed = np.zeros(len(positions)), reran[storage.producer]
+        makes_one = self.problem.producers[storage.producer].makes_one
+        most = self.keep[i] + recomputed if makes_one else np.maximum(self.keep[i], recomputed)
+        for w in storage.readers:
+            present = np.maximum(present, np.minimum(most, self.recompute[w]) - reran[w])
+        return present

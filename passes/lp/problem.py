@@ -1,11 +1,11 @@
-"""What can be decided about a step, as numbers: the columns of a linear program are made of it.
+"""A trace as numbers: what a plan can decide, and what the linear program has to know about it.
 
-    a = relu(x)  # makes a:32768 | 10 us       Maker("a", us=10.0, items=(0,))
-    b = mm(a, w)                          ->   Item("a", nbytes=32768, maker=0, left=1, use=5, readers=(1,))
-    ...
+    a = relu(x)  # makes a:32768 | 10 us       ProducerOp("a", us=10.0, storages=(0,))
+    b = mm(a, w)                          ->   StorageVar("a", nbytes=32768, producer=0, last_forward=1,
+    ...                                                   first_backward=5, readers=(1,))
     g = relu_backward(d, a)
 
-Positions are indices of the trace's ops; makers and items have indices of their own.
+Positions are indices of the trace's ops.  Producers and storages have indices of their own.
 """
 
 from __future__ import annotations
@@ -20,100 +20,101 @@ from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.arrays import Floats
 from ..ir.machine import Machine
 from ..simulate.forecast import Forecast, predict
-from .residents import Resident, residents
+from .state_vars import StateVar, find_state_vars
 
-SMALLEST_TRIP = 1 << 16  # bytes: what is smaller is not worth a trip to the far tier
+SMALLEST_OFFLOAD = 1 << 16  # bytes of an activation: for smaller ones a copy does not pay
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StorageVar:
-    """A movable storage.
+    """A storage that forward makes, and that need not stay on the device until backward.
 
-    `left` is the last forward position that uses it, `use` the first backward position that reads it, or the number of
-    ops if none does.  `readers` are the makers that read it and may run again.  `wire` are its bytes once it is cast
-    for its way, 0 if it may not leave so.
+    Attributes:
+        last_forward: the last forward position that uses it.
+        first_backward: the first backward position that reads it; the number of ops if there is none.
+        readers: the producers that read it and may be recomputed.
+        wire_nbytes: its bytes once it is cast for its copy; 0 if it may not be cast.
     """
 
     storage: str
     nbytes: int
-    maker: int
-    left: int
-    use: int
+    producer: int
+    last_forward: int
+    first_backward: int
     readers: tuple[int, ...]
-    leaves: bool
-    wire: int = 0
+    can_offload: bool
+    wire_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerOp:
-    """A forward op that makes items; `once` if it may not run again."""
+    """A forward op that makes storages; `runs_once` if it may not be recomputed."""
 
     value: str
     us: float
-    once: bool
-    items: tuple[int, ...]
+    runs_once: bool
+    storages: tuple[int, ...]
 
     @property
-    def alone(self) -> bool:
-        """Whether it makes one item, which then is either saved or made again."""
-        return len(self.items) == 1
+    def makes_one(self) -> bool:
+        """Return True if it makes one storage, which is then either saved or recomputed."""
+        return len(self.storages) == 1
 
 
 @dataclass(frozen=True, eq=False)
-class LinearProgram:
-    """A trace as makers and items.  It does not depend on the budget.
+class PlanProblem:
+    """The producers, storages and states of a trace.  It does not depend on the budget.
 
-    Without `trips` no item leaves: of what lives far there is the state alone.
+    Without `offloads_activations` only state may be offloaded.
     """
 
     gaps: ReuseGaps
     machine: Machine
-    trips: bool = field(default=True, kw_only=True)
+    offloads_activations: bool = field(default=True, kw_only=True)
 
     @cached_property
-    def makers(self) -> tuple[ProducerOp, ...]:
-        items: dict[str, list[int]] = {}
-        for i, value in enumerate(self.gaps.maker.values()):
-            items.setdefault(value, []).append(i)
+    def producers(self) -> tuple[ProducerOp, ...]:
+        produced: dict[str, list[int]] = {}
+        for i, value in enumerate(self.gaps.producer.values()):
+            produced.setdefault(value, []).append(i)
         ops = self.gaps.trace.op
-        return tuple(ProducerOp(value, ops[value].us, ops[value].once, tuple(made)) for value, made in items.items())
+        return tuple(ProducerOp(value, ops[value].us, ops[value].once, tuple(each)) for value, each in produced.items())
 
     @cached_property
-    def items(self) -> tuple[StorageVar, ...]:
-        place = {maker.value: i for i, maker in enumerate(self.makers)}
+    def storages(self) -> tuple[StorageVar, ...]:
+        index = {each.value: o for o, each in enumerate(self.producers)}
         readers = self._readers()
-        leaves = {storage: self._leaves(storage, readers[storage]) for storage in self.gaps.maker}
+        can_offload = {storage: self._can_offload(storage, readers[storage]) for storage in self.gaps.producer}
         return tuple(
             StorageVar(
                 storage=storage,
                 nbytes=self.gaps.trace.nbytes[storage],
-                maker=place[value],
-                left=self.gaps.left[storage],
-                use=self.gaps.uses.get(storage, (self.size,))[0],
+                producer=index[value],
+                last_forward=self.gaps.last_forward_use[storage],
+                first_backward=self.gaps.uses.get(storage, (self.size,))[0],
                 readers=tuple(readers[storage]),
-                leaves=leaves[storage],
-                wire=self.gaps.wire_nbytes(storage, self.machine.wire) if leaves[storage] else 0,
+                can_offload=can_offload[storage],
+                wire_nbytes=self.gaps.wire_nbytes(storage, self.machine.cast.dtype) if can_offload[storage] else 0,
             )
-            for storage, value in self.gaps.maker.items()
+            for storage, value in self.gaps.producer.items()
         )
 
     @cached_property
-    def draws(self) -> tuple[tuple[int, int, int], ...]:
-        """The makers that draw and may run again, the bytes of the generator's state, and their positions."""
-        found = ((o, self.gaps.trace.op[maker.value]) for o, maker in enumerate(self.makers) if not maker.once)
-        return tuple((o, op.draws, self.gaps.index[op.name]) for o, op in found if op.draws)
+    def rng_draws(self) -> tuple[tuple[int, int, int], ...]:
+        """The recomputable producers that draw random numbers: index, bytes of the generator's state, position."""
+        ops = ((o, self.gaps.trace.op[each.value]) for o, each in enumerate(self.producers) if not each.runs_once)
+        return tuple((o, op.draws, self.gaps.index[op.name]) for o, op in ops if op.draws)
 
     @cached_property
-    def residents(self) -> tuple[Resident, ...]:
-        """What of the state may live far."""
-        return residents(self.gaps, self.machine)
+    def states(self) -> tuple[StateVar, ...]:
+        """The parameters, gradients and optimizer states that may be offloaded."""
+        return find_state_vars(self.gaps, self.machine)
 
     @cached_property
-    def place(self) -> dict[str, int]:
-        """The index of each item, by its storage."""
-        return {item.storage: i for i, item in enumerate(self.items)}
+    def storage_index(self) -> dict[str, int]:
+        return {each.storage: i for i, each in enumerate(self.storages)}
 
     @property
     def size(self) -> int:
@@ -124,124 +125,136 @@ class LinearProgram:
         return self.gaps.trace.boundary
 
     @cached_property
-    def updates(self) -> tuple[int, ...]:
-        """The positions of updates."""
+    def update_positions(self) -> tuple[int, ...]:
         return tuple(i for i, op in enumerate(self.gaps.trace.ops) if op.phase == "update")
 
     @property
-    def end(self) -> int:
-        """Before which position copies have ended: that of the last update, or the number of ops."""
-        return self.size - (self.size > self.boundary and self.size - 1 in self.updates)
+    def copies_end(self) -> int:
+        """The position before which copies have ended: that of the last update, or the number of ops."""
+        return self.size - (self.size > self.boundary and self.size - 1 in self.update_positions)
 
     @cached_property
     def captured(self) -> Forecast:
         return predict(self.gaps.trace, self.machine)
 
     @cached_property
-    def base(self) -> Floats:
-        """The bytes at every position if every item were away in its gap: what no plan of the class can lower."""
-        away = np.zeros(self.size + 1)
-        for item in self.items:
-            if item.left + 1 < item.use < self.size:
-                away[item.left + 1] += item.nbytes
-                away[item.use] -= item.nbytes
-        base: Floats = self.captured.total - np.cumsum(away)[:-1]
-        return base
+    def fixed(self) -> Floats:
+        """The bytes at every position without the storages between forward and backward, with all state.
+
+        A plan that recomputes and reloads each value at most once has no less.
+        """
+        change = np.zeros(self.size + 1)
+        for each in self.storages:
+            if each.last_forward + 1 < each.first_backward < self.size:
+                change[each.last_forward + 1] += each.nbytes
+                change[each.first_backward] -= each.nbytes
+        fixed: Floats = self.captured.total - np.cumsum(change)[:-1]
+        return fixed
 
     @cached_property
-    def used(self) -> Floats:
-        """The bytes at every position that no plan without far homes lowers, whatever it runs again and how often: in
-        backward, of the items only those that the op reads."""
+    def in_use(self) -> Floats:
+        """The bytes at every position that no plan without offloaded state has less of, however often it recomputes.
+
+        In backward these include a storage only where the op reads it.
+        """
         waiting = np.zeros(self.size + 1)
-        for life in self.captured.lives:
-            if life.storage in self.place and life.last >= self.boundary:
-                waiting[self.items[self.place[life.storage]].use] += life.nbytes
+        for life in self.captured.lifetimes:
+            if life.storage in self.storage_index and life.last >= self.boundary:
+                waiting[self.storages[self.storage_index[life.storage]].first_backward] += life.nbytes
                 waiting[life.last + 1] -= life.nbytes
         read = np.zeros(self.size)
         for position in range(self.boundary, self.size):
-            read[position] = sum(self.items[i].nbytes for i in self.read_at(position))
-        used: Floats = self.base - np.cumsum(waiting)[:-1] + read
-        return used
+            read[position] = sum(self.storages[i].nbytes for i in self.read_at(position))
+        in_use: Floats = self.fixed - np.cumsum(waiting)[:-1] + read
+        return in_use
 
     def read_at(self, position: int) -> frozenset[int]:
-        """The items that the op at a position reads, through views that backward makes as well."""
+        """Return the storages that the op at a position reads, through views of backward as well."""
         trace = self.gaps.trace
-        held = {s for value in trace.ops[position].reads for s in trace.op[value].holds}
-        return frozenset(self.place[s] for s in held if s in self.place)
+        read = {storage for value in trace.ops[position].reads for storage in trace.op[value].holds}
+        return frozenset(self.storage_index[storage] for storage in read if storage in self.storage_index)
 
     @cached_property
     def floor(self) -> Floats:
-        """The bytes at every position that no plan lowers: of what may live far only what the op reads."""
+        """The bytes at every position that no plan has less of; these include a state only where the op reads it."""
         change = np.zeros(self.size + 1)
-        for resident in self.residents:
-            for rest in resident.rests(self.size):
-                change[rest.first] += resident.nbytes
-                change[rest.last] -= resident.nbytes
-        floor: Floats = self.used - np.cumsum(change)[:-1]
-        for position in self.updates:
-            floor[position] -= self.gaps.trace.ops[position].workspace - self.workspace(position)
+        for state in self.states:
+            for gap in state.gaps(self.size):
+                change[gap.first] += state.nbytes
+                change[gap.last] -= state.nbytes
+        floor: Floats = self.in_use - np.cumsum(change)[:-1]
+        for position in self.update_positions:
+            floor[position] -= self.gaps.trace.ops[position].workspace - self.least_workspace(position)
         return floor
 
-    def workspace(self, position: int) -> int:
-        """The least that the op at a position takes while it runs: an update may run in windows."""
+    def least_workspace(self, position: int) -> int:
+        """Return the fewest bytes that the op at a position allocates while it runs: an update may run in windows."""
         nbytes = self.gaps.trace.ops[position].workspace
-        return min(nbytes, self.machine.window) if self.residents and position in self.updates else nbytes
+        has_windows = self.states and position in self.update_positions
+        return min(nbytes, self.machine.streaming.window) if has_windows else nbytes
 
     @cached_property
-    def wanted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Before which backward position each item is wanted at the earliest, to be read or to make another again; and
-        before which each maker may run again.  The number of ops if there is none."""
-        items, makers = [item.use for item in self.items], [self.size] * len(self.makers)
-        for o in reversed(range(len(makers))):
-            for i in self.makers[o].items:
-                items[i] = min([items[i], *(makers[w] for w in self.items[i].readers)])
-            makers[o] = min(items[i] for i in self.makers[o].items)
-        return tuple(items), tuple(makers)
+    def _first(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        storages, producers = [each.first_backward for each in self.storages], [self.size] * len(self.producers)
+        for o in reversed(range(len(producers))):
+            for i in self.producers[o].storages:
+                storages[i] = min([storages[i], *(producers[w] for w in self.storages[i].readers)])
+            producers[o] = min(storages[i] for i in self.producers[o].storages)
+        return tuple(storages), tuple(producers)
+
+    @property
+    def first_needs(self) -> tuple[int, ...]:
+        """The first backward position that needs each storage, or may recompute with it; or the number of ops."""
+        return self._first[0]
+
+    @property
+    def first_reruns(self) -> tuple[int, ...]:
+        """The first backward position before which each producer may be recomputed; or the number of ops."""
+        return self._first[1]
 
     @cached_property
-    def due(self) -> tuple[int, ...]:
-        """The backward position before which each item is wanted at the latest, if it is wanted at all."""
-        items, makers = [item.use for item in self.items], [0] * len(self.makers)
-        for o in reversed(range(len(makers))):
-            for i in self.makers[o].items:
-                if items[i] == self.size:
-                    items[i] = max((makers[w] for w in self.items[i].readers), default=self.size)
-            makers[o] = max(items[i] for i in self.makers[o].items)
-        return tuple(items)
+    def last_needs(self) -> tuple[int, ...]:
+        """The last backward position that may need a reload of each storage; or the number of ops."""
+        storages, producers = [each.first_backward for each in self.storages], [0] * len(self.producers)
+        for o in reversed(range(len(producers))):
+            for i in self.producers[o].storages:
+                if storages[i] == self.size:
+                    storages[i] = max((producers[w] for w in self.storages[i].readers), default=self.size)
+            producers[o] = max(storages[i] for i in self.producers[o].storages)
+        return tuple(storages)
 
     @cached_property
-    def settled(self) -> tuple[int, ...]:
-        """From which backward position on each maker has run again, if it does: that before which what it makes is read
-        or wanted for a re-run at the latest.  The number of ops if nobody wants it."""
-        makers = [self.size] * len(self.makers)
-        for o in reversed(range(len(makers))):
-            items = (self.items[i] for i in self.makers[o].items)
-            wants = (want for item in items for want in (item.use, *(makers[w] for w in item.readers)))
-            makers[o] = max((want for want in wants if want < self.size), default=self.size)
-        return tuple(makers)
+    def last_reruns(self) -> tuple[int, ...]:
+        """The last backward position before which each producer may be recomputed; or the number of ops."""
+        producers = [self.size] * len(self.producers)
+        for o in reversed(range(len(producers))):
+            storages = (self.storages[i] for i in self.producers[o].storages)
+            needs = (need for each in storages for need in (each.first_backward, *(producers[w] for w in each.readers)))
+            producers[o] = max((need for need in needs if need < self.size), default=self.size)
+        return tuple(producers)
 
     @cached_property
     def nbytes(self) -> Floats:
-        return np.array([item.nbytes for item in self.items], dtype=np.float64)
+        return np.array([each.nbytes for each in self.storages], dtype=np.float64)
 
     @cached_property
-    def left(self) -> Ints:
-        return np.array([item.left for item in self.items], dtype=np.int64)
+    def last_forward(self) -> Ints:
+        return np.array([each.last_forward for each in self.storages], dtype=np.int64)
 
     @cached_property
-    def use(self) -> Ints:
-        return np.array([item.use for item in self.items], dtype=np.int64)
+    def first_backward(self) -> Ints:
+        return np.array([each.first_backward for each in self.storages], dtype=np.int64)
 
     def _readers(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {storage: [] for storage in self.gaps.maker}
-        for i, maker in enumerate(self.makers):
-            if not maker.once:
-                reads = self.gaps.trace.op[maker.value].reads
-                for storage in dict.fromkeys(held for read in reads for held in self.gaps.held.get(read, ())):
-                    found[storage].append(i)
-        return found
+        readers: dict[str, list[int]] = {storage: [] for storage in self.gaps.producer}
+        for o, producer in enumerate(self.producers):
+            if not producer.runs_once:
+                reads = self.gaps.trace.op[producer.value].reads
+                for storage in dict.fromkeys(held for read in reads for held in self.gaps.holds.get(read, ())):
+                    readers[storage].append(o)
+        return readers
 
-    def _leaves(self, storage: str, readers: list[int]) -> bool:
-        wanted = storage in self.gaps.root and (storage in self.gaps.uses or bool(readers))
-        there = self.trips and self.machine.out > 0 < self.machine.back
-        return wanted and there and self.gaps.trace.nbytes[storage] >= SMALLEST_TRIP
+    def _can_offload(self, storage: str, readers: list[int]) -> bool:
+        is_needed = storage in self.gaps.whole_value and (storage in self.gaps.uses or bool(readers))
+        works = self.offloads_activations and self.machine.link.works
+        return is_needed and works and self.gaps.trace.nbytes[storage] >= SMALLEST_OFFLOAD

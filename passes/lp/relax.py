@@ -1,134 +1,126 @@
-"""The linear program's least objective: a lower bound on the time that a plan adds, and a point to round.
+"""Solve the linear program without whole numbers: a lower bound on the time that a plan adds, and a solution to round.
 
     rows of 5 positions -> solve -> 11 positions are over the budget -> their rows -> solve -> ... -> none is
 
-Rows are lazy: those of a position are written when the point that was found breaks them.
+Rows are lazy: a position gets its rows when a solution breaks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..ir.arrays import Floats
-from . import memory_rows
+from .columns import MIB
 from .model import PlanModel
 from .occupancy import Occupancy
-from .rows import MIB
 from .solver import INFINITY, Solution
 
 ROUNDS = 60
-PER_ROUND = 12  # positions of each kind that get their rows
-BANDS = 64  # of backward, in each of which the worst position is looked at
-APART = 3  # positions nearer to each other than this say much the same
+PER_ROUND = 12  # positions of each kind that get their rows in a round
+BANDS = 64  # of backward: the worst position of each is looked at
+APART = 3  # positions nearer to each other than this have nearly the same rows
 OVER = 1.001  # of the budget: what is less over it is left to the simulator
-
-OverBudget = Callable[[PlanModel, Occupancy], list[int]]
-Write = Callable[[PlanModel, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """A point below all plans of the class, None if there is none; the objective below all plans, however often they
-    recompute; and whether more rows were written than there was work to solve."""
+    """The result of solving without whole numbers.
 
-    solved: Solution | None
+    Attributes:
+        solution: at most as slow as any plan that recomputes and reloads once; None if there is no such plan.
+        any_us: a bound on the time that any plan adds.
+        out_of_work: True if rows are left that there was no work to solve.
+    """
+
+    solution: Solution | None
     any_us: float
-    ran_out: bool = False
+    out_of_work: bool = False
 
 
 def relax(model: PlanModel, work: float = INFINITY, rounds: int = ROUNDS) -> Relaxed | None:
-    """The least point, or that after so many rounds of rows of backward or so much work; None if no plan at all fits
-    the budget."""
-    program = model.program
-    if program.floor.max(initial=0.0) > model.budget:
-        return None
-    first = {program.boundary - 1, *map(int, np.argsort(-program.base[: program.boundary])[:3])}
-    for position in sorted(first & set(range(program.boundary))):
-        write(model, position)
-    anyhow = converge(model, _any_over, write_any)
-    if anyhow is None:
-        return None
-    for position in {program.boundary, *map(int, np.argsort(-program.base)[:3])} & set(_backward(model)):
-        write(model, position)
-    solved, any_us = converge(model, over, write, work, rounds), max(0.0, anyhow.us - model.tie)
-    ran_out = model.linear.ran_out
-    return Relaxed(solved or (anyhow if ran_out else None), any_us, ran_out)
+    """Solve a model, adding rows until none is broken, for so many rounds and so much work in backward.
 
-
-def write(model: PlanModel, position: int) -> None:
-    """The rows of a position, if it has none."""
-    if position in model.written:
-        return
-    model.written.add(position)
-    (memory_rows.add_forward_rows if position < model.program.boundary else memory_rows.add_backward_rows)(
-        model, position
+    Returns None if no plan at all fits the budget.
+    """
+    problem, memory = model.problem, model.memory
+    if problem.floor.max(initial=0.0) > model.budget:
+        return None
+    first = {problem.boundary - 1, *map(int, np.argsort(-problem.fixed[: problem.boundary])[:3])}
+    for position in sorted(first & set(range(problem.boundary))):
+        memory.add(position)
+    any_plan = _converge(model, _any_plan_over_budget, memory.add_any_plan)
+    if any_plan is None:
+        return None
+    for position in {problem.boundary, *map(int, np.argsort(-problem.fixed)[:3])} & set(_backward(model)):
+        memory.add(position)
+    solution, any_us = (
+        _converge(model, _over_budget, memory.add, work, rounds),
+        max(0.0, any_plan.us - model.columns.tie_us),
     )
+    out_of_work = model.lp.out_of_work
+    return Relaxed(solution or (any_plan if out_of_work else None), any_us, out_of_work)
 
 
-def write_any(model: PlanModel, position: int) -> None:
-    """The rows of a position that hold of any plan, if it has none."""
-    if position < model.program.boundary:
-        write(model, position)
-    elif position not in model.anyhow:
-        model.anyhow.add(position)
-        memory_rows.any_plan(model, position)
+def spread_out(positions: list[int], most: int) -> list[int]:
+    """Return the first positions, without those near to an earlier one."""
+    chosen: list[int] = []
+    for position in positions:
+        if len(chosen) < most and all(abs(position - other) > APART for other in chosen):
+            chosen.append(position)
+    return chosen
 
 
-def _backward(model: PlanModel) -> range:
-    return range(model.program.boundary, model.program.size)
-
-
-def converge(
-    model: PlanModel, over: OverBudget, write: Write, work: float = INFINITY, rounds: int = ROUNDS
+def _converge(
+    model: PlanModel,
+    over_budget: Callable[[PlanModel, Occupancy], list[int]],
+    add_rows: Callable[[int], None],
+    work: float = INFINITY,
+    rounds: int = ROUNDS,
 ) -> Solution | None:
-    """Solve and write rows until no position that is looked at is over the budget; or so many times, or for so much
-    work."""
-    solved: Solution | None = None
+    """Solve and add rows until no position is over the budget, or rounds or work have run out."""
+    best: Solution | None = None
     for left in reversed(range(rounds)):
-        found = model.linear.solve(max(0.0, work - model.linear.relaxing))
-        if found is None:
-            return solved if model.linear.ran_out else None
-        solved = found
-        new = over(model, Occupancy(model, solved.values)) if left else []
+        solution = model.lp.solve(max(0.0, work - model.lp.relax_work))
+        if solution is None:
+            return best if model.lp.out_of_work else None
+        best = solution
+        new = over_budget(model, Occupancy(model, best.values)) if left else []
         if not new:
             break
         for position in new:
-            write(model, position)
-    return solved
+            add_rows(position)
+    return best
 
 
-def _any_over(model: PlanModel, occupancy: Occupancy) -> list[int]:
-    """The worst positions of forward; and of backward by what any plan has there, if some of that may live far."""
-    boundary = model.program.boundary
-    found = _worst(occupancy.plain[:boundary], model.budget, model.written)
-    if model.far.lives:
-        late = _worst(occupancy.anyhow[boundary:], model.budget, {p - boundary for p in model.anyhow})
-        found += [boundary + position for position in late]
-    return found
+def _any_plan_over_budget(model: PlanModel, occupancy: Occupancy) -> list[int]:
+    """Return the worst positions of forward; and of backward, as any plan has them, if state may be offloaded."""
+    boundary, memory = model.problem.boundary, model.memory
+    worst = _worst(occupancy.kept_mib[:boundary], model.budget, memory.positions)
+    if model.columns.state.offload:
+        written = {position - boundary for position in memory.any_plan_positions}
+        backward = _worst(occupancy.any_plan_mib[boundary:], model.budget, written)
+        worst += [boundary + position for position in backward]
+    return worst
 
 
-def over(model: PlanModel, occupancy: Occupancy) -> list[int]:
-    """The worst positions by what is kept, and in each band of backward by what is there with re-runs."""
-    found = _worst(occupancy.plain, model.budget, model.written)
+def _over_budget(model: PlanModel, occupancy: Occupancy) -> list[int]:
+    """Return the worst positions without recomputed storages, and those with them in each band of backward."""
+    written = model.memory.positions
+    worst = _worst(occupancy.kept_mib, model.budget, written)
     bands = [band for band in np.array_split(np.array(_backward(model)), BANDS) if len(band)]
-    positions = np.array([band[np.argmax(occupancy.plain[band])] for band in bands], dtype=np.int64)
-    worked = occupancy.worked(positions)
-    order = [k for k in np.argsort(-worked) if worked[k] * MIB > model.budget * OVER]
-    return found + [int(positions[k]) for k in order if positions[k] not in model.written][:PER_ROUND]
+    positions = np.array([band[np.argmax(occupancy.kept_mib[band])] for band in bands], dtype=np.int64)
+    mib = occupancy.with_reruns(positions)
+    order = [k for k in np.argsort(-mib) if mib[k] * MIB > model.budget * OVER]
+    return worst + [int(positions[k]) for k in order if positions[k] not in written][:PER_ROUND]
 
 
-def _worst(nbytes: Floats, budget: int, written: set[int]) -> list[int]:
-    found = [int(p) for p in np.argsort(-nbytes) if nbytes[p] * MIB > budget * OVER]
-    return apart([position for position in found if position not in written], PER_ROUND)
+def _worst(mib: Floats, budget: int, written: Container[int]) -> list[int]:
+    worst = [int(p) for p in np.argsort(-mib) if mib[p] * MIB > budget * OVER]
+    return spread_out([position for position in worst if position not in written], PER_ROUND)
 
 
-def apart(positions: list[int], most: int) -> list[int]:
-    """The first positions, without those that are near to one before them."""
-    found: list[int] = []
-    for position in positions:
-        if len(found) < most and all(abs(position - other) > APART for other in found):
-            found.append(position)
-    return found
+def _backward(model: PlanModel) -> range:
+    return range(model.problem.boundary, model.problem.size)

@@ -1,10 +1,10 @@
-"""From a point of the linear program to fates: the same program with whole columns, most of them fixed.
+"""Round a solution of the linear program: solve it with whole numbers, most of them fixed.
 
-    K = (1, 0.37, 0, 0.99, ...)   ->   {a: KEEP, b: RECOMPUTE, c: RECOMPUTE, d: KEEP, h: OFFLOAD, ...}
+    keep = (1, 0.37, 0, 0.99, ...)   ->   {a: KEEP, b: RECOMPUTE, c: RECOMPUTE, d: KEEP, h: OFFLOAD, ...}
 
-The prices of the relaxed program say which columns it would cost more than a threshold to change; these stay as they
-are, and what is left is small.  Below a threshold of minus infinity is no price: only the columns between their ends
-are free then.
+The reduced costs of the relaxed program say which columns it would cost more than a threshold to change.  These stay as
+they are, so that few are left to search.  Below a threshold of minus infinity is no reduced cost: then only the columns
+between their ends are free.
 """
 
 from __future__ import annotations
@@ -15,72 +15,79 @@ from ..schedule.schedule import Placement
 from .model import PlanModel
 from .solver import SearchLimits, Solution
 
-EDGE = 1e-7  # a column this near to one of its ends lies on it
+EDGE = 1e-7  # a column this near to one of its ends is at it
 HALF = 0.5
-LEAST = 0.01  # of a column: what is less is not what a point leans to
+LEAST = 0.01  # of a column: smaller shares are no preference
 
 
 def round_to_integers(
-    model: PlanModel, relaxed: Solution, threshold: float, effort: SearchLimits, known: Solution | None = None
+    model: PlanModel, relaxed: Solution, threshold: float, limits: SearchLimits, start: Solution | None = None
 ) -> tuple[list[Solution], float]:
-    """The points with whole columns that are found with so much effort, the best first, and a bound below all of them.
-    Columns that cost more than `threshold` microseconds to change stay as they are."""
-    fixed = _fixed(model, relaxed, threshold)
-    return model.linear.solve_whole(model.whole, fixed, effort, known)
+    """Search the integer solutions that change no column for which that costs more than `threshold` microseconds.
+
+    Returns those that were found, the best first, and a bound below all of them.
+    """
+    return model.lp.solve_integers(model.columns.integers, _fixed(model, relaxed, threshold), limits, start)
 
 
-def placements(model: PlanModel, solved: Solution) -> dict[str, Placement]:
-    """What becomes of each storage at a point with whole columns."""
-    found: dict[str, Placement] = {}
-    for i, item in enumerate(model.program.items):
-        if i in model.away and solved.values[model.away[i]] > HALF:
-            found[item.storage] = Placement.OFFLOAD
-        elif i in model.cast and solved.values[model.cast[i]] > HALF:
-            found[item.storage] = Placement.CAST_OFFLOAD
-        elif solved.values[model.kept[i]] > HALF or model.program.makers[item.maker].once:
-            found[item.storage] = Placement.KEEP
+def placements(model: PlanModel, solution: Solution) -> dict[str, Placement]:
+    """Return the placement of each storage and state in an integer solution."""
+    columns, values, chosen = model.columns, solution.values, dict[str, Placement]()
+    for i, storage in enumerate(model.problem.storages):
+        if i in columns.offload and values[columns.offload[i]] > HALF:
+            chosen[storage.storage] = Placement.OFFLOAD
+        elif i in columns.cast_offload and values[columns.cast_offload[i]] > HALF:
+            chosen[storage.storage] = Placement.CAST_OFFLOAD
+        elif values[columns.keep[i]] > HALF or model.problem.producers[storage.producer].runs_once:
+            chosen[storage.storage] = Placement.KEEP
         else:
-            found[item.storage] = Placement.RECOMPUTE
-    for h, resident in enumerate(model.program.residents):
-        if solved.values[model.far.lives[h]] > HALF:
-            found[resident.storage] = Placement.STREAM if _passes(model, solved, h) else Placement.OFFLOAD
-    return found
+            chosen[storage.storage] = Placement.RECOMPUTE
+    for r, state in enumerate(model.problem.states):
+        if values[columns.state.offload[r]] > HALF:
+            chosen[state.storage] = Placement.STREAM if _is_streamed(model, solution, r) else Placement.OFFLOAD
+    return chosen
 
 
-def lp_preferences(model: PlanModel, solved: Solution) -> list[tuple[str, Placement]]:
-    """What a point would have become of each storage that may leave, as far as it would: the most bytes first."""
-    found: list[tuple[float, str, Placement]] = []
-    for i in model.away:
-        item, columns = model.program.items[i], {Placement.KEEP: model.kept[i], Placement.OFFLOAD: model.away[i]}
-        if i in model.cast:
-            columns[Placement.CAST_OFFLOAD] = model.cast[i]
-        shares = {fate: solved.values[column] for fate, column in columns.items()}
-        found += [(-share * item.nbytes, item.storage, fate) for fate, share in shares.items() if share > LEAST]
-    for lives, resident in zip(model.far.lives, model.program.residents, strict=True):
-        shares = {Placement.KEEP: 1.0 - solved.values[lives], Placement.OFFLOAD: solved.values[lives]}
-        found += [(-share * resident.nbytes, resident.storage, fate) for fate, share in shares.items() if share > LEAST]
-    return [(storage, fate) for _, storage, fate in sorted(found, key=lambda each: (each[0], each[1]))]
+def lp_preferences(model: PlanModel, solution: Solution) -> list[tuple[str, Placement]]:
+    """Return the placements that a solution leans to, of what may be offloaded: the most bytes first."""
+    columns, values, preferences = model.columns, solution.values, list[tuple[float, str, Placement]]()
+
+    def add(storage: str, nbytes: int, shares: dict[Placement, float]) -> None:
+        preferences.extend(
+            (-share * nbytes, storage, placement) for placement, share in shares.items() if share > LEAST
+        )
+
+    for i in columns.offload:
+        storage = model.problem.storages[i]
+        ways = {Placement.KEEP: columns.keep[i], Placement.OFFLOAD: columns.offload[i]}
+        if i in columns.cast_offload:
+            ways[Placement.CAST_OFFLOAD] = columns.cast_offload[i]
+        add(storage.storage, storage.nbytes, {placement: values[column] for placement, column in ways.items()})
+    for offload, state in zip(columns.state.offload, model.problem.states, strict=True):
+        share = values[offload]
+        add(state.storage, state.nbytes, {Placement.KEEP: 1.0 - share, Placement.OFFLOAD: share})
+    return [(storage, placement) for _, storage, placement in sorted(preferences, key=lambda each: (each[0], each[1]))]
 
 
-def _passes(model: PlanModel, solved: Solution, h: int) -> bool:
-    """Whether a resident is to go between two visits between which it would stay if time were all."""
-    resident, begins = model.program.residents[h], model.program.gaps.begins
-    again = ((last, first) for (_, last), (first, _) in pairwise(resident.visits))
-    us = resident.nbytes / model.program.machine.back
+def _is_streamed(model: PlanModel, solution: Solution, r: int) -> bool:
+    """Return True if a state is to leave between two uses that follow faster than a reload takes."""
+    state, begins = model.problem.states[r], model.problem.gaps.begins
+    between = ((last, first) for (_, last), (first, _) in pairwise(state.uses))
+    us = state.nbytes / model.problem.machine.link.back
     return any(
-        begins[first] - begins[last] <= us and solved.values[model.far.stays[h, k]] < HALF
-        for k, (last, first) in enumerate(again, 1)
+        begins[first] - begins[last] <= us and solution.values[model.columns.state.stay[r, k]] < HALF
+        for k, (last, first) in enumerate(between, 1)
     )
 
 
 def _fixed(model: PlanModel, relaxed: Solution, threshold: float) -> dict[int, float]:
-    """The columns, with their values, whose price says that they are right as they are."""
+    """Return the columns that stay at one of their ends, with their values."""
     fixed: dict[int, float] = {}
-    for column in (*model.whole, *model.again):
-        least, most = model.linear.bounds[column]
-        value, price = relaxed.values[column], relaxed.prices[column]
-        if least < most and price > threshold and value < least + EDGE:
+    for column in (*model.columns.integers, *model.columns.recompute):
+        least, most = model.lp.bounds[column]
+        value, reduced_cost = relaxed.values[column], relaxed.reduced_costs[column]
+        if least < most and reduced_cost > threshold and value < least + EDGE:
             fixed[column] = least
-        elif least < most and price < -threshold and value > most - EDGE:
+        elif least < most and reduced_cost < -threshold and value > most - EDGE:
             fixed[column] = most
     return fixed

@@ -21,12 +21,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir.ops import BEGINS, ENDS, GATHERS
+from ..ir.ops import GATHER, PACK, PACK_PART, REDUCE_SCATTER, REDUCED
 from ..ir.trace import Op, Trace
 from .gathers import place_gathers
-
-PIECE = "memgraph_oss.piece.default"  # a copy of what is packed of a gradient, so that the rest may go
-PACKS = "memgraph_oss.pack.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class CollectivePlace:
 
     @property
     def packs(self) -> bool:
-        return self.begins[0].fn == PACKS
+        return self.begins[0].fn == PACK
 
 
 def place_collectives(trace: Trace, at_once: bool = False) -> Trace:
@@ -50,8 +47,8 @@ def place_collectives(trace: Trace, at_once: bool = False) -> Trace:
     if not exchanges:
         return trace
     mine = {op.name for one in exchanges for op in (*one.begins, *one.ends)}
-    cut = [op for op in trace.ops if op.fn == PIECE]
-    rest = [op for op in trace.ops if op.name not in mine and op.fn != PIECE]
+    cut = [op for op in trace.ops if op.fn == PACK_PART]
+    rest = [op for op in trace.ops if op.name not in mine and op.fn != PACK_PART]
     made = {op.name: i for i, op in enumerate(rest)}
     made |= {op.name: made[op.reads[0]] for op in cut}
     last = max(i for i, op in enumerate(rest) if op.phase != "update")
@@ -66,7 +63,7 @@ def place_collectives(trace: Trace, at_once: bool = False) -> Trace:
 
 def sequence(trace: Trace) -> str:
     """What ranks exchange in which order: it has to be the same on all of them."""
-    begun = (op for op in trace.ops if op.fn in (BEGINS, GATHERS))
+    begun = (op for op in trace.ops if op.fn in (REDUCE_SCATTER, GATHER))
     return "\n".join(f"{op.name} {op.type} of {trace.op[op.reads[0]].type}" for op in begun)
 
 
@@ -95,11 +92,11 @@ def _exchanges(trace: Trace) -> list[CollectivePlace]:
     ends: dict[str, list[Op]] = defaultdict(list)
     of: dict[str, str] = {}  # the op that began the exchange of which each value comes
     for op in trace.ops:
-        if op.fn == ENDS:
+        if op.fn == REDUCED:
             of[op.name] = op.reads[0]
         elif op.phase == "backward" and (come := [of[read] for read in op.reads if read in of]):
             of[op.name] = come[0]
         if op.name in of:
             ends[of[op.name]].append(op)
-    begins = [op for op in trace.ops if op.fn == BEGINS]
+    begins = [op for op in trace.ops if op.fn == REDUCE_SCATTER]
     return [CollectivePlace((*(trace.op[read] for read in op.reads), op), tuple(ends[op.name])) for op in begins]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..ir.ops import GATHERED, GATHERS, ROOM, gathered_by
+from ..ir.ops import GATHER, GATHER_ROOM, GATHERED, gathered_by
 from ..ir.trace import Op, Trace
 
 AHEAD = 2  # of those that take room
@@ -43,7 +43,7 @@ class GatherPlace:
 def place_gathers(trace: Trace, at_once: bool = False) -> Trace:
     """The step with each gather begun early and ended at its first use; all of one that takes room stands there
     `at_once`, if nothing hides it; all other ops stay in order."""
-    if all(op.fn != GATHERS for op in trace.ops):
+    if all(op.fn != GATHER for op in trace.ops):
         return trace
     mine = {name for op in trace.ops if op.fn == GATHERED for name in (op.name, *_begins(trace, op))}
     rest = [op for op in trace.ops if op.name not in mine]
@@ -69,7 +69,7 @@ def place_gathers(trace: Trace, at_once: bool = False) -> Trace:
 
 def _begins(trace: Trace, end: Op) -> tuple[str, ...]:
     """The ops that begin what `end` waits for."""
-    rooms = (read for read in end.reads[1:] if trace.op[read].fn == ROOM)
+    rooms = (read for read in end.reads[1:] if trace.op[read].fn == GATHER_ROOM)
     return (*rooms, end.reads[0])
 
 

@@ -1,9 +1,9 @@
 """A step in micro-batches, part by part -> the same step slice by slice: each slice runs for all parts before the next.
 
-    a_2 = mm(x_2, v)  # part 2                  a_2 = mm(x_2, v)  # part 2 | slice 1
-    b_2 = mm(a_2, w)  # part 2                  a_1 = mm(x_1, v)  # part 1 | slice 1
-    a_1 = mm(x_1, v)  # part 1          ->      b_2 = mm(a_2, w)  # part 2 | slice 2
-    b_1 = mm(a_1, w)  # part 1                  b_1 = mm(a_1, w)  # part 1 | slice 2
+    a_2 = mm(x_2, v)  # microbatch 2                  a_2 = mm(x_2, v)  # microbatch 2 | slice 1
+    b_2 = mm(a_2, w)  # microbatch 2                  a_1 = mm(x_1, v)  # microbatch 1 | slice 1
+    a_1 = mm(x_1, v)  # microbatch 1          ->      b_2 = mm(a_2, w)  # microbatch 2 | slice 2
+    b_1 = mm(a_1, w)  # microbatch 1                  b_1 = mm(a_1, w)  # microbatch 1 | slice 2
 
 So parameters that live far come once for all parts, and not once for each; for that what lies between two slices lies
 there for all parts.  Backward goes through the slices the other way.
@@ -27,7 +27,7 @@ import numpy as np
 from ..analysis.chain_slices import Slices, narrowest_slices
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.machine import Machine
-from ..ir.ops import BEGINS, GATHERS
+from ..ir.ops import GATHER, REDUCE_SCATTER
 from ..ir.trace import PHASES, Op, Trace
 from .comm_order import place_collectives
 from .early_updates import update_early
@@ -35,7 +35,7 @@ from .early_updates import update_early
 
 def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
     """The step slice by slice; as it is, if it has no parts, or one slice is enough."""
-    numbers = tuple(sorted({op.part for op in trace.ops} - {0}))
+    numbers = tuple(sorted({op.microbatch for op in trace.ops} - {0}))
     parts = [_Part(trace, number, numbers) for number in numbers]
     if len(parts) < 2 or len({len(part.marks) for part in parts}) > 1:
         return trace
@@ -43,13 +43,13 @@ def slice_microbatches(trace: Trace, machine: Machine) -> Trace:
     if not marks:
         return trace
     number = {name: i for part in parts for name, i in part.slices(marks).items()}
-    return _in_order(trace, number, len(marks) + 1, not machine.hides)
+    return _in_order(trace, number, len(marks) + 1, not machine.network.overlaps_comm)
 
 
 def reslice_microbatches(trace: Trace, like: Trace) -> Trace:
     """The step in the order, and in the slices, of one of the same ops, if that has any or exchanges; as it is, if it
     is another step."""
-    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn in (BEGINS, GATHERS) for op in like.ops):
+    if trace.op.keys() != like.op.keys() or not any(op.slice or op.fn in (REDUCE_SCATTER, GATHER) for op in like.ops):
         return trace
     return replace(trace, ops=tuple(replace(trace.op[op.name], slice=op.slice) for op in like.ops))
 
@@ -64,7 +64,7 @@ class _Part:
 
     @cached_property
     def trace(self) -> Trace:
-        ops = [op for op in self.whole.ops if op.is_input or op.part == self.number]
+        ops = [op for op in self.whole.ops if op.is_input or op.microbatch == self.number]
         mine = {op.name for op in ops}
         made = {storage.name for op in ops for storage in op.makes}
         return Trace(tuple(_alone(op, mine, made) for op in ops))
@@ -139,9 +139,9 @@ def _cuts(parts: Sequence[_Part], machine: Machine) -> tuple[int, ...]:
 
 def _us(part: _Part, span: tuple[int, int], nbytes: int, machine: Machine) -> float:
     """What a slice costs a part: its boundary on the links, and what of its parameters comes too late."""
-    begins, rate = part.chain.gaps.begins, machine.back or math.inf
+    begins, rate = part.chain.gaps.begins, machine.link.back or math.inf
     boundary = int(part.chain.crossing_nbytes[span[0]]) if span[0] else 0
-    moved = boundary / (machine.out or math.inf) + boundary / rate
+    moved = boundary / (machine.link.out or math.inf) + boundary / rate
     return moved + max(0.0, nbytes / rate / len(part.numbers) - (begins[span[1]] - begins[span[0]]))
 
 

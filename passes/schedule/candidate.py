@@ -15,7 +15,7 @@ from .schedule import Placement, schedule
 class Candidate:
     """The fates of the storages so far, in the order in which they were given up, the plan, and what it comes to."""
 
-    fates: dict[str, Placement]
+    placements: dict[str, Placement]
     plan: Plan
     forecast: Forecast
 

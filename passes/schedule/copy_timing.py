@@ -25,11 +25,11 @@ from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.arrays import Floats
 from ..ir.decisions import Offload, Plan, Reload, apply
 from ..ir.machine import Machine
+from ..ir.ops import FREE, NARROW, OFFLOAD, RELOAD, free_name, reload_name
 from ..simulate.forecast import Forecast, Queues, predict, update_nbytes
 from .staying import keep_between_uses
 
-BEHIND = ("memgraph.narrow.default", "memgraph.offload.default", "memgraph.free.default")  # stand behind an op
-RELOAD, FREE = "memgraph.reload.default", "memgraph.free.default"
+BEHIND = (NARROW, OFFLOAD, FREE)  # stand behind an op
 SPARED = 8  # of the budget that part, which what stays leaves to what is under way, or takes as well
 
 
@@ -120,7 +120,7 @@ class _Walk:
         self.queues, self.now = Queues(self.trace, machine), 0.0
         self.index = {op.name: line for line, op in enumerate(self.trace.ops)}
         self.coming = deque(sorted(self._comings(), key=lambda coming: coming.line))
-        self.outs = {f"{said.value}__free": k for k, said in enumerate(plan) if isinstance(said, Offload)}
+        self.outs = {free_name(said.value): k for k, said in enumerate(plan) if isinstance(said, Offload)}
         self.begun = set[str]()
         self.leaving: list[PendingOffload] = []
 
@@ -167,7 +167,7 @@ class _Walk:
         said = self.plan[place]
         assert isinstance(said, Offload)
         out, boundary = self.gaps.index[said.out], self.gaps.trace.boundary
-        last = boundary - 1 if out < boundary else self.gaps.streamable.leaves_by(said.value)
+        last = boundary - 1 if out < boundary else self.gaps.streamable.offload_deadline(said.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
         self.leaving.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
 
@@ -188,7 +188,7 @@ class _Walk:
 
     def _comings(self) -> Iterator[PendingReload]:
         """All fetches."""
-        gone = {life.storage: life.last for life in self.forecast.lives}
+        gone = {life.storage: life.last for life in self.forecast.lifetimes}
         boundary, ops = self.gaps.trace.boundary, self.gaps.trace.ops
         begin = next((i for i, op in enumerate(ops) if not op.is_input), 0)
         count: dict[str, int] = {}
@@ -197,7 +197,7 @@ class _Walk:
                 continue
             said = self._reload(place)
             number = count[said.value] = count.get(said.value, 0) + 1
-            name, before = f"{said.value}__in_{number}", f"{said.value}__in_{number - 1}"
+            name, before = reload_name(said.value, number), reload_name(said.value, number - 1)
             first = boundary if self.gaps.index[said.use] >= boundary else begin
             if before in gone:  # lest it is there twice
                 first = max(first, self.places[gone[before]] + 1)

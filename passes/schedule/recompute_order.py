@@ -18,31 +18,31 @@ class RecomputeOrder:
         """`made`: the storages that may be made again."""
         self.gaps = gaps
         self.made = made
-        self.there = set(gaps.held)
+        self.there = set(gaps.holds)
         self.decisions: list[Recompute] = []
 
     def drop(self, held: frozenset[str]) -> None:
         """Forget the values whose bytes are not held; what may not be made again stays."""
-        storages = self.gaps.held
+        storages = self.gaps.holds
         self.there = {value for value in self.there if all(s in held or s not in self.made for s in storages[value])}
 
-    def root(self, storage: str) -> str:
+    def whole_value(self, storage: str) -> str:
         """The value that is there if `storage` is: what its op makes, or the part of that which is `storage` alone."""
-        maker = self.gaps.maker[storage]
-        if self.gaps.held[maker] == (storage,):
+        maker = self.gaps.producer[storage]
+        if self.gaps.holds[maker] == (storage,):
             return maker
-        return next((part for part in self.gaps.parts.get(maker, ()) if self.gaps.held[part] == (storage,)), maker)
+        return next((part for part in self.gaps.getitems.get(maker, ()) if self.gaps.holds[part] == (storage,)), maker)
 
-    def make(self, values: Iterable[str], index: int, wanted: frozenset[str]) -> None:
+    def recompute(self, values: Iterable[str], index: int, wanted: frozenset[str]) -> None:
         """Make the values be there for the op at `index`, and before them what they are made from."""
         todo, missing = list(values), set[str]()
         while todo:
             value = todo.pop()
             if value not in self.there and value not in missing:
                 missing.add(value)
-                todo += [read for read in self.gaps.trace.op[value].reads if read in self.gaps.held]
+                todo += [read for read in self.gaps.trace.op[value].reads if read in self.gaps.holds]
                 # A part that is wanted is taken out at once: all the parts lie there until the last is.
-                todo += [part for part in self.gaps.parts.get(value, ()) if wanted.issuperset(self.gaps.held[part])]
+                todo += [part for part in self.gaps.getitems.get(value, ()) if wanted.issuperset(self.gaps.holds[part])]
         place = self.gaps.trace.ops[index].name
         self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.index.__getitem__)]
         self.there |= missing

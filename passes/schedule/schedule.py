@@ -17,7 +17,7 @@ from itertools import accumulate
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Decision, Offload, Plan, Recompute, Reload
 from ..ir.machine import Machine
-from .fetches import ReloadWindow, StreamedValues, updates_of
+from .streamed_values import ReloadWindow, StreamedValues, updates_of
 
 
 class Placement(Enum):
@@ -57,15 +57,15 @@ def placement_of(gaps: ReuseGaps, fates: Placements, storage: str) -> Placement:
     """What becomes of `storage`: what nobody in backward reads is made again if need be, unless it may not."""
     if storage in fates:
         return fates[storage]
-    once = gaps.trace.op[gaps.maker[storage]].once
+    once = gaps.trace.op[gaps.producer[storage]].once
     return Placement.KEEP if storage in gaps.uses or once else Placement.RECOMPUTE
 
 
-def sent_nbytes(gaps: ReuseGaps, machine: Machine, storage: str, fate: Placement) -> int:
+def offloaded_nbytes(gaps: ReuseGaps, machine: Machine, storage: str, fate: Placement) -> int:
     """The bytes that go to the far tier if `storage` has this fate."""
     if fate not in OFFLOADED and fate not in STATE_OFFLOADED:
         return 0
-    return gaps.wire_nbytes(storage, machine.wire) if fate in CAST else gaps.trace.nbytes[storage]
+    return gaps.wire_nbytes(storage, machine.cast.dtype) if fate in CAST else gaps.trace.nbytes[storage]
 
 
 class _Scheduler:
@@ -74,11 +74,13 @@ class _Scheduler:
 
     def __init__(self, gaps: ReuseGaps, fates: Placements, machine: Machine) -> None:
         self.gaps = gaps
-        self.fates = {storage: placement_of(gaps, fates, storage) for storage in gaps.maker}
+        self.fates = {storage: placement_of(gaps, fates, storage) for storage in gaps.producer}
         self.lost = {storage for storage, known in self.fates.items() if known is not Placement.KEEP}
         ahead = {s: f in (Placement.OFFLOAD, Placement.STREAM) for s, f in fates.items() if f in STATE_OFFLOADED}
         self.streams = StreamedValues(gaps, machine, ahead, {s for s, f in fates.items() if f is Placement.STREAM})
-        self.links = _Links(gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.turns else ())
+        self.links = _Links(
+            gaps, self.fates, machine, updates_of(gaps.trace, ahead) if machine.link.half_duplex else ()
+        )
         self.there: set[str] = set()
         self.now: set[str] = set()
         self.sent: set[str] = set()
@@ -113,14 +115,14 @@ class _Scheduler:
                 continue
             todo.append((value, True))
             reads = self.gaps.trace.op[value].reads
-            todo += [(read, False) for read in reversed(reads) if read in self.gaps.held or self.streams.knows(read)]
+            todo += [(read, False) for read in reversed(reads) if read in self.gaps.holds or self.streams.knows(read)]
 
     def _has(self, value: str, index: int) -> bool:
         if self.streams.knows(value):
             return self.streams.has(value, index)
         if value in self.there or value in self.now:
             return True
-        return self.lost.isdisjoint(self.gaps.held[value])
+        return self.lost.isdisjoint(self.gaps.holds[value])
 
     def _fetch(self, value: str, index: int) -> bool:
         """Whether `value` is what was sent away; then it is fetched, before the op at `index`."""
@@ -129,8 +131,8 @@ class _Scheduler:
             if is_home:
                 self.decisions.append(self.streams.fetch(value, index))
             return is_home
-        storage = self.gaps.held[value][0]
-        if self.fates[storage] not in OFFLOADED or self.gaps.root.get(storage) != value:
+        storage = self.gaps.holds[value][0]
+        if self.fates[storage] not in OFFLOADED or self.gaps.whole_value.get(storage) != value:
             return False
         if value not in self.sent:
             self.decisions.append(self.links.offload(storage))
@@ -141,7 +143,7 @@ class _Scheduler:
 
     def _arrive(self, value: str) -> None:
         """`value` is there: until its last use, or for the op at hand only."""
-        first, *others = self.gaps.held[value]
+        first, *others = self.gaps.holds[value]
         passing = bool(others) or self.fates[first] in PER_USE
         (self.now if passing else self.there).add(value)
 
@@ -151,13 +153,13 @@ class _Scheduler:
             self.streams.made(value)
             return
         self._arrive(value)
-        for part in self.gaps.parts.get(value, ()):
+        for part in self.gaps.getitems.get(value, ()):
             if not self._has(part, index) and self._used_later(part, index):
                 self._again(part, index)
 
     def _used_later(self, value: str, index: int) -> bool:
         """Whether what is one part of an op with several has a use from here on: then it is taken out now."""
-        storage = self.gaps.held[value][0]
+        storage = self.gaps.holds[value][0]
         later = self.gaps.uses.get(storage, (-1,))[-1] >= index
         return later and self.fates[storage] is Placement.RECOMPUTE
 
@@ -171,20 +173,22 @@ class _Links:
         self.fates = fates
         self.machine = machine
         self.updates = updates
-        self.sent = {storage: sent_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
-        away = [storage for storage in gaps.maker if fates[storage] in OVERLAPPED]
-        self.freed = self._freed(sorted(away, key=lambda s: gaps.left[s]))
+        self.sent = {storage: offloaded_nbytes(gaps, machine, storage, known) for storage, known in fates.items()}
+        away = [storage for storage in gaps.producer if fates[storage] in OVERLAPPED]
+        self.freed = self._freed(sorted(away, key=lambda s: gaps.last_forward_use[s]))
 
     def offload(self, storage: str) -> Offload:
-        left = self.gaps.left[storage]
+        left = self.gaps.last_forward_use[storage]
         free = self.freed.get(storage, left)
-        wire = self.machine.wire if self.fates[storage] in CAST else ""
-        return Offload(self.gaps.root[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire)
+        wire = self.machine.cast.dtype if self.fates[storage] in CAST else ""
+        return Offload(
+            self.gaps.whole_value[storage], self.gaps.trace.ops[left].name, self.gaps.trace.ops[free].name, wire
+        )
 
     def fetch(self, storage: str, use: int) -> ReloadWindow:
         """Back for the op at `use`: ahead of it where compute goes on meanwhile, else just then."""
         first = self.gaps.trace.boundary if self.fates[storage] in OVERLAPPED else use
-        return ReloadWindow(self.gaps.root[storage], self.sent[storage], use, first)
+        return ReloadWindow(self.gaps.whole_value[storage], self.sent[storage], use, first)
 
     def early(self, decisions: Sequence[Decision | ReloadWindow]) -> list[Decision]:
         """The decisions with copies back that begin early enough to have ended where they are needed."""
@@ -196,7 +200,7 @@ class _Links:
                 continue
             use = back = decision.use
             if decision.first < use:  # else compute waits for it, and no other is late for that
-                due = min(due, begins[use]) - decision.nbytes / self.machine.back
+                due = min(due, begins[use]) - decision.nbytes / self.machine.link.back
                 back = min(use, max(bisect.bisect_right(ends, due) - 1, decision.first))
             found.append(Reload(decision.value, ops[back].name, ops[use].name))
         return found[::-1]
@@ -220,8 +224,8 @@ class _Links:
         """For each storage the forward op at whose end its copy out will have ended."""
         idle, freed = 0.0, {}
         for storage in away:
-            left = self.gaps.left[storage]
-            idle = max(idle, self.gaps.begins[left + 1]) + self.sent[storage] / self.machine.out
+            left = self.gaps.last_forward_use[storage]
+            idle = max(idle, self.gaps.begins[left + 1]) + self.sent[storage] / self.machine.link.out
             ended = bisect.bisect_left(self.gaps.begins, idle) - 1
             freed[storage] = max(left, min(ended, self.gaps.trace.boundary - 1))
         return freed

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..ir.decisions import Plan, Reload, Stream
+from ..ir.ops import reload_name
 from ..simulate.forecast import Forecast
 
 
@@ -39,14 +40,14 @@ def keep_between_uses(plan: Plan, forecast: Forecast, room: int) -> Plan:
 def _rests(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
     """Between two fetches of what lives far."""
     far = {said.value for said in plan if isinstance(said, Stream)}
-    gone = {life.storage: life.last for life in forecast.lives}
+    gone = {life.storage: life.last for life in forecast.lifetimes}
     index = {op.name: line for line, op in enumerate(forecast.trace.ops)}
     count: dict[str, int] = {}
     for place, said in enumerate(plan):
         if isinstance(said, Reload) and said.value in far:
             number = count[said.value] = count.get(said.value, 0) + 1
             if number > 1:
-                first, name = gone[f"{said.value}__in_{number - 1}"] + 1, f"{said.value}__in_{number}"
+                first, name = gone[reload_name(said.value, number - 1)] + 1, reload_name(said.value, number)
                 last, nbytes = index[name], forecast.trace.op[name].nbytes
                 yield IdleInterval(
                     forecast.begins[last] - forecast.begins[min(first, last)], first, last, nbytes, place

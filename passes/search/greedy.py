@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import Plan
-from ..ir.liveness import Life
-from ..ir.machine import SMALLEST_HOME, Machine
+from ..ir.liveness import Lifetime
+from ..ir.machine import SMALLEST_STREAMED, Machine
 from ..ir.trace import Trace
 from ..schedule.candidate import Candidate, make_candidate
-from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, placement_of, sent_nbytes
+from ..schedule.schedule import CAST, OFFLOADED, OVERLAPPED, STATE_OFFLOADED, Placement, offloaded_nbytes, placement_of
 
 GRAIN = 0.04  # of the movable bytes at the first peak: what is given up between two simulations
 COARSE = 0.3  # the same once the work for fine steps is used up
@@ -54,7 +54,7 @@ def greedy_from(
     before so many `ops` were simulated."""
     for before, after in _way_down(gaps, machine, lowest, until, ops, fine):
         if after.peak <= machine.budget:
-            between = _halfway if len(gaps.trace.ops) * len(after.fates) > fine else _first_between
+            between = _halfway if len(gaps.trace.ops) * len(after.placements) > fine else _first_between
             return between(gaps, machine, before, after, until)
         lowest = after
     return lowest
@@ -62,7 +62,7 @@ def greedy_from(
 
 def greedy_plan_no_offload(trace: Trace, machine: Machine, until: float = math.inf, fine: float = math.inf) -> Plan:
     """The same without the far tier."""
-    return greedy_plan(trace, replace(machine, out=0.0, back=0.0), until, fine) if machine.out else ()
+    return greedy_plan(trace, machine.without_tier, until, fine) if machine.link.out else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ def _way_down(
     gaps: ReuseGaps, machine: Machine, state: Candidate, until: float, ops: float, fine: float
 ) -> Iterator[tuple[Candidate, Candidate]]:
     """Pairs of neighbouring states with falling peaks; what did not lower the peak is part of the next step."""
-    known = {*gaps.maker, *gaps.streamable.value}
-    movable = sum(life.nbytes for life in state.forecast.alive(state.forecast.at) if life.storage in known)
+    known = {*gaps.producer, *gaps.streamable.values}
+    movable = sum(life.nbytes for life in state.forecast.live_at(state.forecast.peak_index) if life.storage in known)
     lowest = state
     while ops > 0 and time.monotonic() < until and (moves := _moves(gaps, machine, state)):
-        away = {s: sent_nbytes(gaps, machine, s, known) for s, known in state.fates.items() if known in SENT}
-        room = machine.capacity - sum(away.values())
+        away = {s: offloaded_nbytes(gaps, machine, s, known) for s, known in state.placements.items() if known in SENT}
+        room = machine.link.capacity - sum(away.values())
         nbytes = int(movable * (GRAIN if fine > 0 else COARSE))
-        state = make_candidate(gaps, machine, state.fates | _batch(moves, nbytes, away, room))
+        state = make_candidate(gaps, machine, state.placements | _batch(moves, nbytes, away, room))
         ops, fine = ops - len(state.forecast.trace.ops), fine - len(state.forecast.trace.ops)
         if state.peak < lowest.peak:
             yield lowest, state
@@ -116,8 +116,8 @@ def _batch(moves: list[PlacementChange], nbytes: int, away: Container[str], room
 
 def _first_between(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candidate, until: float) -> Candidate:
     """The first state between two neighbours that fits, moves being made one by one."""
-    fates = dict(before.fates)
-    for storage, new in after.fates.items():
+    fates = dict(before.placements)
+    for storage, new in after.placements.items():
         if time.monotonic() >= until:
             break
         if fates.get(storage) is not new:
@@ -130,11 +130,11 @@ def _first_between(gaps: ReuseGaps, machine: Machine, before: Candidate, after: 
 
 def _halfway(gaps: ReuseGaps, machine: Machine, before: Candidate, after: Candidate, until: float) -> Candidate:
     """A state between two neighbours that fits, as near to the first as halving finds one: in few simulations."""
-    new = [(storage, fate) for storage, fate in after.fates.items() if before.fates.get(storage) is not fate]
+    new = [(storage, fate) for storage, fate in after.placements.items() if before.placements.get(storage) is not fate]
     low, high = 0, len(new)  # so many moves do not do, and so many do
     while high - low > 1 and time.monotonic() < until:
         middle = (low + high) // 2
-        state = make_candidate(gaps, machine, before.fates | dict(new[:middle]))
+        state = make_candidate(gaps, machine, before.placements | dict(new[:middle]))
         if state.peak <= machine.budget:
             high, after = middle, state
         else:
@@ -146,12 +146,12 @@ def _moves(gaps: ReuseGaps, machine: Machine, state: Candidate) -> list[Placemen
     """What can be given up at the peak: movable storages that are there and not in use; the update uses in windows what
     is far."""
     forecast = state.forecast
-    op = forecast.trace.ops[forecast.at]
+    op = forecast.trace.ops[forecast.peak_index]
     in_use = {held for read in op.reads for held in forecast.trace.op[read].holds}
     costs = ChangeCosts(gaps, machine, state)
     found: list[PlacementChange] = []
-    for life in forecast.alive(forecast.at):
-        rests = life.first < forecast.at < life.last and life.storage not in in_use
+    for life in forecast.live_at(forecast.peak_index):
+        rests = life.first < forecast.peak_index < life.last and life.storage not in in_use
         if rests or op.phase == "update" or life.kind in ("state", "gradient"):
             found += costs.moves(life) if rests else costs.homeward(life)
     return found
@@ -164,21 +164,21 @@ class ChangeCosts:
         self.gaps = gaps
         self.machine = machine
         self.forecast = state.forecast
-        self.fates = {storage: placement_of(gaps, state.fates, storage) for storage in gaps.maker}
-        self.homes = {storage: state.fates.get(storage, Placement.KEEP) for storage in gaps.streamable.value}
+        self.fates = {storage: placement_of(gaps, state.placements, storage) for storage in gaps.producer}
+        self.homes = {storage: state.placements.get(storage, Placement.KEEP) for storage in gaps.streamable.values}
         self.known = self.fates | self.homes
-        self.sent = {s: sent_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
-        self.room = machine.capacity - sum(self.sent.values())
-        self.again = {op.again for op in self.forecast.trace.ops if op.again}
-        at = self.forecast.at
-        self.present = {life.storage for life in state.forecast.alive(at)}
+        self.sent = {s: offloaded_nbytes(gaps, machine, s, known) for s, known in self.known.items() if known in SENT}
+        self.room = machine.link.capacity - sum(self.sent.values())
+        self.again = {op.recomputes for op in self.forecast.trace.ops if op.recomputes}
+        at = self.forecast.peak_index
+        self.present = {life.storage for life in state.forecast.live_at(at)}
         self.backward_before = {
             name for op in self.forecast.trace.ops[: at + 1] if op.phase == "backward" for name in op.reads
         }
 
-    def moves(self, life: Life) -> Iterator[PlacementChange]:
+    def moves(self, life: Lifetime) -> Iterator[PlacementChange]:
         """The next fates of a storage that is there at the peak."""
-        storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
+        storage = self.gaps.origin(life, self.forecast.trace.op[life.producer])
         if storage in self.homes:
             yield from self.homeward(life)
         now = self.fates.get(storage)
@@ -194,27 +194,29 @@ class ChangeCosts:
             ways = (Placement.RELOAD_PER_USE, Placement.CAST_RELOAD_PER_USE) if used else OVERLAPPED
             yield from (self._away(storage, new, life.nbytes) for new in ways if self._can(storage, new))
 
-    def homeward(self, life: Life) -> Iterator[PlacementChange]:
+    def homeward(self, life: Lifetime) -> Iterator[PlacementChange]:
         """Where an input or a gradient that is there at the peak can live, or come to later."""
-        storage = self.gaps.origin(life, self.forecast.trace.op[life.maker])
-        value = self.gaps.streamable.value.get(storage)
-        now = self.homes[storage] if value and self.machine.houses(self.gaps.trace.op[value].fn) else None
-        there = self.machine.out > 0 < self.machine.back
-        if now is Placement.KEEP and there and SMALLEST_HOME <= life.nbytes <= self.room:
+        storage = self.gaps.origin(life, self.forecast.trace.op[life.producer])
+        value = self.gaps.streamable.values.get(storage)
+        now = (
+            self.homes[storage] if value and self.machine.streaming.can_offload(self.gaps.trace.op[value].fn) else None
+        )
+        there = self.machine.link.works
+        if now is Placement.KEEP and there and SMALLEST_STREAMED <= life.nbytes <= self.room:
             yield PlacementChange(storage, Placement.OFFLOAD, life.nbytes, self._home_us(storage), life.nbytes)
-        elif now in NEXT_HOME and life.nbytes and life.first < self.forecast.at < life.last:
+        elif now in NEXT_HOME and life.nbytes and life.first < self.forecast.peak_index < life.last:
             yield self._away(storage, NEXT_HOME[now], life.nbytes)
 
     def _home_us(self, storage: str) -> float:
         """What a far home costs: the update's windows, and what of the step's own traffic does not hide."""
         trace, nbytes = self.gaps.trace, self.gaps.trace.nbytes[storage]
-        value = self.gaps.streamable.value[storage]
+        value = self.gaps.streamable.values[storage]
         updated = any(value in op.reads for op in trace.ops if op.phase == "update")
         fn = trace.op[value].fn
-        goes = nbytes / self.machine.out if fn in ("parameter", "state") else 0.0
-        own = (goes + nbytes / self.machine.back) * updated
-        if fn == "state" and self.machine.stepping:  # or the host updates it there
-            own = min(own, nbytes / self.machine.stepping)
+        goes = nbytes / self.machine.link.out if fn in ("parameter", "state") else 0.0
+        own = (goes + nbytes / self.machine.link.back) * updated
+        if fn == "state" and self.machine.streaming.host_update_rate:  # or the host updates it there
+            own = min(own, nbytes / self.machine.streaming.host_update_rate)
         return own + (fn != "state") * self._offload_us(nbytes)
 
     def _moves_of_copy(self, storage: str, now: Placement, nbytes: int) -> Iterator[PlacementChange]:
@@ -234,22 +236,22 @@ class ChangeCosts:
 
     def _can(self, storage: str, new: Placement) -> bool:
         """Whether `storage` can leave in this way."""
-        if storage not in self.gaps.root or not self.machine.out > 0 < self.machine.back:
+        if storage not in self.gaps.whole_value or not self.machine.link.works:
             return False
-        nbytes = sent_nbytes(self.gaps, self.machine, storage, new)
+        nbytes = offloaded_nbytes(self.gaps, self.machine, storage, new)
         return nbytes <= self.room and (nbytes > 0 or new not in CAST)
 
     def _away(self, storage: str, new: Placement, nbytes: int) -> PlacementChange:
-        sent = sent_nbytes(self.gaps, self.machine, storage, new)
-        trip = sent / self.machine.out + sent / self.machine.back + 2 * self.machine.toll_us(sent)
+        sent = offloaded_nbytes(self.gaps, self.machine, storage, new)
+        trip = sent / self.machine.link.out + sent / self.machine.link.back + 2 * self.machine.link.overhead_us(sent)
         us = self._offload_us(sent) if new in OVERLAPPED else trip
         if new in CAST and self.fates[storage] not in CAST:
-            us += self.machine.cast_us(self.gaps.trace.nbytes[storage])
+            us += self.machine.cast.us(self.gaps.trace.nbytes[storage])
         return PlacementChange(storage, new, nbytes, us, sent)
 
     def _remake(self, storage: str, new: Placement, nbytes: int) -> Iterator[PlacementChange]:
         """The move that makes `storage` again, if that is allowed and takes bytes from the peak."""
-        if self.gaps.trace.op[self.gaps.maker[storage]].once:
+        if self.gaps.trace.op[self.gaps.producer[storage]].once:
             return
         us, kept = self._chain(storage)
         nbytes -= sum(self.gaps.trace.nbytes[name] for name in kept - self.present)
@@ -259,7 +261,7 @@ class ChangeCosts:
     def _chain(self, storage: str) -> tuple[float, set[str]]:
         """The time of all ops that have to run to make `storage` again, and the kept storages that they start from."""
         us, kept, seen = 0.0, set[str](), set[str]()
-        todo = [self.gaps.maker[storage]]
+        todo = [self.gaps.producer[storage]]
         while todo:
             value = todo.pop()
             if value in seen:
@@ -267,7 +269,7 @@ class ChangeCosts:
             seen.add(value)
             us += self.gaps.trace.op[value].us
             for read in self.gaps.trace.op[value].reads:
-                fates = {name: self.fates[name] for name in self.gaps.held.get(read, ())}
+                fates = {name: self.fates[name] for name in self.gaps.holds.get(read, ())}
                 if all(known is Placement.KEEP for known in fates.values()):
                     kept.update(fates)
                 elif not self._comes_anyway(read, fates):
@@ -284,6 +286,6 @@ class ChangeCosts:
         rate."""
         begins, boundary = self.gaps.begins, self.gaps.trace.boundary
         sent = sum(sent for storage, sent in self.sent.items() if self.known[storage] in OVERLAPPED)
-        windows = (begins[boundary], self.machine.out), (begins[-1] - begins[boundary], self.machine.back)
+        windows = (begins[boundary], self.machine.link.out), (begins[-1] - begins[boundary], self.machine.link.back)
         late = sum(min(nbytes / rate, max(0.0, (sent + nbytes) / rate - window)) for window, rate in windows)
-        return late + 2 * (nbytes / MEMORY_RATE + self.machine.toll_us(nbytes))
+        return late + 2 * (nbytes / MEMORY_RATE + self.machine.link.overhead_us(nbytes))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..lp.problem import LinearProgram, StorageVar
+from ..lp.problem import PlanProblem, StorageVar
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
 
@@ -20,7 +20,7 @@ PlacementSwap = tuple[str, Placement]  # a storage, and what becomes of it
 
 
 def local_search(
-    program: LinearProgram, state: Candidate, tries: int, until: float, leaning: Sequence[PlacementSwap] = ()
+    program: PlanProblem, state: Candidate, tries: int, until: float, leaning: Sequence[PlacementSwap] = ()
 ) -> Candidate:
     """The plan after so many tries, or after those until `until`; see `time.monotonic`."""
     polished = _LocalSearch(program, state, tries, until)
@@ -33,7 +33,7 @@ def local_search(
 class _LocalSearch:
     """The best plan so far."""
 
-    def __init__(self, program: LinearProgram, state: Candidate, tries: int, until: float) -> None:
+    def __init__(self, program: PlanProblem, state: Candidate, tries: int, until: float) -> None:
         self.program, self.state, self.tries, self.until = program, state, tries, until
         self.failed: set[PlacementSwap] = set()  # tried with the state as it is, and no better
 
@@ -43,13 +43,13 @@ class _LocalSearch:
         for storage, fate in changes:
             if self.tries <= 0 or time.monotonic() >= self.until:
                 return False
-            if self.state.fates.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
+            if self.state.placements.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
                 self.tries -= 1
                 self._try(storage, fate)
         return self.state is not before
 
     def _try(self, storage: str, fate: Placement) -> None:
-        new = make_candidate(self.program.gaps, self.program.machine, self.state.fates | {storage: fate})
+        new = make_candidate(self.program.gaps, self.program.machine, self.state.placements | {storage: fate})
         if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
             self.state = new
             self.failed.clear()
@@ -57,19 +57,21 @@ class _LocalSearch:
             self.failed.add((storage, fate))
 
 
-def _others(program: LinearProgram, state: Candidate) -> Iterator[PlacementSwap]:
+def _others(program: PlanProblem, state: Candidate) -> Iterator[PlacementSwap]:
     """What else may become of the storages that are given up, the largest first."""
-    given = [item for item in program.items if state.fates.get(item.storage, Placement.KEEP) is not Placement.KEEP]
+    given = [
+        item for item in program.storages if state.placements.get(item.storage, Placement.KEEP) is not Placement.KEEP
+    ]
     for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
         for fate in _ways(program, item):
             yield item.storage, fate
 
 
-def _ways(program: LinearProgram, item: StorageVar) -> Iterator[Placement]:
+def _ways(program: PlanProblem, item: StorageVar) -> Iterator[Placement]:
     yield Placement.KEEP
-    if not program.makers[item.maker].once:
+    if not program.producers[item.producer].runs_once:
         yield Placement.RECOMPUTE
-    if item.leaves:
+    if item.can_offload:
         yield Placement.OFFLOAD
-    if item.wire:
+    if item.wire_nbytes:
         yield Placement.CAST_OFFLOAD

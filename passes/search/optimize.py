@@ -17,23 +17,22 @@ from ..ir.machine import Machine
 from ..ir.trace import Trace
 from ..lp import solver
 from ..lp.model import PlanModel
-from ..lp.problem import LinearProgram
-from ..lp.relax import Relaxed, apart, relax, write
-from ..lp.repeated.search import solve_folded
+from ..lp.problem import PlanProblem
+from ..lp.relax import Relaxed, relax, spread_out
 from ..lp.rounding import lp_preferences, placements, round_to_integers
 from ..lp.solver import INFINITY, SearchLimits, Solution
-from ..lp.transient_rows import add_event_rows, broken, is_reloaded
+from ..lp.transient_rows import add_recompute_row, add_reload_rows, positions_over_budget
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.copy_timing import retime_copies
 from ..schedule.schedule import Placement
-from ..simulate.choice import PlanResult, Proposal
+from ..simulate.plan_result import PlanResult, Proposal
 from .greedy import greedy_from
 from .local_search import PlacementSwap, local_search
 from .work import AIMING, NARROW, PROVING, work_for, work_of_ops
 
-ENOUGH = 0.005  # of the step: a gap at which the search ends
-FAR = 0.02  # of the step: a gap at which a plan is sought from the one without the far tier as well
-NOTHING_US = 20.0  # microseconds a step that nobody searches for
+GAP = 0.005  # of the step: a gap at which the search ends
+FAIR_GAP = 0.02  # of the step: a gap at which a plan is sought from the one without the far tier as well
+NEGLIGIBLE_US = 20.0  # microseconds a step that nobody searches for
 AIM = 0.8  # of this gap, so that a repair may cost something
 POSITIONS = 12  # that get their rows at once
 SMALL = 1_000  # columns: with fewer a search need not end early
@@ -56,34 +55,31 @@ def optimize(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposa
 
     The search ends at `until`, as `time.monotonic` has it; without it, it does not depend on the clock.
     """
-    if not solver.there():
+    if not solver.is_installed():
         return Proposal(())
-    program = LinearProgram(ReuseGaps(trace), machine)
-    found = solve_folded(program, until)
-    if found and found.gap <= ENOUGH:
-        return Proposal(found.plan, found.bound_us, found.any_us)
+    program = PlanProblem(ReuseGaps(trace), machine)
     return _Search(program, machine, until).run()
 
 
 def optimize_no_offload(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same without the far tier; what is proven of that says nothing of plans that use it."""
-    if not machine.out:
+    if not machine.link.out:
         return Proposal(())
-    found = optimize(trace, replace(machine, out=0.0, back=0.0), until)
-    return Proposal(found.plan, home_us=found.any_us)
+    found = optimize(trace, machine.without_tier, until)
+    return Proposal(found.plan, no_offload_us=found.any_us)
 
 
 def optimize_uncast(trace: Trace, machine: Machine, until: float = INFINITY) -> Proposal:
     """The same with nothing cast for its way; what is proven of that says nothing of plans that cast."""
-    if not (machine.wire and machine.out):
+    if not (machine.cast.dtype and machine.link.out):
         return Proposal(())
-    return Proposal(optimize(trace, replace(machine, wire=""), until).plan)
+    return Proposal(optimize(trace, replace(machine, cast=replace(machine.cast, dtype="")), until).plan)
 
 
 class _Search:
     """The best plan so far, and what is proven."""
 
-    def __init__(self, program: LinearProgram, machine: Machine, until: float) -> None:
+    def __init__(self, program: PlanProblem, machine: Machine, until: float) -> None:
         self.program = program
         self.machine = machine
         self.until = until
@@ -103,30 +99,30 @@ class _Search:
         self.events: list[int] = []  # rows that are no part of a proof
         self.fetches: list[int] = []  # those of them that say what re-runs fetch
         self.second = False  # whether it is another search, with these from the beginning
-        self.charged = not program.residents  # whether they hold, as far as there are any
+        self.charged = not program.states  # whether they hold, as far as there are any
 
     def run(self) -> Proposal:
         relaxed = relax(self.model, PROVING * self.work if self._is_visited else INFINITY)
         if relaxed is None or not self._begin(relaxed):
             return Proposal((), any_us=self.any_us)
-        shares = SEARCHES if len(self.model.linear.costs) <= LARGE else SEARCHES_OF_LARGE
+        shares = SEARCHES if len(self.model.lp.costs) <= LARGE else SEARCHES_OF_LARGE
         for share in shares:
-            if relaxed.ran_out or (self._is_cut_short and share > shares[0]):
+            if relaxed.out_of_work or (self._is_cut_short and share > shares[0]):
                 break  # what pays for its fetches is rounded better
             if share == shares[-1]:
                 self._polish()
                 if self.polished and shares is SEARCHES_OF_LARGE:
                     break  # a search for so many columns takes most of the time, and its points wait as those before
-            elif self.model.linear.ran_out:
+            elif self.model.lp.out_of_work:
                 continue  # of the same work a wider search makes less
             if not self._is_near():
                 self._round(share * self.step_us, last=share == shares[-1])
             if self._is_near():
                 break
-        ran_out = relaxed.ran_out or self.model.linear.ran_out
+        ran_out = relaxed.out_of_work or self.model.lp.out_of_work
         if self._is_cut_short or (self._is_visited and ran_out and not self._is_as_proven):
             self._again()
-            if self._is_cut_short and shares is SEARCHES and not relaxed.ran_out:
+            if self._is_cut_short and shares is SEARCHES and not relaxed.out_of_work:
                 self._round(INFINITY, last=True)  # which proves more
         self._polish(ended=True)
         return Proposal(found.plan if (found := self._found) else (), self.bound_us, self.any_us, self.home_us)
@@ -134,35 +130,35 @@ class _Search:
     def _begin(self, relaxed: Relaxed) -> bool:
         """Take what is proven, and the point to round; whether there is one."""
         self.any_us = relaxed.any_us
-        if relaxed.solved is None:
+        if relaxed.solution is None:
             return False
-        self.relaxed, self.rows = relaxed.solved, self.model.linear.rows
-        self.bound_us = max(0.0, relaxed.solved.us - self.model.tie)
+        self.relaxed, self.rows = relaxed.solution, self.model.lp.row_count
+        self.bound_us = max(0.0, relaxed.solution.us - self.model.columns.tie_us)
         return True
 
     @cached_property
     def _is_visited(self) -> bool:
         """Whether there is state that may live far and that ops before the update read."""
-        return any(resident.visits and not resident.made for resident in self.program.residents)
+        return any(resident.uses and not resident.is_gradient for resident in self.program.states)
 
     @property
     def _is_cut_short(self) -> bool:
         """Whether to leave the search, as far as it is for a plan, to others; see `_again`."""
-        return self._is_visited and len(self.model.linear.costs) > SMALL and not self._is_as_proven
+        return self._is_visited and len(self.model.lp.costs) > SMALL and not self._is_as_proven
 
     def _again(self) -> None:
         """Other searches, of few rows and for a plan alone, in which re-runs pay from the beginning: with all that may
         leave, and with the state alone, which spares a slow tier.  The better goes on; if none fits, all are mended."""
         searches: list[_Search] = []
         for trips in (True, False):
-            search = _Search(replace(self.program, trips=trips), self.machine, self.until)
+            search = _Search(replace(self.program, offloads_activations=trips), self.machine, self.until)
             if time.monotonic() < self.until and not (searches and searches[0]._is_near()):
                 searches += [search] if search._aim() else []
         found = sorted((each for each in searches if each.best), key=lambda each: each.state.forecast.us)
         for search in found[:1] or reversed(searches):
             if not found:
                 search._round(-INFINITY, last=True)  # and mend
-            elif not search._is_near() and not search.model.linear.ran_out:
+            elif not search._is_near() and not search.model.lp.out_of_work:
                 search._round(SEARCHES[1] * self.step_us, last=False)
             if search.best:
                 self._take(search.state)
@@ -170,37 +166,37 @@ class _Search:
 
     @property
     def _aiming(self) -> float:
-        return AIMING[self.program.trips] * self.work if self.second else INFINITY
+        return AIMING[self.program.offloads_activations] * self.work if self.second else INFINITY
 
     def _aim(self) -> bool:
         """Search for a plan alone: what is proven is only what it aims at.  Whether there is a point to round."""
         self.second = True
         relaxed = relax(self.model, self._aiming, ROUNDS) if self._charge() else None
-        if relaxed is None or relaxed.ran_out or not self._begin(relaxed):
+        if relaxed is None or relaxed.out_of_work or not self._begin(relaxed):
             return False
         self._round(-INFINITY, last=False)
         return True
 
     def _prove(self, us: float) -> None:
         if not self.events:
-            self.bound_us = max(self.bound_us, us - self.model.tie)
+            self.bound_us = max(self.bound_us, us - self.model.columns.tie_us)
 
     def _is_near(self) -> bool:
         if self._found is None:
             return False
         best = self._choice(self._found)
-        return best.forecast.us - best.lower_bound <= max(ENOUGH * best.lower_bound, NOTHING_US)
+        return best.forecast.us - best.lower_bound <= max(GAP * best.lower_bound, NEGLIGIBLE_US)
 
     @property
     def _is_as_proven(self) -> bool:
         """Whether the best plan takes little longer than is proven."""
-        return self._found is not None and self._found.forecast.us <= (1 + FAR) * (self.step_us + self.bound_us)
+        return self._found is not None and self._found.forecast.us <= (1 + FAIR_GAP) * (self.step_us + self.bound_us)
 
     @property
     def _found(self) -> Candidate | None:
         """The best plan, a point's or not.  Where values run again twice less is proven: it has to be worth that."""
         found = [*([self.state] if self.best else []), *self.polished]
-        lost = {True: 0.0, False: ENOUGH * self.step_us}
+        lost = {True: 0.0, False: GAP * self.step_us}
         return min(found, key=lambda each: each.forecast.us + lost[self._choice(each).is_single], default=None)
 
     def _choice(self, state: Candidate) -> PlanResult:
@@ -213,7 +209,7 @@ class _Search:
     @property
     def _most_us(self) -> float:
         """What a plan may add to be near."""
-        return self.bound_us + max(ENOUGH * (self.step_us + self.bound_us), NOTHING_US)
+        return self.bound_us + max(GAP * (self.step_us + self.bound_us), NEGLIGIBLE_US)
 
     @property
     def _near_us(self) -> float:
@@ -221,17 +217,17 @@ class _Search:
         if self._found is None:
             return INFINITY
         us = self._found.forecast.us
-        return min(us / (1 + ENOUGH), us - NOTHING_US) - self.step_us + self.model.tie
+        return min(us / (1 + GAP), us - NEGLIGIBLE_US) - self.step_us + self.model.columns.tie_us
 
     def _effort(self, threshold: float, last: bool) -> SearchLimits | None:
         """How hard to search: with columns fixed, only as long as a plan may be near, if a wider search follows."""
-        left = min(self.work - self.model.linear.work, self.narrow if self._is_cut_short else INFINITY)
+        left = min(self.work - self.model.lp.search_work, self.narrow if self._is_cut_short else INFINITY)
         if left <= 0:
             return None
         target = self.bound_us + AIM * (self._most_us - self.bound_us)
-        grain = GRAIN * self.step_us if len(self.model.linear.costs) > SMALL else 0.0
+        grain = GRAIN * self.step_us if len(self.model.lp.costs) > SMALL else 0.0
         if threshold == INFINITY:
-            return SearchLimits(target, self._near_us if grain else INFINITY, AIM * ENOUGH / GRAIN * grain, left)
+            return SearchLimits(target, self._near_us if grain else INFINITY, AIM * GAP / GRAIN * grain, left)
         if last:
             return SearchLimits(target, INFINITY, grain, left)
         return SearchLimits(target, self._most_us, grain, min(left, self.narrow))
@@ -256,7 +252,7 @@ class _Search:
                 break
             states = self._try(points)
             near = last or points[0].us <= effort.target
-            timed = states[0] if self.program.residents else self._in_time(states[0])
+            timed = states[0] if self.program.states else self._in_time(states[0])
             self._take(timed)
             tried = threshold == INFINITY and self._is_cut_short  # with what re-runs fetch
             if not (self.charged or tried) and self._waits(states[0], points[0]) and self._charge():
@@ -284,7 +280,7 @@ class _Search:
         """A point's plan.  Where state lives far its copies are timed: with what stays from one visit to the next
         because a fetch would take longer than that lasts; or with what stays only because there is room."""
         found, inputs = placements(self.model, point), self.program.gaps.streamable.inputs
-        if not self.program.residents:
+        if not self.program.states:
             return make_candidate(self.program.gaps, self.machine, found)
         visits = {storage: Placement.STREAM if storage in inputs else fate for storage, fate in found.items()}
         each = (found, visits) if visits != found else (found,)
@@ -300,13 +296,13 @@ class _Search:
 
     def _waits(self, state: Candidate, point: Solution) -> bool:
         """Whether a plan that fits takes far longer than its point says."""
-        return state.peak <= self.machine.budget and state.forecast.us > (1 + FAR) * (self.step_us + point.us)
+        return state.peak <= self.machine.budget and state.forecast.us > (1 + FAIR_GAP) * (self.step_us + point.us)
 
     def _charge(self) -> bool:
         """Let re-runs pay for what they fetch, which no proof does; whether any fetches something."""
-        self.fetches = self.fetches or is_reloaded(self.model)
+        self.fetches = self.fetches or add_reload_rows(self.model)
         for row in self.fetches:
-            self.model.linear.bound_row(row, 1.0)
+            self.model.lp.set_row_upper(row, 1.0)
         self.events += self.fetches
         self.charged = True
         if self.fetches:
@@ -315,11 +311,11 @@ class _Search:
 
     def _relax_again(self) -> bool:
         """Bring the relaxed point up to date with rows written since; whether there is one."""
-        if self.rows != self.model.linear.rows:
-            solved = self.model.linear.solve(max(0.0, self._aiming - self.model.linear.relaxing))
+        if self.rows != self.model.lp.row_count:
+            solved = self.model.lp.solve(max(0.0, self._aiming - self.model.lp.relax_work))
             if solved is None:
                 return False
-            self.relaxed, self.rows = solved, self.model.linear.rows
+            self.relaxed, self.rows = solved, self.model.lp.row_count
             self._prove(solved.us)
         return True
 
@@ -340,12 +336,12 @@ class _Search:
                 self._take(self._in_time(mended))
         # Other times for its copies may do, and cost too much.
         worst = (timed if timed.peak > self.machine.budget else states[0]).forecast
-        over = sorted(broken(self.program, worst, self.machine.budget), key=lambda found: -found[1])
-        new = [position for position, _, _ in over if position not in self.model.written]
-        for position in apart(new, POSITIONS):
-            write(self.model, position)
+        over = sorted(positions_over_budget(self.program, worst, self.machine.budget), key=lambda found: -found[1])
+        new = [position for position, _, _ in over if position not in self.model.memory.positions]
+        for position in spread_out(new, POSITIONS):
+            self.model.memory.add(position)
         if not new:
-            self.events += [add_event_rows(self.model, worst, index, position) for position, _, index in over]
+            self.events += [add_recompute_row(self.model, worst, index, position) for position, _, index in over]
         return self._is_near()
 
     def _take(self, state: Candidate) -> bool:
@@ -359,15 +355,15 @@ class _Search:
     def _polish(self, ended: bool = False) -> None:
         """Links are fluid to the program, so that a plan may wait for copies of which its point knows nothing.  The
         search goes on from its own points: what it mends is not what is polished."""
-        if not self.machine.out or self._is_near() or time.monotonic() >= self.until:
+        if not self.machine.link.out or self._is_near() or time.monotonic() >= self.until:
             return
         starts = self._begin_with if self.best else self._at_home
         if ended and self._found and not self._is_as_proven:
             starts = [*starts, *self._at_home]
-        tries = POLISHED // max(1, self.program.size) // (STREAMED if self.program.residents else 1)
+        tries = POLISHED // max(1, self.program.size) // (STREAMED if self.program.states else 1)
         for start in starts:
-            if start.fates not in self.begun and not self._is_near():
-                self.begun.append(start.fates)
+            if start.placements not in self.begun and not self._is_near():
+                self.begun.append(start.placements)
                 self.polished.append(self._in_time(local_search(self.program, start, tries, self.until, self._wanted)))
 
     @cached_property
@@ -378,15 +374,15 @@ class _Search:
     def _begin_with(self) -> list[Candidate]:
         """What is polished of a plan that fits: as it is without other times for its copies, which take too long to be
         found for each try.  With another fate one would not fit that does so only because of these."""
-        plain = make_candidate(self.program.gaps, self.machine, self.state.fates)
+        plain = make_candidate(self.program.gaps, self.machine, self.state.placements)
         return [plain] if plain.peak <= self.machine.budget else self._at_home
 
     @cached_property
     def _at_home(self) -> list[Candidate]:
         """The best plan without the far tier that is soon found, if there is one: where no point fits, links are the
         reason."""
-        machine = replace(self.machine, out=0.0, back=0.0)
-        search = _Search(LinearProgram(self.program.gaps, machine), machine, self.until)
+        machine = self.machine.without_tier
+        search = _Search(PlanProblem(self.program.gaps, machine), machine, self.until)
         search.work, search.narrow = int(NARROW * search.work), NARROW * search.narrow
         self.home_us = search.run().any_us
         return [search.state] if search.best else []
@@ -394,8 +390,8 @@ class _Search:
     def _forget_events(self) -> None:
         kept = {*self.fetches} if self.second else set[int]()
         for row in (gone := {*self.events} - kept):
-            self.model.linear.bound_row(row, INFINITY)
+            self.model.lp.set_row_upper(row, INFINITY)
         if gone:
             self.rows = 0  # the point may be another without them
         self.events = [*kept]
-        self.charged = self.second or not self.program.residents
+        self.charged = self.second or not self.program.states

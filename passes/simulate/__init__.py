@@ -1,5 +1,5 @@
-"""Say what a planned step takes: the one simulator that has the last word.
+"""Simulate a planned step: the one forecast that all planners use.
 
-forecast    bytes at every op, time on every queue
-choice      a plan beside the step it was made for, and its proven bound
+forecast      bytes at every op, time on every queue
+plan_result   PlanResult: a plan, the step without it, and what is proven of both
 """

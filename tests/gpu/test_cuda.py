@@ -88,7 +88,9 @@ def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPat
     ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
     before = [id(slab) for slab in PINNED_POOL.free]
-    assert before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.lent
+    assert (
+        before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.in_use
+    )
     trained(model, ours, x)
     assert [id(slab) for slab in PINNED_POOL.free] == before
 
@@ -103,9 +105,9 @@ def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        from memgraph.kernels.autotune import way_of
+        from memgraph.kernels.autotune import best_config
 
-        if way_of("cast", CUDA, there.nbytes) is not None:
+        if best_config("cast", CUDA, there.nbytes) is not None:
             narrow(there)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -37,12 +37,12 @@ def test_a_tensor_of_the_gpu_lies_on_the_host() -> None:
     assert torch.cuda.memory_allocated() == before
     tensor.copy_(torch.arange(15000, device=GPU).view(300, 50))
     torch.cuda.synchronize()
-    assert torch.equal(home.place(0).like(tensor).float(), tensor.float().cpu())
+    assert torch.equal(home.slice(0).view_like(tensor).float(), tensor.float().cpu())
 
 
 def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether parameters and gradients are there or here, and with numbers that the optimizer keeps here."""
-    monkeypatch.setattr(offloaded_update, "stepping", lambda *_: 1e6)
+    monkeypatch.setattr(offloaded_update, "host_update_rate", lambda *_: 1e6)
     for fused in (None, True):
         model = net()
         ours = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
@@ -61,7 +61,7 @@ def test_the_host_updates_as_its_kernel_does_and_the_budget_holds(monkeypatch: p
             theirs.step()
             ours.zero_grad()
             for parameter, twin in zip(model.parameters(), mirror, strict=True):
-                if parameter in step._planner.state.update.hosted:
+                if parameter in step._planner.state.update.host_owners:
                     assert torch.equal(parameter.cpu(), twin)
                     assert ours.state[parameter]["step"].device.type == ("cuda" if fused else "cpu")
         report = step.plan

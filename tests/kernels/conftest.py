@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import triton
 
 HERE = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,21 +23,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.gpu)
-
-
-def _let_loops_begin_at_a_tensor() -> None:
-    """Do in Triton's interpreter what Triton 3.7 does: up to 3.6 `range(tl.program_id(0), n)` asks numpy for the integer
-    of an array of one number, which numpy refuses from 2.4 on.  No GPU is concerned."""
-    from triton.runtime import interpreter
-
-    theirs = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        theirs(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch
-
-
-if INTERPRETED and triton.__version__.startswith("3.6."):
-    _let_loops_begin_at_a_tensor()

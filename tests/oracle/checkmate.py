@@ -51,9 +51,9 @@ def sweeps_of(trace: Trace, plan: Plan) -> int:
     step = Step(trace)
     most, count, last = 1, 1, -1
     for op in apply(trace, plan).ops:
-        if op.again in step.again:
-            count += step.index[op.again] <= last
-            most, last = max(most, count), step.index[op.again]
+        if op.recomputes in step.again:
+            count += step.index[op.recomputes] <= last
+            most, last = max(most, count), step.index[op.recomputes]
         elif step.index.get(op.name) in step.wants:
             count, last = 1, -1
     return most
@@ -97,7 +97,7 @@ class _Model:
         return tuple((self.sweeps[q], tuple(names)) for q, names in ran.items())
 
     def _columns(self, q: int, stage: int) -> None:
-        live = [s for s in self.step.maker if self.step.until[s] >= stage]
+        live = [s for s in self.step.producer if self.step.until[s] >= stage]
         for name, op in self.step.again.items():
             if any(made.name in live for made in op.makes):
                 self.R[q, name] = self.program.column(op.us, integer=True)
@@ -112,7 +112,7 @@ class _Model:
     def _presence(self, q: int, s: str) -> None:
         """What is read is there; what is there was there before, or has just been made."""
         there = self.A[q, s]
-        self._at_most(there[0], self.S[q, s], self.R.get((q, self.step.maker[s])))
+        self._at_most(there[0], self.S[q, s], self.R.get((q, self.step.producer[s])))
         for turn, earlier, later in zip(self.turns[q, s], there[:-1], there[1:], strict=True):
             self._at_most(later, earlier)
             self._at_most(self.R[q, self.step.trace.ops[turn].name], earlier)
@@ -138,9 +138,9 @@ class _Model:
 
     def _memory_of_forward(self, i: int) -> None:
         """Nothing is run again in forward: a storage is in use there, or it is kept for backward."""
-        made = {s: n for s, n in self._sizes().items() if self.step.index[self.step.maker[s]] <= i}
-        used = sum(n for s, n in made.items() if i <= self.step.left[s])
-        kept = {self.S[0, s]: n for s, n in made.items() if i > self.step.left[s] and (0, s) in self.S}
+        made = {s: n for s, n in self._sizes().items() if self.step.index[self.step.producer[s]] <= i}
+        used = sum(n for s, n in made.items() if i <= self.step.last_forward_use[s])
+        kept = {self.S[0, s]: n for s, n in made.items() if i > self.step.last_forward_use[s] and (0, s) in self.S}
         states = {c: self.step.trace.op[k].draws for (q, k), c in self.H.items() if q == 0 and self.step.index[k] <= i}
         self._fits(self.step.at(i) + used, kept, states)
 
@@ -150,7 +150,7 @@ class _Model:
 
     def _there(self, q: int, s: str, i: int) -> int:
         """Whether storage `s` is there when op `i` has its turn in sweep `q`, without what that makes."""
-        if self.step.index[self.step.maker[s]] >= i:
+        if self.step.index[self.step.producer[s]] >= i:
             return self.S[q, s]
         return self.A[q, s][bisect.bisect_left(self.turns[q, s], i)]
 
@@ -162,7 +162,7 @@ class _Model:
 
     def _sizes(self, q: int | None = None) -> dict[str, int]:
         """The bytes of the movable storages, or of those that can be wanted in sweep `q` or later."""
-        return {s: self.step.trace.nbytes[s] for s in self.step.maker if q is None or (q, s) in self.S}
+        return {s: self.step.trace.nbytes[s] for s in self.step.producer if q is None or (q, s) in self.S}
 
     def _at_most(self, low: int | None, *high: int | None) -> None:
         """`low` is not more than the sum of `high`."""

@@ -46,17 +46,17 @@ def best_fates(trace: Trace, machine: Machine) -> tuple[float, Plan] | None:
 
 def keep_or_recompute(gaps: ReuseGaps) -> Choices:
     """For each movable storage whether it is kept; what may run once is."""
-    return {s: (Placement.KEEP,) if gaps.trace.op[made].once else (Placement.KEEP, Placement.RECOMPUTE) for s, made in gaps.maker.items()}  # fmt: skip
+    return {s: (Placement.KEEP,) if gaps.trace.op[made].once else (Placement.KEEP, Placement.RECOMPUTE) for s, made in gaps.producer.items()}  # fmt: skip
 
 
 def all_fates(gaps: ReuseGaps, machine: Machine) -> Choices:
     """The same with what is made again for each use and, if there is a far tier, with all ways there, cast or not."""
-    linked = machine.out > 0 and machine.back > 0
+    linked = machine.link.out > 0 and machine.link.back > 0
     return {
         storage: (
             *fates,
             *((Placement.RECOMPUTE_PER_USE,) if len(fates) > 1 else ()),
-            *(ways(gaps, storage, machine.wire) * linked),
+            *(ways(gaps, storage, machine.cast.dtype) * linked),
         )
         for storage, fates in keep_or_recompute(gaps).items()
     }
@@ -80,7 +80,10 @@ def _plans(gaps: ReuseGaps, choices: Choices, machine: Machine) -> Iterator[Plan
     for fates in itertools.product(*choices.values()):
         plan = schedule(gaps, dict(zip(choices, fates, strict=True)), machine)
         sent = ((gaps.trace.op[d.value].holds[0], d.wire) for d in plan if isinstance(d, Offload))
-        if sum(gaps.wire_nbytes(s, wire) if wire else gaps.trace.nbytes[s] for s, wire in sent) <= machine.capacity:
+        if (
+            sum(gaps.wire_nbytes(s, wire) if wire else gaps.trace.nbytes[s] for s, wire in sent)
+            <= machine.link.capacity
+        ):
             yield plan
 
 

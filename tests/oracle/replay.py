@@ -28,8 +28,8 @@ class _Replay:
         for stage in step.wants:
             self.turns += [(stage, name) for at, names in reruns if at == stage for name in names]
             self.turns.append((stage, ""))
-        self.newest = dict.fromkeys(step.maker, 0)
-        self.shows = dict.fromkeys(step.held, 0)
+        self.newest = dict.fromkeys(step.producer, 0)
+        self.shows = dict.fromkeys(step.holds, 0)
         self.decisions: list[Recompute] = []
 
     def plan(self) -> Plan:
@@ -60,15 +60,15 @@ class _Replay:
         self.decisions.append(Recompute(name, before))
         self.newest |= dict.fromkeys(taken, number)
         self.shows[name] = number
-        for part in self.step.parts.get(name, ()) if len(op.makes) > 1 else ():
-            if taken.issuperset(self.step.held[part]):
+        for part in self.step.getitems.get(name, ()) if len(op.makes) > 1 else ():
+            if taken.issuperset(self.step.holds[part]):
                 self.decisions.append(Recompute(part, before))
                 self.shows[part] = number
 
     def _show(self, values: tuple[str, ...], before: str) -> None:
         """Make `values` show the newest copies."""
         for value in values:
-            newest = {self.newest[s] for s in self.step.held.get(value, ())}
+            newest = {self.newest[s] for s in self.step.holds.get(value, ())}
             if newest - {self.shows.get(value)}:
                 op = self.step.trace.op[value]
                 assert not op.makes and len(newest) == 1, f"{value} has to be run again, and was not"

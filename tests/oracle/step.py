@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes import Life, Op, lifetimes
+from passes import Lifetime, Op, lifetimes
 from passes.analysis.reuse_gaps import ReuseGaps
 
 
@@ -23,12 +23,12 @@ class Step(ReuseGaps):
     @cached_property
     def again(self) -> dict[str, Op]:
         """The ops that make movable storages and can be run again, in forward's order."""
-        return {made: self.trace.op[made] for made in self.maker.values() if not self.trace.op[made].once}
+        return {made: self.trace.op[made] for made in self.producer.values() if not self.trace.op[made].once}
 
     @cached_property
     def readers(self) -> dict[str, list[str]]:
         """The ops that can be run again and read each storage."""
-        return {s: [name for name, op in self.again.items() if s in self.movable(op.reads)] for s in self.maker}
+        return {s: [name for name, op in self.again.items() if s in self.movable(op.reads)] for s in self.producer}
 
     @cached_property
     def wants(self) -> dict[int, set[str]]:
@@ -42,7 +42,7 @@ class Step(ReuseGaps):
     @cached_property
     def until(self) -> dict[str, int]:
         """The last stage at which each storage can be wanted, for itself or to make others again."""
-        found = {s: max((i for i, wanted in self.wants.items() if s in wanted), default=-1) for s in self.maker}
+        found = {s: max((i for i, wanted in self.wants.items() if s in wanted), default=-1) for s in self.producer}
         for op in reversed(self.again.values()):
             last = max(found.get(made.name, -1) for made in op.makes)
             found |= {s: max(found[s], last) for s in self.movable(op.reads)}
@@ -51,7 +51,7 @@ class Step(ReuseGaps):
     @cached_property
     def pinned(self) -> dict[str, set[int]]:
         """The stages before whose op a backward value (a view) holds each storage: that copy stays."""
-        found: dict[str, set[int]] = {s: set() for s in self.maker}
+        found: dict[str, set[int]] = {s: set() for s in self.producer}
         for i, op in enumerate(self.trace.ops):
             for first, read in ((self.index[read], read) for read in op.reads):
                 if first >= self.trace.boundary:
@@ -60,9 +60,9 @@ class Step(ReuseGaps):
         return found
 
     @cached_property
-    def fixed(self) -> tuple[Life, ...]:
+    def fixed(self) -> tuple[Lifetime, ...]:
         """The lives that nobody decides about."""
-        return tuple(life for life in lifetimes(self.trace) if life.storage not in self.maker)
+        return tuple(life for life in lifetimes(self.trace) if life.storage not in self.producer)
 
     def at(self, i: int) -> int:
         """The fixed bytes while op `i` runs, with its workspace."""
@@ -70,9 +70,9 @@ class Step(ReuseGaps):
 
     def before(self, i: int) -> int:
         """The fixed bytes between backward op `i` and the op before it."""
-        there = (life for life in self.fixed if life.first < i or self.trace.op[life.maker].is_input)
+        there = (life for life in self.fixed if life.first < i or self.trace.op[life.producer].is_input)
         return sum(life.nbytes for life in there if life.last >= i)
 
     def movable(self, values: Iterable[str]) -> set[str]:
         """The movable storages that `values` hold."""
-        return {s for value in values for s in self.trace.op[value].holds if s in self.maker}
+        return {s for value in values for s in self.trace.op[value].holds if s in self.producer}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes import Machine, check, parse, predict
-from passes.cuda_graph_memory import add_replay_memory, kept_nbytes, replay_obstacle
+from passes.cuda_graph_memory import add_recording_memory, explain_not_recordable, recording_nbytes
 
 STEP = """
 forward:
@@ -23,14 +23,14 @@ return output y, gradient g
 
 
 def test_nothing_is_in_the_way_of_a_plain_step() -> None:
-    assert replay_obstacle(parse(STEP)) == ""
+    assert explain_not_recordable(parse(STEP)) == ""
 
 
 @pytest.mark.parametrize(
     ("line", "instead", "why"),
     [
         ("x = input()", "x = gradient()", "it adds to gradients"),
-        ("makes w:40", "makes w:0 | far", "state lives far"),
+        ("makes w:40", "makes w:0 | offloaded", "state lives far"),
         ("a = relu(x)", "a = memgraph.narrow.default(x)", "the host may look at the range"),
         ("a = relu(x)", "a = memgraph.swap_rng.default(x)", "drawn a second time"),
         ("g = mm(d, a)", "g = memgraph.offload.default(d)", "state lives far"),
@@ -39,13 +39,13 @@ def test_nothing_is_in_the_way_of_a_plain_step() -> None:
 )  # fmt: skip
 def test_what_the_host_does_is(line: str, instead: str, why: str) -> None:
     assert line in STEP
-    assert why in replay_obstacle(parse(STEP.replace(line, instead)))
+    assert why in explain_not_recordable(parse(STEP.replace(line, instead)))
 
 
 def test_copies_and_the_updates_workspace_are_there_throughout() -> None:
     plain = parse(STEP)
-    assert kept_nbytes(plain) == 400 + 40 + 40 + 1000  # x, d, y and what the update takes
-    kept, machine = add_replay_memory(plain), Machine(1 << 20)
+    assert recording_nbytes(plain) == 400 + 40 + 40 + 1000  # x, d, y and what the update takes
+    kept, machine = add_recording_memory(plain), Machine(1 << 20)
     check(kept)
     assert parse(str(kept)) == kept
     assert list(predict(kept, machine).total[1:] - predict(plain, machine).total) == [1480] * len(plain.ops)

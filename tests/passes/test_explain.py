@@ -9,11 +9,11 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Trace, make_plan, parse, predict
+from passes import BudgetError, Link, Machine, Streaming, Trace, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.explain import STREAM, TIER, _in_use, explain_infeasible
-from passes.lp import residents
-from passes.lp.problem import LinearProgram
+from passes.lp import state_vars
+from passes.lp.problem import PlanProblem
 from tests.support.strategies import traces
 
 LOSS = parse("""
@@ -71,7 +71,7 @@ def test_the_floor_names_its_op_line_and_buffers_and_a_loss_its_chunks() -> None
         message(LOSS, Machine(3000)),
         """\
 3000 bytes are allowed; the smallest budget for which a plan was found is 5558.
-It needs most at n (log_softmax_backward, loss model.py:20); on cpu lie there:
+Peak memory is at n (log_softmax_backward, loss model.py:20). Live on cpu at that point:
             1800 bytes  activation l u8[1800] loss model.py:20
             1800 bytes  temporary  m u8[1800] loss model.py:21
             1800 bytes  temporary  n u8[1800] loss model.py:20
@@ -79,7 +79,7 @@ It needs most at n (log_softmax_backward, loss model.py:20); on cpu lie there:
               50 bytes  parameter  w u8[50]
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] loss model.py:21
-No plan can do with less than 5558 bytes: so many are in use at n at the same time.
+No plan can use less than 5558 bytes: that many are in use at n at the same time.
 Give budget=5558, or a smaller batch (the same batch in several parts, whose gradients add up) or a loss that is computed in chunks.
 """,
     )
@@ -90,7 +90,7 @@ def test_a_floor_that_is_elsewhere_than_the_least_peak_is_listed() -> None:
         message(ONCE, Machine(2000)),
         """\
 2000 bytes are allowed; the smallest budget for which a plan was found is 3208.
-It needs most at p (sum_backward, head model.py:9); on cpu lie there:
+Peak memory is at p (sum_backward, head model.py:9). Live on cpu at that point:
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              900 bytes  activation c u8[900] layers.2 model.py:7
@@ -98,7 +98,7 @@ It needs most at p (sum_backward, head model.py:9); on cpu lie there:
              100 bytes  temporary  p u8[100] head model.py:9
                4 bytes  tangent    d u8[4]
                4 bytes  output     o u8[4] head model.py:9
-No plan can do with less than 2200 bytes: so many are in use at b (dropout, layers.1 model.py:7) at the same time:
+No plan can use less than 2200 bytes: that many are in use at b (dropout, layers.1 model.py:7) at the same time:
             1100 bytes  activation b u8[1100] layers.1 model.py:7
             1000 bytes  activation a u8[1000] layers.0 model.py:7
              100 bytes  input      x u8[100]
@@ -108,16 +108,16 @@ Give budget=3208, or a smaller batch (the same batch in several parts, whose gra
 
 
 def test_above_the_floor_a_far_tier_may_help() -> None:
-    floor = int(LinearProgram(ReuseGaps(ONCE), Machine(0)).floor.max())
+    floor = int(PlanProblem(ReuseGaps(ONCE), Machine(0)).floor.max())
     said = message(ONCE, Machine(floor))
     assert "No plan can do" not in said and TIER in said
-    assert TIER not in message(ONCE, Machine(floor, out=1.0, back=1.0, staging=5000))
+    assert TIER not in message(ONCE, Machine(floor, link=Link(out=1.0, back=1.0, staging=5000)))
 
 
 def test_where_state_lies_it_may_live_on_disk() -> None:
     assert STREAM in message(HEAVY, Machine(6000))
     assert STREAM not in message(HEAVY, Machine(6000, device="cuda:0"))
-    assert STREAM not in message(HEAVY, Machine(600, out=1.0, back=1.0, homes=True))
+    assert STREAM not in message(HEAVY, Machine(600, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True)))
     assert "smaller batch" not in message(HEAVY, Machine(6000))
 
 
@@ -125,18 +125,20 @@ def test_where_state_lies_it_may_live_on_disk() -> None:
 @given(traces(), st.booleans())
 def test_what_is_in_use_is_all_that_the_floor_counts(trace: Trace, homes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residents, "SMALLEST_HOME", 1)  # so that what these traces have may live far
-        program = LinearProgram(ReuseGaps(trace), Machine(0, out=1.0, back=1.0, homes=homes))
+        patch.setattr(state_vars, "SMALLEST_STREAMED", 1)  # so that what these traces have may live far
+        program = PlanProblem(
+            ReuseGaps(trace), Machine(0, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=homes))
+        )
         for at in range(len(trace.ops)):
-            assert sum(life.nbytes for life in _in_use(program, at)) + program.workspace(at) == program.floor[at]
+            assert sum(life.nbytes for life in _in_use(program, at)) + program.least_workspace(at) == program.floor[at]
 
 
 @settings(max_examples=20)
 @given(traces(max_forward=10))
 def test_the_floor_is_said_whenever_it_is_in_the_way(trace: Trace) -> None:
-    floor = int(LinearProgram(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
+    floor = int(PlanProblem(ReuseGaps(trace), Machine(0)).floor.max(initial=0.0))
     if floor:
-        assert f"No plan can do with less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
+        assert f"No plan can use less than {floor} bytes" in message(trace, replace(Machine(0), budget=floor - 1))
 
 
 def test_an_update_in_windows_takes_what_its_window_does() -> None:
@@ -149,8 +151,8 @@ def test_an_update_in_windows_takes_what_its_window_does() -> None:
         step = SGD.step(w, o)  # workspace 9000 | 10.0 us
         return output o
     """)
-    far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | far").replace("mm(x, w)", "mm(x)"))
-    machine = Machine(100, out=1.0, back=1.0, homes=True, window=700)
+    far = parse(str(captured).replace("makes w:5000", "makes w:0 | holds w | offloaded").replace("mm(x, w)", "mm(x)"))
+    machine = Machine(100, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True, window=700))
     text = explain_infeasible(predict(far, machine), machine, captured)
     assert "           700 bytes  workspace  of step itself" in text
     assert "-" not in text.partition("No plan")[0]

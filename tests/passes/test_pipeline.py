@@ -12,6 +12,7 @@ from passes import (
     PASSES,
     BrokenTrace,
     BudgetError,
+    Link,
     Machine,
     Plan,
     PlanResult,
@@ -22,6 +23,7 @@ from passes import (
     parse,
     predict,
 )
+from passes.pipeline import Pass
 from tests.support.strategies import machines, traces
 
 STEP = parse("""
@@ -60,7 +62,7 @@ PEAK, FLOOR = 2854, 2150  # at o; at b, where a is needed to make b
 
 def test_a_step_that_fits_is_left_as_it_is() -> None:
     for budget in (PEAK, PEAK + 1, 10**15):
-        choice = make_plan(STEP, Machine(budget, out=1.0, back=1.0, staging=10**9))
+        choice = make_plan(STEP, Machine(budget, link=Link(out=1.0, back=1.0, staging=10**9)))
         assert choice.plan == ()
         assert choice.forecast is choice.captured
         assert choice.forecast.trace == STEP
@@ -74,12 +76,12 @@ def test_the_error_says_what_is_in_the_way() -> None:
         str(raised.value) + "\n",
         """\
 1500 bytes are allowed; the smallest budget for which a plan was found is 2150.
-It needs most at b (gelu, layers.0 model.py:8); on cpu lie there:
+Peak memory is at b (gelu, layers.0 model.py:8). Live on cpu at that point:
             1000 bytes  temporary  a u8[1000] layers.0 model.py:7
             1000 bytes  activation b u8[1000] layers.0 model.py:8
              100 bytes  input      x u8[100]
               50 bytes  parameter  w u8[50]
-No plan can do with less than 2150 bytes: so many are in use at b at the same time.
+No plan can use less than 2150 bytes: that many are in use at b at the same time.
 Give budget=2150, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
@@ -92,10 +94,10 @@ def test_the_error_tells_of_workspace() -> None:
         str(raised.value) + "\n",
         """\
 9 bytes are allowed; the smallest budget for which a plan was found is 10.
-It needs most at a (f); on cuda:0 lie there:
+Peak memory is at a (f). Live on cuda:0 at that point:
                8 bytes  output     a
                2 bytes  workspace  of a itself
-No plan can do with less than 10 bytes: so many are in use at a at the same time.
+No plan can use less than 10 bytes: that many are in use at a at the same time.
 Give budget=10, or a smaller batch (the same batch in several parts, whose gradients add up).
 """,
     )
@@ -111,7 +113,7 @@ def make_a_again(trace: Trace, machine: Machine, until: float) -> Plan:
 
 def test_passes_run_in_order_until_one_fits() -> None:
     lines: list[str] = []
-    choice = make_plan(STEP, Machine(FLOOR), (keep_all, make_a_again, keep_all), lines.append)
+    choice = make_plan(STEP, Machine(FLOOR), tuple(map(Pass, (keep_all, make_a_again, keep_all))), lines.append)
     assert choice.plan == (Recompute("a", before="q"),)
     assert_expected_inline(
         "\n".join(lines) + "\n",
@@ -126,7 +128,7 @@ keep_all         2150 bytes at b, 70 us
 
 def test_the_lowest_of_all_plans_is_what_an_error_names() -> None:
     with pytest.raises(BudgetError) as raised:
-        make_plan(STEP, Machine(5), (make_a_again, keep_all))
+        make_plan(STEP, Machine(5), (Pass(make_a_again), Pass(keep_all)))
     assert raised.value.smallest == predict(apply(STEP, (Recompute("a", before="q"),)), Machine(5)).peak < PEAK
 
 
@@ -136,7 +138,7 @@ def test_a_pass_that_breaks_the_step_is_found_out() -> None:
 
     once = parse(str(STEP).replace("workspace 700", "workspace 700 | once"))
     with pytest.raises(BrokenTrace, match="which may run once"):
-        make_plan(once, Machine(5), (break_it,))
+        make_plan(once, Machine(5), (Pass(break_it),))
 
 
 def test_a_broken_step_is_not_planned() -> None:
@@ -149,7 +151,7 @@ def test_a_broken_step_is_not_planned() -> None:
 )
 @pytest.mark.parametrize("link", [0.0, 1.0])
 def test_a_step_in_which_nothing_can_be_decided_fits_or_does_not(trace: Trace, link: float) -> None:
-    machine = Machine(0, out=link, back=link)
+    machine = Machine(0, link=Link(out=link, back=link))
     peak = predict(trace, machine).peak
     assert make_plan(trace, replace(machine, budget=peak)).plan == ()
     with pytest.raises(BudgetError) as raised:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from passes import Machine, Op, parse, predict
-from passes.segments import Price, affordable, fused, segments, shared
+from passes.segments import Price, affordable_segments, find_segments, fuse_segments, spread_segment_times
 
 NORMED = parse("""\
 forward:
@@ -34,8 +34,8 @@ def fusible(op: Op) -> bool:
 
 
 def test_a_run_is_one_line_and_gives_what_others_want() -> None:
-    found = segments(NORMED, fusible)
-    text = str(fused(NORMED, found, {each.name: Price(7.0, 64) for each in found}))
+    found = find_segments(NORMED, fusible)
+    text = str(fuse_segments(NORMED, found, {each.name: Price(7.0, 64) for each in found}))
     assert_expected_inline(
         text,
         """\
@@ -60,21 +60,21 @@ return output m, gradient c
 
 
 def test_a_segment_is_taken_if_it_is_faster() -> None:
-    found = segments(NORMED, fusible)
+    found = find_segments(NORMED, fusible)
     prices = {found[0].name: Price(16.0), found[1].name: Price(8.0)}
-    assert affordable(NORMED, Machine(1 << 20), found, prices) == (found[1],)
+    assert affordable_segments(NORMED, Machine(1 << 20), found, prices) == (found[1],)
 
 
 def test_a_segment_whose_line_is_over_the_budget_is_not_taken() -> None:
-    found = segments(NORMED, fusible)
+    found = find_segments(NORMED, fusible)
     peak = predict(NORMED, Machine(1 << 20)).peak
     heavy = {found[0].name: Price(1.0, peak), found[1].name: Price(1.0)}
-    assert affordable(NORMED, Machine(peak), found, heavy) == (found[1],)
+    assert affordable_segments(NORMED, Machine(peak), found, heavy) == (found[1],)
 
 
 def test_ops_share_what_their_segment_takes() -> None:
-    found = segments(NORMED, fusible)
-    priced = shared(NORMED, found, {found[0].name: Price(3.0), found[1].name: Price(99.0)})
+    found = find_segments(NORMED, fusible)
+    priced = spread_segment_times(NORMED, found, {found[0].name: Price(3.0), found[1].name: Price(99.0)})
     assert [priced.op[name].us for name in ("y", "n", "g", "a", "b")] == [0.8, 1.2, 1.0, 3.0, 3.0]
 
 
@@ -84,15 +84,15 @@ def test_a_value_that_is_several_is_not_cut() -> None:
         .replace("n_1 = getitem(n)  # f32[1] | holds n.1\n", "")
         .replace("a = aten.mul", "n_1 = getitem(n)  # f32[1] | holds n.1\na = aten.mul", 1)
     )
-    assert [each.ops for each in segments(late, fusible)] == [("a", "b", "c")]
+    assert [each.ops for each in find_segments(late, fusible)] == [("a", "b", "c")]
 
 
 def test_ops_that_run_once_or_draw_are_in_no_segment() -> None:
     once = parse(str(NORMED).replace("| 4.0 us", "| 4.0 us | once").replace("| 5.0 us", "| 5.0 us | draws 16"))
-    assert [each.ops for each in segments(once, fusible)] == [("a", "b", "c")]
+    assert [each.ops for each in find_segments(once, fusible)] == [("a", "b", "c")]
 
 
 def test_segments_are_not_endless() -> None:
     lines = "".join(f"x{i + 1} = aten.add.Tensor(x{i})  # f32[8] | makes x{i + 1}:32 | 1.0 us\n" for i in range(150))
     long = parse(f"forward:\nx0 = input()  # f32[8] | makes x0:32\n{lines}return output x150\n")
-    assert [len(each.ops) for each in segments(long, fusible)] == [64, 64, 22]
+    assert [len(each.ops) for each in find_segments(long, fusible)] == [64, 64, 22]

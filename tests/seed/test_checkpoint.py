@@ -55,7 +55,7 @@ def test_the_generator_is_where_eager_has_it_after_forward_and_after_backward() 
         return found
 
     model = assert_alike(loop, lambda: nn.Sequential(linear(), nn.Dropout(0.4), nn.GELU(), nn.Dropout(0.2), linear()))
-    assert any(op.draws and op.again for op in model.plan.forecast.trace.ops)
+    assert any(op.draws and op.recomputes for op in model.plan.forecast.trace.ops)
 
 
 def test_what_has_nothing_to_train_stands_in_a_larger_graph() -> None:

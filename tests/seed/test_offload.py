@@ -150,13 +150,13 @@ def test_what_was_fetched_and_not_changed_is_not_copied_back(monkeypatch: pytest
     with torch.no_grad():
         model(wide_batch())
     calls: list[Any] = []
-    transfer = io_threads.transfer
+    transfer = io_threads.transfer_pages
 
     def noted(call: Any, *rest: Any) -> None:
         calls.append(call)
         transfer(call, *rest)
 
-    monkeypatch.setattr(io_threads, "transfer", noted)
+    monkeypatch.setattr(io_threads, "transfer_pages", noted)
     with torch.no_grad():
         model(wide_batch())
     assert far(module) == {"parameter"}

@@ -54,23 +54,23 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded_update, "SMALLEST", 1 << 16)
 
 
-@pytest.fixture(name="slabs")
-def _slabs() -> PinnedPool:
+@pytest.fixture(name="pool")
+def _pool() -> PinnedPool:
     return PinnedPool(lambda: 1 << 30, Pinned())
 
 
 @pytest.fixture(name="late")
-def _late(monkeypatch: pytest.MonkeyPatch, slabs: PinnedPool) -> Late:
+def _late(monkeypatch: pytest.MonkeyPatch, pool: PinnedPool) -> Late:
     """A device of RAM, with pinned memory behind it; tier and homes are those of a GPU."""
     late = Late(0)
 
     def tier(device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-        return PinnedTier(slots, device, late, slabs) if slots else None
+        return PinnedTier(slots, device, late, pool) if slots else None
 
     def linked(machine: Machine, *_: object) -> Machine:
-        return replace(machine, tier="host", out=100.0, back=100.0, capacity=1 << 40)
+        return replace(machine, tier="host", link=replace(machine.link, out=100.0, back=100.0, capacity=1 << 40))
 
-    monkeypatch.setattr(target, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, slabs))
+    monkeypatch.setattr(target, "buffer_location", lambda device, *_: PinnedBufferAllocator(device, late, pool))
     monkeypatch.setattr(assembly, "open_tier", tier)
     monkeypatch.setattr(pricing, "measure_links", linked)
     monkeypatch.setattr(replan, "replanned", lambda *_: None)

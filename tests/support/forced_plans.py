@@ -29,8 +29,8 @@ FATES = (
 def all_given_up(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
     """Every storage is made again or sent away, which of it by its name."""
     gaps, fates = ReuseGaps(trace), dict[str, Placement]()
-    for storage in gaps.maker:
-        once, away = trace.op[gaps.maker[storage]].once, storage in gaps.root
+    for storage in gaps.producer:
+        once, away = trace.op[gaps.producer[storage]].once, storage in gaps.whole_value
         legal = [
             fate for fate in FATES if (not once if fate in (Placement.RECOMPUTE_PER_USE, Placement.RECOMPUTE) else away)
         ]
@@ -44,9 +44,9 @@ def given_up(fate: Placement) -> Callable[[Trace, Machine], PlanResult]:
     def make_plan(trace: Trace, machine: Machine, log: object = None, seconds: float = 0.0) -> PlanResult:
         gaps = ReuseGaps(trace)
         if fate is Placement.OFFLOAD_BLOCKING:
-            chosen = [storage for storage in gaps.root if storage in gaps.uses]
+            chosen = [storage for storage in gaps.whole_value if storage in gaps.uses]
         else:
-            chosen = [storage for storage in gaps.maker if not trace.op[gaps.maker[storage]].once]
+            chosen = [storage for storage in gaps.producer if not trace.op[gaps.producer[storage]].once]
         return choice(gaps, dict.fromkeys(chosen, fate), linked(machine))
 
     return make_plan
@@ -60,4 +60,4 @@ def choice(gaps: ReuseGaps, fates: Mapping[str, Placement], machine: Machine) ->
 
 def linked(machine: Machine) -> Machine:
     """With a disk, whatever it has."""
-    return replace(machine, out=100.0, back=100.0, staging=STAGING)
+    return replace(machine, link=replace(machine.link, out=100.0, back=100.0, staging=STAGING))

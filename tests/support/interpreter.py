@@ -106,7 +106,7 @@ class _Interpreter:
 
     def _compute(self, op: Op, reads: list[Value], blocks: tuple[Block, ...]) -> Value:
         """An op of the captured step, for the first time or again."""
-        name = op.again or op.name
+        name = op.recomputes or op.name
         facts = [op.fn, op.type, name, *(read.content for read in reads)]
         if op.draws:
             facts.append(self.done.generator)
@@ -115,10 +115,10 @@ class _Interpreter:
             block = next(block for block in blocks if block.name == made.name)
             block.content = block.content or digest(place, *facts)
         value = Value(digest(*facts), blocks)
-        if op.again:
+        if op.recomputes:
             assert value.content == self.done.computed[name], f"{op.name} is not what {name} was"
         self.done.computed.setdefault(name, value.content)
-        if op.far:
+        if op.offloaded:
             self.far[op.name] = value.how, blocks[0].content
             self.landed.add(op.name)
         return value

@@ -72,7 +72,7 @@ class Tapes:
     def follow(self) -> None:
         self.late.current[-1].wait_event(self.last)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.late.finish()
 
     def _replay(self, tape: list[Line]) -> None:

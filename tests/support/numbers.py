@@ -7,11 +7,10 @@ import os
 import torch
 from torch import Tensor
 
-from memgraph.kernels.autotune import Way
+from memgraph.kernels.autotune import LaunchConfig
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-WAY = Way(1024)  # the only one under the interpreter, for which all are alike
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+CONFIG = LaunchConfig(1024)  # under the interpreter all configs are alike
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,11 +27,6 @@ def hard(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     )
     x[: len(odd)] = odd[:count]
     return x.to(dtype).to(DEVICE)
-
-
-def picked(x: Tensor, which: Tensor) -> Tensor:
-    """Some of `x`, which may be of a type that no device can index."""
-    return x.view(CODES[x.itemsize])[which].view(x.dtype)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

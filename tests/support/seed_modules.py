@@ -65,8 +65,8 @@ def given_up(trace: Trace, machine: Machine, log: object = None, seconds: float 
     """In the place of `make_plan`: what may run again does so for each use, and the rest goes to disk."""
     gaps = ReuseGaps(trace)
     fates = {
-        s: Placement.OFFLOAD_BLOCKING if trace.op[gaps.maker[s]].once else Placement.RECOMPUTE_PER_USE
-        for s in gaps.maker
+        s: Placement.OFFLOAD_BLOCKING if trace.op[gaps.producer[s]].once else Placement.RECOMPUTE_PER_USE
+        for s in gaps.producer
     }
-    legal = {s: fate for s, fate in fates.items() if fate is Placement.RECOMPUTE_PER_USE or s in gaps.root}
+    legal = {s: fate for s, fate in fates.items() if fate is Placement.RECOMPUTE_PER_USE or s in gaps.whole_value}
     return choice(gaps, legal, linked(machine))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hypothesis import note
 from hypothesis import strategies as st
 
-from passes import Machine, Offload, Op, Plan, Recompute, Reload, Storage, Trace, check
+from passes import Cast, Link, Machine, Offload, Op, Plan, Recompute, Reload, Storage, Streaming, Trace, check
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.decisions import Decision
 from passes.schedule.schedule import CAST, OFFLOADED, STATE_OFFLOADED, Placement, schedule
@@ -74,12 +74,17 @@ def decoded(codes: Sequence[tuple[bytes, bytes]], late: bool = False, updated: b
 
 def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st.SearchStrategy[Machine]:
     """Machines without a far tier, with slow links and with fast ones; the budget is for the test to say."""
-    link, cast = st.sampled_from(links), st.sampled_from(CASTS)
+    rate, cast = st.sampled_from(links), st.sampled_from(CASTS)
     return st.builds(
-        Machine, st.just(0), out=link, back=link, staging=st.sampled_from((0, 100, 3_000)),
-        call=st.sampled_from((0.0, 4.0)), drag=st.sampled_from((0.0, 0.02)),
-        window=st.sampled_from((0, 700)), ahead=st.sampled_from((0, 500)), turns=st.booleans(),
-        wire=st.sampled_from(wires), narrow=cast, widen=cast,
+        Machine, st.just(0),
+        link=st.builds(
+            Link, rate, rate, st.sampled_from((0, 100, 3_000)), st.sampled_from((0.0, 4.0)),
+            st.sampled_from((0.0, 0.02)), st.booleans(),
+        ),
+        cast=st.builds(Cast, st.sampled_from(wires), cast, cast),
+        streaming=st.builds(
+            Streaming, window=st.sampled_from((0, 700)), update_staging=st.sampled_from((0, 500)),
+        ),
     )  # fmt: skip
 
 
@@ -87,22 +92,22 @@ def machines(links: Sequence[float] = LINKS, wires: Sequence[str] = ("",)) -> st
 def legal_fates(draw: st.DrawFn, gaps: ReuseGaps, wire: str = "", homes: bool = True) -> dict[str, Placement]:
     """A fate for each movable storage, of those that the planner may choose; with `homes` also for some inputs and
     gradients."""
-    numbers = draw(st.lists(st.integers(0, 8), min_size=len(gaps.maker), max_size=len(gaps.maker)))
+    numbers = draw(st.lists(st.integers(0, 8), min_size=len(gaps.producer), max_size=len(gaps.producer)))
     found = {}
-    for storage, number in zip(gaps.maker, numbers, strict=True):
-        again = () if gaps.trace.op[gaps.maker[storage]].once else (Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE)
+    for storage, number in zip(gaps.producer, numbers, strict=True):
+        again = () if gaps.trace.op[gaps.producer[storage]].once else (Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE)
         may = (Placement.KEEP, *again, *ways(gaps, storage, wire))
         found[storage] = may[number % len(may)]
     if not homes:
         return found
     return found | draw(
-        st.dictionaries(st.sampled_from(sorted(gaps.streamable.value)), st.sampled_from(STATE_OFFLOADED))
+        st.dictionaries(st.sampled_from(sorted(gaps.streamable.values)), st.sampled_from(STATE_OFFLOADED))
     )
 
 
 def ways(gaps: ReuseGaps, storage: str, wire: str = "") -> tuple[Placement, ...]:
     """The ways in which a storage can go to the far tier."""
-    if storage not in gaps.root:
+    if storage not in gaps.whole_value:
         return ()
     return tuple(way for way in OFFLOADED if way not in CAST or gaps.wire_nbytes(storage, wire))
 
@@ -127,7 +132,7 @@ def scheduled(draw: st.DrawFn, trace: Trace) -> Plan:
     """What carries out random fates."""
     gaps = ReuseGaps(trace)
     machine = draw(machines(LINKS[1:], ("", "bf16")))
-    return schedule(gaps, draw(legal_fates(gaps, machine.wire)), machine)
+    return schedule(gaps, draw(legal_fates(gaps, machine.cast.dtype)), machine)
 
 
 @st.composite
@@ -146,7 +151,7 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
     """Some values sent away between any two of their reads, their views made again behind, some fetched a second time."""
     gaps = ReuseGaps(trace)
     plan: list[Decision] = []
-    for storage in draw(st.lists(st.sampled_from(sorted(gaps.root) or [""]), unique=True, max_size=3)):
+    for storage in draw(st.lists(st.sampled_from(sorted(gaps.whole_value) or [""]), unique=True, max_size=3)):
         if storage:
             places = draw(st.lists(st.integers(0, 100), min_size=7, max_size=7))
             plan += _trip(gaps, storage, places)
@@ -156,7 +161,7 @@ def trips(draw: st.DrawFn, trace: Trace) -> Plan:
 def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
     """Out and back between two neighbouring reads of any value that holds `storage`, cast for the way or not; nothing,
     if that can't be."""
-    trace, root = gaps.trace, gaps.root[storage]
+    trace, root = gaps.trace, gaps.whole_value[storage]
     first = gaps.index[root]
     reads = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
     stops = [first, *(i for i in reads if i > first)]
@@ -182,7 +187,7 @@ def _trip(gaps: ReuseGaps, storage: str, places: Sequence[int]) -> Plan:
 
 def _views_read_from(gaps: ReuseGaps, storage: str, use: int) -> list[str] | None:
     """The views of the root that exist before op `use` and are read from there on; None if another value is read there."""
-    trace, root = gaps.trace, gaps.root[storage]
+    trace, root = gaps.trace, gaps.whole_value[storage]
     read = {name for op in trace.ops[use:] for name in op.reads}
     holders = [op.name for op in trace.ops[:use] if storage in op.holds and op.name != root]
     wanted: list[str] = []

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from memgraph.optim.optimizer_profiler import state_tensors
-from memgraph.optim.window_memory import OffloadedParts
+from memgraph.optim.window_memory import OffloadedTensors
 from memgraph.optim.windowed_optimizer import WindowedOptimizer
 from memgraph.storage.mapped_storage import buffer_slice_of
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 
 Make = Callable[[Any], optim.Optimizer]
 SMALL = 200_000  # bytes of a window that holds a piece of any parameter here, and no large one whole
@@ -64,8 +64,8 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD foreach": made(optim.ASGD, lr=0.01, weight_decay=0.1, t0=2, foreach=True, maximize=True),
 }
 LOW_PRECISION = sorted(OPTIMIZERS.keys() - {"SGD fused"})
-ALL = OffloadedParts(lambda p: True, lambda p: True, lambda p: True)
-NOT = OffloadedParts(lambda p: False, lambda p: False, lambda p: False)
+ALL = OffloadedTensors(lambda p: True, lambda p: True, lambda p: True)
+NOT = OffloadedTensors(lambda p: False, lambda p: False, lambda p: False)
 
 
 def large(parameter: Tensor) -> bool:
@@ -74,11 +74,11 @@ def large(parameter: Tensor) -> bool:
 
 SIDES = {
     "all": ALL,
-    "what is large": OffloadedParts(large, large, large),
-    "states": OffloadedParts(NOT.parameters, NOT.gradients, large),
-    "parameters": OffloadedParts(large, NOT.gradients, NOT.states),
-    "gradients": OffloadedParts(NOT.parameters, large, NOT.states),
-    "parameters and states": OffloadedParts(ALL.parameters, NOT.gradients, ALL.states),
+    "what is large": OffloadedTensors(large, large, large),
+    "states": OffloadedTensors(NOT.parameters, NOT.gradients, large),
+    "parameters": OffloadedTensors(large, NOT.gradients, NOT.states),
+    "gradients": OffloadedTensors(NOT.parameters, large, NOT.states),
+    "parameters and states": OffloadedTensors(ALL.parameters, NOT.gradients, ALL.states),
 }
 
 
@@ -88,7 +88,7 @@ class Training:
 
     parameters: list[nn.Parameter]
     optimizer: optim.Optimizer
-    far: OffloadedParts
+    far: OffloadedTensors
     folder: Path
     windowed: WindowedOptimizer | None = None
     done: int = 0
@@ -104,7 +104,7 @@ class Training:
             parameter.grad = None if last else self.at_home(gradient, self.far.gradients(parameter))
 
     def at_home(self, tensor: Tensor, far: bool) -> Tensor:
-        return begin_reload([tensor], self.folder)[0] if far else tensor
+        return offload_tensors([tensor], self.folder)[0] if far else tensor
 
     def steps(self, count: int = STEPS) -> Training:
         for _ in range(count):
@@ -124,7 +124,7 @@ def parameters_of() -> list[nn.Parameter]:
     return [nn.Parameter(tensor) for tensor in tensors]
 
 
-def training(folder: Path, make: Make, far: OffloadedParts | None, nbytes: int = SMALL) -> Training:
+def training(folder: Path, make: Make, far: OffloadedTensors | None, nbytes: int = SMALL) -> Training:
     """In windows if it is said what is far, plain otherwise."""
     parameters = parameters_of()
     optimizer = make(parameters)

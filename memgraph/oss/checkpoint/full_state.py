@@ -1,178 +1,162 @@
-"""The state that the plain optimizer would have, on the ranks that ask for it.
+"""Gather the state that the plain optimizer would have, and cut one into shards.
 
     rank 0: exp_avg of w[0:6]     rank 1: exp_avg of w[6:7], of b, of v
     ->  {0: {"step": 1.0, "exp_avg": f32[7]}, 1: ..., 2: ...} on rank 0, in host memory
 
-Tensor after tensor goes to the recipient, from whoever has it; what else there is goes before, as text.
+Outlines are exchanged first, as text. Then each tensor goes from its owners to the recipient, one after the other.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...errors import StateError
-from ...tensors.layout import flat
-from ..comm.texts import texts
+from ...tensors.layout import flat, is_dense
+from ..comm.watchdog import CollectiveWatchdog
 from ..shards.shard_views import in_order_of
-from .courier import TensorSender
-from .reshard import Key, key
-from .state_outline import Kind, Outline, fill_outline, kinds, outline, tensors
-
-if TYPE_CHECKING:
-    from .state_dict import StateDictMixin
-
-Entries = Mapping[str, Any]  # the state of a parameter, or of a piece of one
+from .own_state import Entries, Key, OwnState, copied, key
+from .state_outline import Kind, Outline, fill_outline, kinds, tensors
 
 
-def gather_state(oss: StateDictMixin, to: int | None) -> dict[int, Entries] | None:
-    """The state of each parameter that has one, by its place; a collective.
-
-    Returns:
-        copies, on the rank `to`, or on all if that is None; None on the others
-
-    Raises:
-        StateError: something in the state can't be sent.
-    """
-    held = own_entries(oss)
-    told = outlines(oss, held)
-    courier = TensorSender(oss.watch, to)
+def gather_state(own: OwnState, to: int | None, incomplete: bool) -> dict[int, Entries] | None:
+    """Gather the state of each parameter that has one, by its index; a collective."""
+    entries = own.entries()
+    outlines, sender = own.outlines(entries, incomplete), TensorSender(own.watchdog, to)
     state: dict[int, Entries] = {}
-    for item, pieces in enumerate(places(oss)):
-        if any(key(piece) in told for piece in pieces):
-            state[item] = _Gathering(oss, courier, held, told, item, pieces).entries()
-    return state if courier.is_recipient else None
+    for item, shards in enumerate(own.layout.shards_by_parameter()):
+        if any(key(shard) in outlines for shard in shards):
+            gather = _ParameterGather(sender, entries, outlines, shards, own.layout.parameters[item])
+            state[item] = gather.run()
+    return state if sender.is_recipient else None
 
 
-def cut_state(oss: StateDictMixin, state: Mapping[int, Entries]) -> dict[Key, Entries]:
-    """What this rank's pieces have of the state of whole parameters: copies."""
-    found: dict[Key, Entries] = {}
-    for item, pieces in enumerate(places(oss)):
-        for piece in pieces:
-            if item in state and piece.rank == oss.watch.group.rank():
-                parameter = oss.pieces.parameters[item]
-                alone = len(pieces) == 1
-                entries = {name: _strided(value) if oss.is_cut else value for name, value in state[item].items()}
-                found[key(piece)] = {
-                    name: copied(value) if alone else _part(value, parameter, piece) for name, value in entries.items()
+def cut_state(own: OwnState, state: Mapping[int, Entries]) -> dict[Key, Entries]:
+    """Copy what this rank's shards have of the state of whole parameters."""
+    cut: dict[Key, Entries] = {}
+    for item, shards in enumerate(own.layout.shards_by_parameter()):
+        for shard in shards if item in state else ():
+            if shard.rank == own.rank:
+                splits, parameter = own.optimizer.splits, own.layout.parameters[item]
+                values = {name: _densified(value) if splits else value for name, value in state[item].items()}
+                whole = len(shards) == 1
+                cut[key(shard)] = {
+                    name: copied(value) if whole else _part(value, parameter, shard) for name, value in values.items()
                 }
-    return found
+    return cut
 
 
-def _strided(value: Any) -> Any:
-    """What sparse gradients have left, as it is where they are made dense."""
+def _densified(value: Any) -> Any:
+    """Densify momentum of sparse gradients: `OSS` densifies those gradients."""
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
-def own_entries(oss: StateDictMixin) -> dict[Key, Entries]:
-    """The state of each of this rank's pieces that has one."""
-    state = oss.inner.state
-    return {key(piece): state[view] for laid in oss.pieces.laid for piece, view in laid.own if view in state}
+def _part(value: Any, parameter: Tensor, shard: ShardRange) -> Any:
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return in_order_of(value, parameter)[shard.begin : shard.end].clone()
+    return copied(value)
 
 
-def outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> dict[Key, Outline]:
-    """What all ranks hold of which pieces; a collective.
-
-    Raises:
-        StateError: the state of some rank is half of a step, or can't be sent; on all ranks.
-    """
-    words = json.dumps(_own_outlines(oss, held)).encode()
-    found = list(map(json.loads, texts(oss.watch, words, "exchange of what there is of the state")))
-    for rank, (trouble, _) in zip(oss.watch.members, found, strict=True):
-        if trouble:
-            raise StateError(f"rank {rank} has no state to save: {trouble}")
-    return {(item, begin): given for _, entries in found for item, begin, given in entries}
+def has_shard_shape(given: Outline, shard: ShardRange) -> bool:
+    """Return True if an entry of a shard of a split parameter has one element for each of the shard's."""
+    return "tensor" in given and any(kind.shape == (shard.count,) for kind in kinds(given))
 
 
-def _own_outlines(oss: StateDictMixin, held: Mapping[Key, Entries]) -> tuple[str, list[Any]]:
-    """What is in the way, and what this rank holds."""
-    if oss.updates.is_torn or oss.updates.is_half_done:
-        return "a step has failed when some parameters were updated; start again from the last checkpoint", []
-    try:
-        return "", [[*at, outline(entries, f"parameter {at[0]}")] for at, entries in held.items()]
-    except StateError as error:
-        return str(error), []
+@dataclass(frozen=True)
+class _ParameterGather:
+    """The gathering of the state of one parameter."""
 
+    sender: TensorSender
+    entries: Mapping[Key, Entries]  # of this rank's shards
+    outlines: Mapping[Key, Outline]  # of all ranks' shards
+    shards: Sequence[ShardRange]
+    parameter: Tensor
 
-def places(oss: StateDictMixin) -> list[list[Piece]]:
-    """The pieces of each parameter, in order."""
-    found: list[list[Piece]] = [[] for _ in oss.pieces.parameters]
-    for laid in oss.pieces.laid:
-        for piece in laid.bucket.pieces:
-            found[piece.item].append(piece)
-    return [sorted(pieces, key=lambda piece: piece.begin) for pieces in found]
+    @property
+    def name(self) -> str:
+        return f"gathering of the state of parameter {self.shards[0].param}"
 
-
-def is_elementwise(given: Outline, piece: Piece) -> bool:
-    """Whether an entry of a piece that is not the whole parameter has an element for each of its own."""
-    return any(kind.shape == (piece.count,) for kind in kinds(given)) and "tensor" in given
-
-
-class _Gathering:
-    """The state of one parameter on its way."""
-
-    def __init__(
-        self,
-        oss: StateDictMixin,
-        courier: TensorSender,
-        held: Mapping[Key, Entries],
-        told: Mapping[Key, Outline],
-        item: int,
-        pieces: Sequence[Piece],
-    ) -> None:
-        self.courier, self.held, self.told, self.pieces = courier, held, told, pieces
-        self.parameter = oss.pieces.parameters[item]
-        self.name = f"gathering of the state of parameter {item}"
-
-    def entries(self) -> Entries:
-        """A copy of it on a recipient; elsewhere nothing of use."""
-        given = self.told.get(key(self.pieces[0]))
-        if given is None or any(key(piece) not in self.told for piece in self.pieces):
+    def run(self) -> Entries:
+        """Return a copy of the state on recipients, placeholders on other ranks."""
+        given = self.outlines.get(key(self.shards[0]))
+        if given is None or any(key(shard) not in self.outlines for shard in self.shards):
             raise StateError(f"the {self.name} failed: some of its elements have a state and some have none")
         return {name: self._entry(name, each) for name, each in given["dict"]}
 
     def _entry(self, name: str, given: Outline) -> Any:
-        if len(self.pieces) > 1 and is_elementwise(given, self.pieces[0]):
+        first = self.shards[0]
+        if len(self.shards) > 1 and isinstance(given, dict) and has_shard_shape(given, first):
             return self._joined(name, next(kinds(given)))
-        first = self.pieces[0]
-        mine = list(tensors(self.held[key(first)][name])) if key(first) in self.held else []
-        found: list[Tensor] = []
+        own = list(tensors(self.entries[key(first)][name])) if key(first) in self.entries else []
+        gathered: list[Tensor] = []
         for place, kind in enumerate(kinds(given)):
-            target = kind.empty() if self.courier.is_recipient else None
-            self.courier.bring(first.rank, mine[place] if mine else None, target, self.name)
-            found.append(torch.empty(0) if target is None else target)
-        return fill_outline(given, iter(found))
+            target = kind.empty() if self.sender.is_recipient else None
+            self.sender.send(first.rank, own[place] if own else None, target, self.name)
+            gathered.append(torch.empty(0) if target is None else target)
+        return fill_outline(given, iter(gathered))
 
     def _joined(self, name: str, kind: Kind) -> Tensor:
         whole = None
-        if self.courier.is_recipient:
+        if self.sender.is_recipient:
             whole = torch.empty_like(self.parameter, dtype=kind.dtype, device="cpu", requires_grad=False)
-        for piece in self.pieces:
-            source = self.held[key(piece)][name] if key(piece) in self.held else None
-            target = None if whole is None else flat(whole)[piece.begin : piece.end]
-            self.courier.bring(piece.rank, source, target, self.name)
+        for shard in self.shards:
+            source = self.entries[key(shard)][name] if key(shard) in self.entries else None
+            target = None if whole is None else flat(whole)[shard.begin : shard.end]
+            self.sender.send(shard.rank, source, target, self.name)
         return torch.empty(0) if whole is None else whole
 
 
-def _part(value: Any, parameter: Tensor, piece: Piece) -> Any:
-    """What a piece has of an entry of its parameter."""
-    if isinstance(value, Tensor) and value.shape == parameter.shape:
-        return in_order_of(value, parameter)[piece.begin : piece.end].clone()
-    return copied(value)
+class TensorSender:
+    """Sends tensors to the rank `to`, or to all ranks if it is None, through host memory."""
+
+    def __init__(self, watchdog: CollectiveWatchdog, to: int | None) -> None:
+        self.watchdog, self.to, self.rank = watchdog, to, watchdog.group.rank()
+
+    @property
+    def is_recipient(self) -> bool:
+        return self.to is None or self.to == self.rank
+
+    def send(self, rank: int, source: Tensor | None, target: Tensor | None, name: str) -> None:
+        """Copy `source` of `rank` into `target` of the recipients; all ranks call this. Targets have no gaps."""
+        if self.rank == rank and self.is_recipient:
+            assert source is not None and target is not None
+            flat(target).copy_(flat(_without_gaps(source)))
+        if (source is None and target is None) or self.to == rank or len(self.watchdog.members) == 1:
+            return
+        with self.watchdog.naming(name):
+            if self.rank == rank:
+                assert source is not None
+                self._send(flat(_without_gaps(source)).view(torch.uint8).to(self.watchdog.device), rank)
+            else:
+                assert target is not None
+                self._receive(flat(target).view(torch.uint8), rank)
+
+    def _send(self, message: Tensor, rank: int) -> None:
+        if message.numel():
+            self._transfer(message, rank, dist.isend, group_dst=self.to)
+
+    def _receive(self, target: Tensor, rank: int) -> None:
+        if target.numel():
+            device = self.watchdog.device
+            message = target if target.device == device else torch.empty_like(target, device=device)
+            self._transfer(message, rank, dist.irecv, group_src=rank)
+            if message is not target:
+                target.copy_(message)
+
+    def _transfer(self, message: Tensor, rank: int, single: Any, **peer: int | None) -> None:
+        group = self.watchdog.group
+        if self.to is None:
+            self.watchdog.wait(dist.broadcast(message, group=group, group_src=rank, async_op=True))
+        else:
+            self.watchdog.wait(single(message, group=group, **peer))
 
 
-def copied(value: Any) -> Any:
-    """A value with copies of the tensors in it."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(each) for each in value)
-    return value
+def _without_gaps(tensor: Tensor) -> Tensor:
+    return tensor.detach() if is_dense(tensor) else torch.empty_like(tensor).copy_(tensor.detach())

@@ -1,9 +1,9 @@
-"""Elements of a tensor on their way between the pieces of the optimizer and the rows that a DTensor has on each rank.
+"""Move elements of a tensor between the optimizer's shards and the rows of a DTensor.
 
-    pieces  [0:6] to 0 | [6:8] to 1      rows of 2, four in all: [0:4] to 0 | [4:8] to 1
-    ->      4:6 from 0 to 1, and all the rest stays
+    shards  [0:6] of 0 | [6:8] of 1      rows of 2, four in all: [0:4] of 0 | [4:8] of 1
+    ->      elements 4:6 go from rank 0 to rank 1, the rest stays
 
-One message from each rank to each, of one tensor at a time.
+Each rank sends one message to each other rank, for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -17,115 +17,107 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.shards import Piece
+from passes.shards import ShardRange
 
 from ...tensors.layout import flat
 from ..comm.watchdog import CollectiveWatchdog
+from .own_state import Key, key
 from .state_outline import Kind
-
-Key = tuple[int, int]  # a piece: its parameter, and where it begins
-
-
-def key(piece: Piece) -> Key:
-    """By what a piece is known."""
-    return piece.item, piece.begin
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How one dimension of a parameter is divided among ranks: the one that is outermost in memory."""
+    """A tensor divided among ranks along the dimension that is outermost in memory."""
 
     dim: int
-    bounds: tuple[int, ...]  # rank r has elements [bounds[r], bounds[r + 1]) as they lie in memory
-    each: int  # elements of one row
+    bounds: tuple[int, ...]  # rank r has elements [bounds[r], bounds[r + 1]) in memory order
+    row_size: int  # elements
 
     def local(self, rank: int, kind: Kind, device: torch.device) -> Tensor:
-        """Room for what a rank has."""
+        """Allocate the rows of a rank."""
         shape = list(kind.shape)
-        shape[self.dim] = (self.bounds[rank + 1] - self.bounds[rank]) // self.each
+        shape[self.dim] = (self.bounds[rank + 1] - self.bounds[rank]) // self.row_size
         return torch.empty_strided(shape, kind.strides, dtype=kind.dtype, device=device)
 
 
 def rows_of(kind: Kind, ranks: int) -> Rows:
-    """The rows of such a tensor, as many for each rank as DTensor's `Shard` gives it."""
+    """Divide a tensor into as many rows for each rank as DTensor's `Shard` does."""
     dim = max(range(len(kind.shape)), key=lambda d: (kind.shape[d] > 1, kind.strides[d], -d))
-    count, each = kind.shape[dim], math.prod(kind.shape) // kind.shape[dim]
+    count, row_size = kind.shape[dim], math.prod(kind.shape) // kind.shape[dim]
     part = -(-count // ranks)
-    return Rows(dim, tuple(min(rank * part, count) * each for rank in range(ranks + 1)), each)
+    return Rows(dim, tuple(min(rank * part, count) * row_size for rank in range(ranks + 1)), row_size)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements [begin, end) of a parameter: of a piece of one rank, in the rows of another."""
+    """Elements [begin, end) of a parameter that are in `shard` and in the rows of `rank`."""
 
-    piece: Piece
+    shard: ShardRange
     rank: int
     begin: int
     end: int
 
+    def of_shard(self) -> slice:
+        return slice(self.begin - self.shard.begin, self.end - self.shard.begin)
 
-def overlaps(pieces: Sequence[Piece], rows: Rows) -> Iterator[Overlap]:
-    """What each piece has of each rank's rows."""
-    for piece in pieces:
+    def of_rows(self, first: int) -> slice:
+        return slice(self.begin - first, self.end - first)
+
+
+def overlaps(shards: Sequence[ShardRange], rows: Rows) -> Iterator[Overlap]:
+    for shard in shards:
         for rank, (first, last) in enumerate(pairwise(rows.bounds)):
-            begin, end = max(first, piece.begin), min(last, piece.end)
+            begin, end = max(first, shard.begin), min(last, shard.end)
             if begin < end:
-                yield Overlap(piece, rank, begin, end)
+                yield Overlap(shard, rank, begin, end)
 
 
 class Transfer:
-    """One tensor on its way between pieces and rows, on all ranks at once."""
+    """One tensor between shards and rows, on all ranks at once."""
 
-    def __init__(self, watch: CollectiveWatchdog, kind: Kind, pieces: Sequence[Piece], rows: Rows) -> None:
-        self.watch, self.kind, self.me = watch, kind, watch.group.rank()
-        self.overlaps = list(overlaps(pieces, rows))
-        self.base = rows.bounds[self.me]
-        self.name = f"exchange of the state of parameter {pieces[0].item}"
+    def __init__(self, watchdog: CollectiveWatchdog, kind: Kind, shards: Sequence[ShardRange], rows: Rows) -> None:
+        self.watchdog, self.kind, self.rank = watchdog, kind, watchdog.group.rank()
+        every = list(overlaps(shards, rows))
+        self.in_shards = [each for each in every if each.shard.rank == self.rank]
+        self.in_rows = [each for each in every if each.rank == self.rank]
+        self.first = rows.bounds[self.rank]
+        self.name = f"exchange of the state of parameter {shards[0].param}"
 
-    def to_rows(self, mine: Mapping[Key, Tensor], local: Tensor) -> None:
-        """Fill this rank's rows, `local`; `mine` are its pieces, flat."""
-        sent = [o for o in self.overlaps if o.piece.rank == self.me]
-        parts = [mine[key(o.piece)][o.begin - o.piece.begin : o.end - o.piece.begin] for o in sent]
-        wanted = [o for o in self.overlaps if o.rank == self.me]
-        found = self._exchange(sent, parts, wanted, lambda o: o.rank, lambda o: o.piece.rank)
-        for overlap, part in found:
-            flat(local)[overlap.begin - self.base : overlap.end - self.base].copy_(part)
+    def to_rows(self, shards: Mapping[Key, Tensor], local: Tensor) -> None:
+        """Fill this rank's rows, `local`, from the flat shards of all ranks."""
+        parts = [shards[key(each.shard)][each.of_shard()] for each in self.in_shards]
+        to, source = [each.rank for each in self.in_shards], lambda each: each.shard.rank
+        for each, part in self._exchange(parts, to, self.in_rows, source):
+            flat(local)[each.of_rows(self.first)].copy_(part)
 
-    def to_pieces(self, local: Tensor) -> dict[Key, Tensor]:
-        """This rank's pieces, flat and in host memory, of the rows that the ranks have."""
-        sent = [o for o in self.overlaps if o.rank == self.me]
-        parts = [flat(local)[o.begin - self.base : o.end - self.base] for o in sent]
-        wanted = [o for o in self.overlaps if o.piece.rank == self.me]
-        whole = {key(o.piece): torch.empty(o.piece.count, dtype=self.kind.dtype) for o in wanted}
-        for o, part in self._exchange(sent, parts, wanted, lambda o: o.piece.rank, lambda o: o.rank):
-            whole[key(o.piece)][o.begin - o.piece.begin : o.end - o.piece.begin].copy_(part)
-        return whole
+    def to_shards(self, local: Tensor) -> dict[Key, Tensor]:
+        """Return this rank's shards, flat and in host memory, from the rows of all ranks."""
+        parts = [flat(local)[each.of_rows(self.first)] for each in self.in_rows]
+        to, source = [each.shard.rank for each in self.in_rows], lambda each: each.rank
+        shards = {key(each.shard): torch.empty(each.shard.count, dtype=self.kind.dtype) for each in self.in_shards}
+        for each, part in self._exchange(parts, to, self.in_shards, source):
+            shards[key(each.shard)][each.of_shard()].copy_(part)
+        return shards
 
     def _exchange(
-        self,
-        sent: Sequence[Overlap],
-        parts: Sequence[Tensor],
-        wanted: Sequence[Overlap],
-        receiver: Callable[[Overlap], int],
-        sender: Callable[[Overlap], int],
+        self, parts: Sequence[Tensor], to: Sequence[int], wanted: Sequence[Overlap], source: Callable[[Overlap], int]
     ) -> list[tuple[Overlap, Tensor]]:
-        """What the others have for this rank; both sides go through the overlaps in the same order."""
-        ranks = range(len(self.watch.members))
-        to = [[part for o, part in zip(sent, parts, strict=True) if receiver(o) == rank] for rank in ranks]
-        ordered = [o for rank in ranks for o in wanted if sender(o) == rank]
-        size = self.kind.dtype.itemsize
-        splits = [sum(part.numel() for part in each) * size for each in to]
-        froms = [sum(o.end - o.begin for o in wanted if sender(o) == rank) * size for rank in ranks]
-        message = torch.cat([torch.empty(0, dtype=self.kind.dtype), *(part.cpu() for each in to for part in each)])
-        received = self._all_to_all(message.view(torch.uint8), splits, froms).view(self.kind.dtype)
-        return list(zip(ordered, received.split([o.end - o.begin for o in ordered]), strict=True))
+        """Send parts to ranks, and return what arrives; both sides have the same order of overlaps."""
+        ranks, size = range(len(self.watchdog.members)), self.kind.dtype.itemsize
+        sent = [[part for part, rank in zip(parts, to, strict=True) if rank == each] for each in ranks]
+        ordered = [each for rank in ranks for each in wanted if source(each) == rank]
+        sent_nbytes = [sum(part.numel() for part in each) * size for each in sent]
+        received_nbytes = [sum(o.end - o.begin for o in wanted if source(o) == rank) * size for rank in ranks]
+        message = torch.cat([torch.empty(0, dtype=self.kind.dtype), *(part.cpu() for each in sent for part in each)])
+        received = self._all_to_all(message.view(torch.uint8), sent_nbytes, received_nbytes).view(self.kind.dtype)
+        return list(zip(ordered, received.split([each.end - each.begin for each in ordered]), strict=True))
 
-    def _all_to_all(self, message: Tensor, splits: list[int], froms: list[int]) -> Tensor:
-        if len(self.watch.members) == 1:
+    def _all_to_all(self, message: Tensor, sent_nbytes: list[int], received_nbytes: list[int]) -> Tensor:
+        if len(self.watchdog.members) == 1:
             return message
-        received = torch.empty(sum(froms), dtype=torch.uint8, device=self.watch.device)
-        given = message.to(self.watch.device)
-        with self.watch.naming(self.name):
-            work = dist.all_to_all_single(received, given, froms, splits, group=self.watch.group, async_op=True)
-            self.watch.wait(work)
+        received = torch.empty(sum(received_nbytes), dtype=torch.uint8, device=self.watchdog.device)
+        given, group = message.to(self.watchdog.device), self.watchdog.group
+        with self.watchdog.naming(self.name):
+            work = dist.all_to_all_single(received, given, received_nbytes, sent_nbytes, group=group, async_op=True)
+            self.watchdog.wait(work)
         return received.cpu()

@@ -1,11 +1,11 @@
-"""A folder of torch.distributed.checkpoint, read without running what is in it, and with a checksum of each part.
+"""Read a folder of torch.distributed.checkpoint without running its pickles, and check its checksums.
 
     __0_0.distcp   rank 0's parts of tensors          as torch writes it
-    .metadata      which part lies where, pickled     as torch writes it
+    .metadata      place of each part, pickled        as torch writes it
     __0.crc32      {"__0_0.distcp": [[0, 1705, 912559, "model.turned"], ...]}     offset, bytes, CRC-32, name
 
-Torch's own reader unpickles `.metadata` and numbers that are no tensors, and a pickle may call whatever it likes. Here
-only the classes that torch writes there are found.
+Torch's own reader unpickles `.metadata` and values that are no tensors, and a pickle may call any function. This one
+allows only the classes that torch writes there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ...errors import StateError
 
-METADATA = ".metadata"  # where torch keeps what is in a folder
+METADATA = ".metadata"
 CHUNK = 1 << 20
 LISTED = "torch.distributed.checkpoint.metadata"
 KNOWN = {
@@ -44,48 +44,42 @@ KNOWN = {
     ("pathlib._local", "PosixPath"),  # where Python 3.13 has it
 }
 CONSTANTS = torch.dtype | torch.layout | torch.memory_format
-Entry = list[Any]  # offset, bytes, CRC-32 and name of what lies there
+Entry = list[Any]  # offset, bytes, CRC-32 and name of a part
 
 
 class Reader(FileSystemReader):
-    """Torch's own, which finds no classes but those that belong there."""
+    """Torch's reader, which allows only the classes of a checkpoint's metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is in the folder.
-
-        Raises:
-            FileNotFoundError: there is nothing.
-            pickle.UnpicklingError: there is something in it that does not belong there.
-        """
-        found = _Unpickler(io.BytesIO(Path(self._get_metadata_path(kwargs.get("rank"))).read_bytes())).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
-        if found.storage_meta is not None:
-            found.storage_meta.load_id = self.load_id
-        return found
+        metadata = _Unpickler(io.BytesIO(Path(self._get_metadata_path(kwargs.get("rank"))).read_bytes())).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class Planner(DefaultLoadPlanner):
-    """Torch's own, which takes nothing but tensors, numbers, texts and containers of them."""
+    """Torch's planner, which loads only tensors, numbers, texts and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises an error if there is more in it than that
+        torch.load(value, weights_only=True)  # raises an error if there is anything else in it
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """A class, or a constant of torch's; names with dots in them are no way to anything else."""
+        """Return a class of `KNOWN` or a constant of torch; a name with dots in it reaches nothing else."""
         if (module, name) in KNOWN:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := vars(torch).get(name), CONSTANTS):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there, and is not looked at")
+        if module == "torch" and isinstance(constant := vars(torch).get(name), CONSTANTS):
+            return constant
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there, and is not loaded")
 
 
 def note_checksums(folder: Path, rank: int) -> None:
-    """Write down what the files of this rank are, once the folder is complete."""
+    """Write the checksums of this rank's files, once the folder is complete."""
     files: dict[str, list[Entry]] = {}
     for index, info in Reader(folder).read_metadata().storage_data.items():
         if info.relative_path.startswith(f"__{rank}_"):
@@ -101,11 +95,7 @@ def note_checksums(folder: Path, rank: int) -> None:
 
 
 def refuse_damaged(folder: Path, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the folder with its checksums; an older one has none.
-
-    Raises:
-        StateError: something was damaged since it was written; says what.
-    """
+    """Compare this rank's share of the folder with its checksums; older folders have none."""
     for path, (offset, nbytes, crc, name) in list(_entries(folder))[rank::ranks]:
         if _checksum(path, offset, nbytes) != crc:
             raise StateError(f"{name!r} was damaged since it was written, in {path}; go on from an earlier one")
@@ -116,16 +106,18 @@ def _entries(folder: Path) -> Iterator[tuple[Path, Entry]]:
         try:
             files = json.loads(notes.read_bytes())
             listed = [(folder / name, entry) for name, each in sorted(files.items()) for entry in each]
-            well = all(len(entry) == 4 and all(isinstance(number, int) for number in entry[:3]) for _, entry in listed)
+            is_valid = all(
+                len(entry) == 4 and all(isinstance(number, int) for number in entry[:3]) for _, entry in listed
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise StateError(f"{notes} was damaged since it was written: {error}") from error
-        if not well:
+        if not is_valid:
             raise StateError(f"{notes} was damaged since it was written")
         yield from listed
 
 
 def _checksum(path: Path, offset: int, nbytes: int) -> int:
-    """That of some bytes of a file, or of as many as there are."""
+    """Return the CRC-32 of some bytes of a file, or of as many as it has."""
     crc = 0
     with open(path, "rb") as file:
         file.seek(max(offset, 0))

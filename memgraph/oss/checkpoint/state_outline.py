@@ -1,9 +1,9 @@
-"""The state of a parameter as an outline that can be written down, and the tensors in it.
+"""Split a state value into an outline, which is written as JSON, and its tensors.
 
     {"step": 3.0, "exp_avg": f32[7]}   <->   {"dict": [["step", 3.0], ["exp_avg", {"tensor": ["float32", [7], [1]]}]]}
                                              and [f32[7]]
 
-Numbers, texts, None, lists, tuples and dicts go into the outline, so that nothing has to be pickled to be sent.
+So states are sent between ranks without pickles.
 """
 
 from __future__ import annotations
@@ -17,30 +17,25 @@ from torch import Tensor
 
 from ...errors import StateError
 
-Outline = Any  # what json can write
+Outline = Any  # JSON
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is, without its values."""
+    """Dtype, shape and strides of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def empty(self) -> Tensor:
-        """One like it in host memory."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
 def outline(value: object, where: str) -> Outline:
-    """What a value is, with the kind of each tensor in its place.
-
-    Raises:
-        StateError: there is something else in it.
-    """
     if isinstance(value, Tensor):
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _strides(value)]}
+        strides = torch.empty_like(value, device="meta").stride()  # those of a copy, if it has gaps
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), list(strides)]}
     if isinstance(value, dict):
         return {"dict": [[outline(key, where), outline(each, where)] for key, each in value.items()]}
     if isinstance(value, list | tuple):
@@ -52,7 +47,7 @@ def outline(value: object, where: str) -> Outline:
 
 
 def fill_outline(given: Outline, tensors: Iterator[Tensor]) -> Any:
-    """The value of which this is the outline, with these tensors in their places."""
+    """Rebuild a state value from its outline and tensors."""
     if not isinstance(given, dict):
         return given
     ((kind, inner),) = given.items()
@@ -64,33 +59,21 @@ def fill_outline(given: Outline, tensors: Iterator[Tensor]) -> Any:
 
 
 def kinds(given: Outline) -> Iterator[Kind]:
-    """The kinds of the tensors in an outline, in order."""
-    if not isinstance(given, dict):
-        return
-    ((kind, inner),) = given.items()
-    if kind == "tensor":
-        dtype, shape, strides = inner
-        yield Kind(getattr(torch, dtype), tuple(shape), tuple(strides))
-    elif kind == "dict":
-        for _, each in inner:
-            yield from kinds(each)
-    else:
-        for each in inner:
-            yield from kinds(each)
+    """Yield the kinds of the tensors in an outline, in order."""
+    if isinstance(given, dict):
+        ((kind, inner),) = given.items()
+        if kind == "tensor":
+            dtype, shape, strides = inner
+            yield Kind(getattr(torch, dtype), tuple(shape), tuple(strides))
+        else:
+            for each in inner:
+                yield from kinds(each[1] if kind == "dict" else each)
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in a value, in order."""
+    """Yield the tensors in a value, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors(each)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Its strides, or those of a copy of it where it has gaps."""
-    return list(torch.empty_like(tensor, device="meta").stride())

@@ -1,13 +1,13 @@
 """Send buckets between ranks, and find out which rank is late or gone.
 
+rank_group       small collectives: the maximum, all values, texts and failures of all ranks
 exchange         choose the transport of a bucket: collectives, messages, or shared memory
 collectives      reduce-scatter and all-gather
 p2p              one message from each rank to each other
 shared_memory    ranks of one host read each other's memory
-parcels          pack tensors into one, and cast them for the wire
 agreement        check that all ranks were given the same parameters and options
 consensus        check that all ranks are about to run the same step
 watchdog         name the rank that a collective waits for
 liveness         ask the store of a group which ranks are missing
-failures, texts  tell all ranks what failed on one of them
+model_parallel   ranks that hold other parts of the same parameters
 """

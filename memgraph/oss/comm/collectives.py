@@ -1,8 +1,8 @@
 """Reduce-scatter and all-gather of a bucket, packed into one tensor of equal parts.
 
-    w[0:4] to 0 | w[4:7] to 1 | b[0:1] to 1    ->   reduce_scatter(f32[8]) gives f32[4] on each rank
+    w[0:4] of rank 0 | w[4:7] of rank 1 | b[0:1] of rank 1    ->   reduce_scatter(f32[8]) gives f32[4] on each rank
 
-A bucket of a single owner is reduced to him, and broadcast from him.
+A bucket with a single owner is reduced to that rank, and broadcast from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from passes.shards import Bucket
 
-from .parcels import narrowed, put, wire_type
-from .watchdog import CollectiveWatchdog
+from ...storage.wire_cast import narrow
+from .rank_group import RankGroup
 
 # Their names before torch 2.13.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -25,82 +25,103 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class CollectiveComm:
-    """The collectives of a group."""
+    """Collectives of a process group; float32 is sent as `wire`."""
 
-    def __init__(self, watch: CollectiveWatchdog, wire: torch.dtype | None) -> None:
-        self.watch, self.group, self.wire = watch, watch.group, wire
-        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+    def __init__(self, ranks: RankGroup, wire: torch.dtype | None) -> None:
+        self.watchdog, self.group, self.wire = ranks.watchdog, ranks.group, wire
+        self.rank, self.ranks = ranks.rank, ranks.ranks
 
-    def reduce(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
-        """The mean over ranks of what this one owns."""
-        like = next(source for of_rank in sources for source in of_rank)
-        is_rounded = wire_type(like.dtype, self.wire) != like.dtype
+    def reduce(self, bucket: Bucket, grads: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
+        like = next(grad for of_rank in grads for grad in of_rank)
+        is_rounded = to_wire_dtype(like.dtype, self.wire) != like.dtype
         # A sum in a narrow type may leave its range where the mean does not.
-        given = [[source / self.ranks for source in of_rank] for of_rank in sources] if is_rounded else sources
-        packed = self._packed(bucket, given, like)
+        given = [[grad / self.ranks for grad in of_rank] for of_rank in grads] if is_rounded else grads
+        packed = self._pack(bucket, given, like)
         if bucket.owner is not None:
-            part, kept = packed, dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
+            part, work = packed, dist.reduce(packed, group=self.group, group_dst=bucket.owner, async_op=True)
         else:
-            part = packed.new_empty(bucket.part)
-            kept = _reduce_scatter(part, packed, group=self.group, async_op=True)
+            part = packed.new_empty(bucket.shard_size)
+            work = _reduce_scatter(part, packed, group=self.group, async_op=True)
 
         def wait() -> list[Tensor]:
-            assert packed is not None and kept is not None  # both have to live until here
-            self.watch.wait(kept)
+            assert packed is not None and work is not None  # keeps both alive
+            self.watchdog.wait(work)
             mean = part.to(like.dtype) if is_rounded else part.div_(self.ranks)
-            return self._unpacked(bucket, mean, self.rank)
+            first = self.rank * bucket.shard_size if bucket.owner is None else 0
+            return [mean[one.offset - first : one.offset - first + one.count] for one in bucket.ranges(self.rank)]
 
         return wait
 
-    def packed(self, whole: Tensor) -> Callable[[], Tensor]:
-        """The mean over ranks of this one's part of elements that are packed already."""
-        is_rounded = wire_type(whole.dtype, self.wire) != whole.dtype
-        sent = narrowed(whole / self.ranks, self.wire) if is_rounded else whole
+    def reduce_packed(self, packed: Tensor) -> Callable[[], Tensor]:
+        is_rounded = to_wire_dtype(packed.dtype, self.wire) != packed.dtype
+        sent = to_wire(packed / self.ranks, self.wire) if is_rounded else packed
         part = sent.new_empty(sent.numel() // self.ranks)
         work = _reduce_scatter(part, sent, group=self.group, async_op=True)
 
         def wait() -> Tensor:
-            assert sent is not None and work is not None  # both have to live until here
-            self.watch.wait(work)
-            return part.to(whole.dtype) if is_rounded else part.div_(self.ranks)
+            assert sent is not None and work is not None  # keeps both alive
+            self.watchdog.wait(work)
+            return part.to(packed.dtype) if is_rounded else part.div_(self.ranks)
 
         return wait
 
     def gather(self, bucket: Bucket, views: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
-        """What this rank owns, to all."""
         like = next(view for of_rank in views for view in of_rank)
-        only = [of_rank if rank == self.rank else [] for rank, of_rank in enumerate(views)]
-        whole = self._packed(bucket, only, like)
-        if whole.dtype != like.dtype and only[self.rank]:
-            self._put(bucket, whole, views, self.rank)  # so that all ranks have the same
+        own = [of_rank if rank == self.rank else [] for rank, of_rank in enumerate(views)]
+        packed = self._pack(bucket, own, like)
+        if packed.dtype != like.dtype and own[self.rank]:
+            self._unpack(bucket, packed, views, self.rank)  # round this rank's elements as the others receive them
         if bucket.owner is not None:
-            work = dist.broadcast(whole, group=self.group, group_src=bucket.owner, async_op=True)
+            work = dist.broadcast(packed, group=self.group, group_src=bucket.owner, async_op=True)
         else:
-            part = whole[self.rank * bucket.part : (self.rank + 1) * bucket.part].clone()
-            work = _all_gather(whole, part, group=self.group, async_op=True)
+            part = packed[self.rank * bucket.shard_size : (self.rank + 1) * bucket.shard_size].clone()
+            work = _all_gather(packed, part, group=self.group, async_op=True)
 
         def wait() -> None:
             assert work is not None
-            self.watch.wait(work)
+            self.watchdog.wait(work)
             for rank in range(self.ranks):
                 if rank != self.rank and views[rank]:
-                    self._put(bucket, whole, views, rank)
+                    self._unpack(bucket, packed, views, rank)
 
         return wait
 
-    def _packed(self, bucket: Bucket, sources: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
-        """The sources where they lie in the bucket, zeros where nothing lies."""
-        count = bucket.part * (self.ranks if bucket.owner is None else 1)
-        packed = like.new_zeros(count, dtype=wire_type(like.dtype, self.wire))
-        for rank, of_rank in enumerate(sources):
-            for piece, source in zip(bucket.stretches(rank), of_rank, strict=False):
-                packed[piece.at : piece.at + piece.count].copy_(narrowed(source.reshape(-1), self.wire))
+    def _pack(self, bucket: Bucket, stretches: Sequence[Sequence[Tensor]], like: Tensor) -> Tensor:
+        count = bucket.shard_size * (self.ranks if bucket.owner is None else 1)
+        packed = like.new_zeros(count, dtype=to_wire_dtype(like.dtype, self.wire))
+        for rank, of_rank in enumerate(stretches):
+            for one, tensor in zip(bucket.ranges(rank), of_rank, strict=False):
+                packed[one.offset : one.offset + one.count].copy_(to_wire(tensor.reshape(-1), self.wire))
         return packed
 
-    def _unpacked(self, bucket: Bucket, part: Tensor, rank: int) -> list[Tensor]:
-        first = rank * bucket.part if bucket.owner is None else 0
-        return [part[piece.at - first : piece.at - first + piece.count] for piece in bucket.stretches(rank)]
+    def _unpack(self, bucket: Bucket, packed: Tensor, views: Sequence[Sequence[Tensor]], rank: int) -> None:
+        stretches = bucket.ranges(rank)
+        copy_into(torch.cat([packed[one.offset : one.offset + one.count] for one in stretches]), views[rank])
 
-    def _put(self, bucket: Bucket, whole: Tensor, views: Sequence[Sequence[Tensor]], rank: int) -> None:
-        stretches = bucket.stretches(rank)
-        put(torch.cat([whole[piece.at : piece.at + piece.count] for piece in stretches]), views[rank])
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors, flat; a single contiguous one is not copied."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def copy_into(whole: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy consecutive elements of a flat tensor into several views."""
+    parts = whole.split([view.numel() for view in views])
+    torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
+
+
+def to_wire(tensor: Tensor, wire: torch.dtype | None) -> Tensor:
+    """Round float32 to the wire dtype; leave other dtypes as they are."""
+    return tensor if wire is None or tensor.dtype != torch.float32 else narrow(tensor, wire)
+
+
+def to_wire_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
+    return dtype if wire is None or dtype != torch.float32 else wire
+
+
+def op_name(items: Sequence[int]) -> str:
+    """Name parameters by the first and the last, for errors."""
+    first, last = min(items), max(items)
+    return f"parameters {first} to {last}" if last > first else f"parameter {first}"

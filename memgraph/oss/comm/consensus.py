@@ -1,92 +1,57 @@
-"""Ranks compare what they are about to do, before they do what only all of them can.
+"""Compare the steps that ranks are about to run, before the first collective of a step.
 
     rank 0: the step of 8 rows     rank 1: the step of 9 rows     ->    AgreementError on both
 
-It is 8 bytes from each, and may go on beside what needs nobody else.
+Each rank sends 8 bytes, and may run ops that need no other rank meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ...errors import AgreementError, CollectiveError, MemgraphError
-from .exchange import BucketComm
+from ...errors import AgreementError
+from .rank_group import RankGroup
 
-if TYPE_CHECKING:
-    from ..optimizer import OSS
-
-NEW = 0  # what a rank is about to run is yet to be planned
-GATHER = 2  # it gathers what is awaited, and runs nothing
-UNABLE = 4  # what it is about to run can't be run
+NEW = 0  # a call that is not planned yet
+GATHER = 2  # a gather of pending buckets, without a step
+UNABLE = 4  # a call that can't run on this rank
 KINDS = {NEW: "a new kind of call", GATHER: "a call of gather(), or a new kind of call, which begins with one"}
 ADVICE = "All ranks have to make the same calls, with inputs of the same shapes."
 
 
-def check_same_step(exchange: BucketComm, device: torch.device, known: int) -> Callable[[], None]:
-    """Begin to compare what the ranks are about to do: the `digest` of a step, NEW, GATHER, or UNABLE.
-
-    Returns:
-        waits for it, and raises an AgreementError if a rank does something else than this one
-    """
-    watch, what = exchange.watch, "comparison of steps"
-    mine = exchange.numbers([known], torch.int64, device)
-    every = [torch.empty_like(mine) for _ in watch.members]
-    with watch.naming(what):
-        work = dist.all_gather(every, mine, group=watch.group, async_op=True)
+def check_same_step(ranks: RankGroup, device: torch.device, step: int) -> Callable[[], None]:
+    """Start to compare what the ranks are about to run: the `digest` of a step, NEW, GATHER, or UNABLE."""
+    watchdog, name = ranks.watchdog, "comparison of steps"
+    own = ranks.tensor([step], torch.int64, device)
+    rows = [torch.empty_like(own) for _ in watchdog.members]
+    with watchdog.naming(name):
+        work = dist.all_gather(rows, own, group=watchdog.group, async_op=True)
 
     def compare() -> None:
-        with watch.naming(what):
-            watch.wait(work)
-        said = torch.cat(every).tolist()
-        if unable := [rank for rank, one in zip(watch.members, said, strict=True) if one == UNABLE]:
+        with watchdog.naming(name):
+            watchdog.wait(work)
+        steps = dict(zip(watchdog.members, torch.cat(rows).tolist(), strict=True))
+        if unable := [rank for rank, each in steps.items() if each == UNABLE]:
             raise AgreementError(f"ranks {unable} can't run this step, and say why; nothing was exchanged here")
-        if others := [rank for rank, one in zip(watch.members, said, strict=True) if one != known]:
-            mine = KINDS.get(known, "a step that it knows")
-            raise AgreementError(
-                f"rank {watch.members[exchange.rank]} has {mine}, and something else have ranks {others}. {ADVICE}"
-            )
+        if others := [rank for rank, each in steps.items() if each != step]:
+            kind = KINDS.get(step, "a step that is planned")
+            this = watchdog.members[ranks.rank]
+            raise AgreementError(f"rank {this} is about to run {kind}; ranks {others} run something else. {ADVICE}")
 
     return compare
 
 
-def announce_failure(exchange: BucketComm, device: torch.device) -> None:
-    """Tell the others that what they are about to run can't be run here."""
+def announce_failure(ranks: RankGroup, device: torch.device) -> None:
+    """Tell the other ranks that the call they are about to run fails here."""
     with suppress(AgreementError):
-        check_same_step(exchange, device, UNABLE)()
-
-
-@contextmanager
-def announcing_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Around what comes before `meet` in a call that reads these: what fails here on a rank, the others are told there,
-    if they are sure to come.
-
-    The rank itself raises its own error.
-    """
-    try:
-        yield
-    except (AgreementError, CollectiveError):  # which the others have, too
-        raise
-    except Exception:
-        with suppress(MemgraphError):
-            if optimizer is not None and _meets(optimizer, parameters):
-                announce_failure(optimizer.exchange, optimizer.pieces.device)
-        raise
-
-
-def _meets(optimizer: OSS, parameters: Iterable[Tensor]) -> bool:
-    """Whether ranks meet before they run a step with these parameters."""
-    if optimizer.exchange.is_alone or not torch.is_grad_enabled() or not any(one.requires_grad for one in parameters):
-        return False
-    return optimizer.gathers == "forward" or bool(optimizer.inside.parcels({}))
+        check_same_step(ranks, device, UNABLE)()
 
 
 def digest(text: str) -> int:
-    """63 bits of a text, odd, so that they are no kind of call."""
+    """Return 63 bits of a text's digest, odd, so that it is none of NEW, GATHER and UNABLE."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1 | 1

@@ -1,13 +1,13 @@
-"""Ranks of one machine read each other's memory, where the kernel lets them.
+"""Read the memory of other ranks on the same host, where the kernel allows that.
 
-    messages    gradient -> kernel -> buffer of the other rank         parameter -> kernel -> parameter of the other
-    near        gradient -> buffer of the rank that wants it           parameter -> parameter
+    messages         gradient -> kernel -> buffer of the other rank         parameter -> kernel -> parameter
+    shared memory    gradient -> buffer of the rank that needs it           parameter -> parameter
 
-Linux copies straight from one process into another (`process_vm_readv`), which takes a fifth of the time of a message
-through a socket. It lets processes of one user do so unless a container or `kernel.yama.ptrace_scope` forbids it: at
-construction each rank reads a random number from each other, and if any of them can't, messages are sent as everywhere.
+`process_vm_readv` of Linux copies straight from one process into another: a step of two ranks on a CPU takes two thirds
+of the CPU time that it takes with messages. It is allowed to processes of one user unless a container or
+`kernel.yama.ptrace_scope` forbids it. So each rank first reads a random number from each other.
 
-Nobody says when he has read: all ranks meet before parameters are read, and again when all have read all they want.
+Readers don't announce when they have finished. All ranks meet before parameters are read, and when all have read.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.shards import Bucket, Piece
+from passes.shards import Bucket, ShardRange
 
 from ..shards.shard_views import BucketViews
-from .exchange import BucketComm, op_name
+from .collectives import op_name
+from .rank_group import RankGroup
 
-LEAST = 1 << 20  # bytes of a bucket that backward averages so: less is sent in the time of the two meetings
+LEAST = 1 << 20  # bytes of a bucket that backward averages this way; messages are faster than two meetings below that
 CACHED = 1 << 19  # bytes that are read and added while they are in the cache
 AT_ONCE = 512  # ranges in one call of the kernel, which takes 1024
-BYTES = 1 << 28  # and bytes; it takes 2^31
+BYTES = 1 << 28  # bytes in one call, which takes 2^31
 
 
 class ReadError(RuntimeError):
-    """The memory of another rank can't be read any more; the watch of the group finds out why."""
+    """The memory of another rank can't be read any more; the watchdog of the group finds out why."""
 
 
 class Range(ctypes.Structure):
@@ -43,185 +44,164 @@ class Range(ctypes.Structure):
 
 
 class SharedMemoryComm:
-    """The ranks of a group that are all on this machine."""
+    """Ranks of a group that are all on this host, as processes of the given numbers."""
 
-    def __init__(self, exchange: BucketComm, processes: Sequence[int]) -> None:
-        self.exchange, self.processes = exchange, list(processes)
-        self.gradients: list[list[int]] = []  # of each rank, where its gradients begin; 0 where there is none
-        self.parameters: list[list[int]] = []
+    def __init__(self, ranks: RankGroup, processes: Sequence[int]) -> None:
+        self.ranks, self.processes = ranks, list(processes)
+        self.grad_addresses: list[list[int]] = []  # for each rank and parameter; 0 for no gradient
+        self.parameter_addresses: list[list[int]] = []
 
-    def open(self, gradients: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
-        """Tell where gradients and parameters are; they have to stay there until all ranks have met."""
-        addresses = [gradients[i].data_ptr() if i in gradients else 0 for i in range(len(parameters))]
+    def share_addresses(self, grads: dict[int, Tensor], parameters: Sequence[Tensor]) -> None:
+        """Exchange the addresses of gradients and parameters, which stay valid until all ranks have met."""
+        addresses = [grads[i].data_ptr() if i in grads else 0 for i in range(len(parameters))]
         addresses += [parameter.data_ptr() for parameter in parameters]
-        table = self.exchange.each(torch.tensor(addresses, dtype=torch.int64)).tolist()
-        self.gradients = [row[: len(parameters)] for row in table]
-        self.parameters = [row[len(parameters) :] for row in table]
+        table = self.ranks.all_gather(torch.tensor(addresses, dtype=torch.int64)).tolist()
+        self.grad_addresses = [row[: len(parameters)] for row in table]
+        self.parameter_addresses = [row[len(parameters) :] for row in table]
 
-    def average(self, laid: BucketViews, own: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over ranks of the gradients of this rank's stretches, added in the order of ranks."""
-        pieces = laid.stretches[self.exchange.rank]
-        if not pieces:
+    def average(self, bucket: BucketViews, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Average the gradients of this rank's stretches, added in rank order."""
+        stretches = bucket.stretches[self.ranks.rank]
+        if not stretches:
             return []
-        mine = own[0] if len(own) == 1 else torch.cat(list(own))
-        total = torch.empty_like(mine)
-        if len(pieces) == 1:
-            self._add_in_parts(pieces[0], mine, total)
+        own = grads[0] if len(grads) == 1 else torch.cat(list(grads))
+        total = torch.empty_like(own)
+        if len(stretches) == 1:  # a range at a time, so that it is read and added in the cache
+            step = CACHED // own.element_size()
+            whole = stretches[0]
+            for begin in range(0, whole.count, step):
+                end = min(whole.count, begin + step)
+                part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
+                self._average([part], own[begin:end], total[begin:end])
         else:
-            self._add(pieces, mine, total)
-        return list(total.split([piece.count for piece in pieces]))
+            self._average(stretches, own, total)
+        return list(total.split([one.count for one in stretches]))
 
-    def packed(self, bucket: Bucket, whole: Tensor) -> Callable[[], Tensor]:
-        """Begin to average what all ranks have of a bucket, which lies in equal parts, and stays until that is done.
-
-        Returns:
-            waits, and gives this rank's part
-        """
-        watch, ranks = self.exchange.watch, self.exchange.ranks
-        name = f"averaging of the gradients of {op_name(bucket.items or [0])} in backward"
-        told = self.exchange.told(torch.tensor([whole.data_ptr()]), name)
+    def reduce_packed(self, bucket: Bucket, packed: Tensor) -> Callable[[], Tensor]:
+        """Start to average a bucket that is packed into equal parts; the function returns this rank's part."""
+        watchdog, ranks, rank = self.ranks.watchdog, self.ranks.ranks, self.ranks.rank
+        name = f"averaging of the gradients of {op_name(bucket.params or [0])} in backward"
+        exchanged = self.ranks.start_all_gather(torch.tensor([packed.data_ptr()]), name)
 
         def wait() -> Tensor:
-            begins = told().flatten().tolist()
-            with watch.naming(name):
-                mine = whole[self.exchange.rank * bucket.part : (self.exchange.rank + 1) * bucket.part]
-                at = mine.data_ptr() - whole.data_ptr()
+            addresses = exchanged().flatten().tolist()
+            with watchdog.naming(name):
+                own = packed[rank * bucket.shard_size : (rank + 1) * bucket.shard_size]
+                offset = own.data_ptr() - packed.data_ptr()
                 total: Tensor | None = None
-                for rank in range(ranks):
-                    part = mine
-                    if rank != self.exchange.rank:
-                        part = torch.empty_like(mine)
-                        read(self.processes[rank], [(part, begins[rank] + at)])
-                    total = part if total is None else torch.add(total, part, out=part if total is mine else total)
+                for other in range(ranks):
+                    part = own
+                    if other != rank:
+                        part = torch.empty_like(own)
+                        read(self.processes[other], [(part, addresses[other] + offset)])
+                    total = part if total is None else torch.add(total, part, out=part if total is own else total)
             assert total is not None
             self.meet(name)
             return total.div_(ranks)
 
         return wait
 
-    def gather(self, used: Sequence[BucketViews], failed: bool) -> bool:
-        """Read what the others own, once all have updated what they own; wait until all have read.
-
-        Returns:
-            whether that has failed on any rank; then nothing is read
-        """
-        name = f"gathering of {_items(used)}"
+    def gather(self, buckets: Sequence[BucketViews], failed: bool) -> bool:
+        """Read other ranks' elements when all have updated theirs, and wait until all have read."""
+        name = f"gathering of {_items(buckets)}"
         if self.meet(name, failed):
             return True
-        self.fetch(used)
+        self.read_parameters(buckets)
         return self.meet(name)
 
-    def fetch(self, used: Sequence[BucketViews]) -> None:
-        """Read what the others own, and have updated by now; it has to stay until all have met."""
-        for rank in range(self.exchange.ranks):
-            if rank != self.exchange.rank:
-                every = [one for laid in used for one in zip(laid.stretches[rank], laid.views[rank], strict=True)]
-                with self.exchange.watch.naming(f"gathering of {_items(used)}"):
-                    read(
-                        self.processes[rank], [(v, self._at(self.parameters[rank], p, v)) for p, v in every if p.count]
-                    )
-                torch.autograd.graph.increment_version([view for _, view in every])
+    def read_parameters(self, buckets: Sequence[BucketViews]) -> None:
+        """Read other ranks' elements, which stay as they are until all ranks have met."""
+        for rank in range(self.ranks.ranks):
+            if rank != self.ranks.rank:
+                pairs = [pair for one in buckets for pair in zip(one.stretches[rank], one.views[rank], strict=True)]
+                addresses = self.parameter_addresses[rank]
+                wanted = [(view, _address(addresses, one, view)) for one, view in pairs if one.count]
+                with self.ranks.watchdog.naming(f"gathering of {_items(buckets)}"):
+                    read(self.processes[rank], wanted)
+                torch.autograd.graph.increment_version([view for _, view in pairs])
 
     def meet(self, name: str, flag: bool = False) -> bool:
-        """Wait until all ranks are here; whether any of them has the flag."""
-        return bool(self.exchange.most(torch.tensor([flag], dtype=torch.int32), name))
+        """Wait for all ranks; return True if any of them has the flag."""
+        return bool(self.ranks.maximum(torch.tensor([flag], dtype=torch.int32), name))
 
-    def _add_in_parts(self, whole: Piece, mine: Tensor, total: Tensor) -> None:
-        """The mean of what the ranks have of a piece, into `total`, as much at once as stays in the cache."""
-        step = CACHED // mine.element_size()
-        for begin in range(0, whole.count, step):
-            end = min(whole.count, begin + step)
-            part = replace(whole, begin=whole.begin + begin, end=whole.begin + end)
-            self._add([part], mine[begin:end], total[begin:end])
-
-    def _add(self, pieces: Sequence[Piece], mine: Tensor, total: Tensor) -> None:
-        """The mean of what the ranks have of these pieces, into `total`."""
+    def _average(self, stretches: Sequence[ShardRange], own: Tensor, total: Tensor) -> None:
         added: Tensor | None = None
-        for rank in range(self.exchange.ranks):
-            part = mine
-            if rank != self.exchange.rank:
-                part = torch.empty_like(mine) if added is total else total
-                self._read_gradients(rank, pieces, part)
+        for rank in range(self.ranks.ranks):
+            part = own
+            if rank != self.ranks.rank:
+                part = torch.empty_like(own) if added is total else total
+                self._read_grads(rank, stretches, part)
             added = part if added is None else torch.add(added, part, out=total)
-        total.div_(self.exchange.ranks)
+        total.div_(self.ranks.ranks)
 
-    def _read_gradients(self, rank: int, pieces: Sequence[Piece], room: Tensor) -> None:
-        wanted = []
-        for piece, part in zip(pieces, room.split([piece.count for piece in pieces]), strict=True):
-            if not self.gradients[rank][piece.item]:
+    def _read_grads(self, rank: int, stretches: Sequence[ShardRange], buffer: Tensor) -> None:
+        wanted, addresses = [], self.grad_addresses[rank]
+        for one, part in zip(stretches, buffer.split([one.count for one in stretches]), strict=True):
+            if not addresses[one.param]:
                 part.zero_()
-            elif piece.count:
-                wanted.append((part, self._at(self.gradients[rank], piece, part)))
-        with self.exchange.watch.naming(f"averaging of the gradients of {op_name([piece.item for piece in pieces])}"):
+            elif one.count:
+                wanted.append((part, _address(addresses, one, part)))
+        with self.ranks.watchdog.naming(f"averaging of the gradients of {op_name([one.param for one in stretches])}"):
             read(self.processes[rank], wanted)
 
-    def _at(self, begins: Sequence[int], piece: Piece, like: Tensor) -> int:
-        return begins[piece.item] + piece.begin * like.element_size()
+
+def _address(begins: Sequence[int], stretch: ShardRange, like: Tensor) -> int:
+    return begins[stretch.param] + stretch.begin * like.element_size()
 
 
-def _items(used: Iterable[BucketViews]) -> str:
-    return op_name([item for laid in used for item in laid.bucket.items] or [0])
+def _items(buckets: Iterable[BucketViews]) -> str:
+    return op_name([item for one in buckets for item in one.bucket.params] or [0])
 
 
-def shared_memory_comm(exchange: BucketComm) -> SharedMemoryComm | None:
-    """The ranks, if each can read the memory of each other; all ranks of the group have to ask."""
-    if exchange.is_alone:
+def shared_memory_comm(ranks: RankGroup) -> SharedMemoryComm | None:
+    """Return a comm if each rank can read the memory of each other; a collective."""
+    if ranks.is_alone:
         return None
-    token = torch.randint(1 << 62, (2,), dtype=torch.int64, generator=_chance())
-    mine = torch.tensor([os.getpid(), token.data_ptr(), *token.tolist()], dtype=torch.int64)
-    told = exchange.each(mine).tolist()
-    fails = int(not all(_reads(process, address, wanted) for process, address, *wanted in told))
-    failed = bool(exchange.most(torch.tensor([fails], dtype=torch.int32)))
-    return None if failed else SharedMemoryComm(exchange, [process for process, *_ in told])
+    generator = torch.Generator()  # the training's own random numbers stay as they are
+    generator.seed()
+    token = torch.randint(1 << 62, (2,), dtype=torch.int64, generator=generator)
+    table = ranks.all_gather(torch.tensor([os.getpid(), token.data_ptr(), *token.tolist()], dtype=torch.int64)).tolist()
+    fails = int(not all(_reads(process, address, wanted) for process, address, *wanted in table))
+    failed = bool(ranks.maximum(torch.tensor([fails], dtype=torch.int32)))
+    return None if failed else SharedMemoryComm(ranks, [process for process, *_ in table])
 
 
 def read(process: int, wanted: Iterable[tuple[Tensor, int]]) -> None:
-    """Fill contiguous tensors with what lies at these addresses of a process.
-
-    Raises:
-        ReadError: it is gone, or has nothing there.
-    """
-    for some in _portions(wanted):
-        here = (Range * len(some))(*[Range(tensor.data_ptr(), tensor.nbytes) for tensor, _ in some])
-        there = (Range * len(some))(*[Range(address, tensor.nbytes) for tensor, address in some])
-        nbytes = sum(tensor.nbytes for tensor, _ in some)
-        got = _call()(process, here, len(some), there, len(some), 0)
+    """Fill contiguous tensors with the bytes at these addresses of a process."""
+    for batch in _batches(wanted):
+        local = (Range * len(batch))(*[Range(tensor.data_ptr(), tensor.nbytes) for tensor, _ in batch])
+        remote = (Range * len(batch))(*[Range(address, tensor.nbytes) for tensor, address in batch])
+        nbytes = sum(tensor.nbytes for tensor, _ in batch)
+        got = _process_vm_readv()(process, local, len(batch), remote, len(batch), 0)
         if got != nbytes:
             why = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {nbytes} bytes"
             raise ReadError(f"the memory of process {process}, another rank, can't be read any more: {why}")
 
 
-def _portions(wanted: Iterable[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int]]]:
-    some: list[tuple[Tensor, int]] = []
+def _batches(wanted: Iterable[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int]]]:
+    batch: list[tuple[Tensor, int]] = []
     nbytes = 0
     for tensor, address in wanted:
-        if some and (len(some) == AT_ONCE or nbytes + tensor.nbytes > BYTES):
-            yield some
-            some, nbytes = [], 0
-        some.append((tensor, address))
+        if batch and (len(batch) == AT_ONCE or nbytes + tensor.nbytes > BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((tensor, address))
         nbytes += tensor.nbytes
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 def _reads(process: int, address: int, wanted: Sequence[int]) -> bool:
-    found = torch.zeros(len(wanted), dtype=torch.int64)
+    token = torch.zeros(len(wanted), dtype=torch.int64)
     try:
-        read(process, [(found, address)])
+        read(process, [(token, address)])
     except (ReadError, AttributeError):  # this C library has no such call
         return False
-    return found.tolist() == list(wanted)
+    return token.tolist() == list(wanted)
 
 
-def _call() -> Any:
+def _process_vm_readv() -> Any:
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
     call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
     call.restype = ctypes.c_ssize_t
     return call
-
-
-def _chance() -> torch.Generator:
-    """Numbers that nobody's training depends on."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator

@@ -1,14 +1,13 @@
-"""A rank that is gone or late is named, with the collective that it was wanted in.
+"""Wait for collectives, and name the rank that is gone or late when one fails.
 
-    with watch.naming("reduce-scatter of bucket 2"):
-        watch.wait(work)
+    with watchdog.naming("reduce-scatter of bucket 2"):
+        watchdog.wait(work)
 
     RuntimeError: Connection closed by peer [127.0.0.1]:33187     ->
     CollectiveError: the reduce-scatter of bucket 2 has failed, because rank 2 is gone: ...
 
-Each rank writes a sign of life to the group's store now and then; the collectives themselves cost nothing more. Only
-when one fails do the others look who has fallen silent, or lives and has not come. Whoever finds out first tells the
-rest, so that all say the same.
+Each rank writes a sign of life to the group's store now and then, so collectives themselves cost nothing more. When one
+fails, the others look in the store for ranks that are silent, or alive and absent.
 """
 
 from __future__ import annotations
@@ -28,57 +27,57 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CollectiveError, MemgraphError, ShardError, StateError
-from .liveness import BEATS, VERDICT, Verdict, beat, find, left, life
+from .liveness import BEATS, VERDICT, Verdict, beat, find_missing, left_key, life_key
 
 T = TypeVar("T")
-CALM = 10.0  # seconds of silence that are nothing but a busy machine, where the timeout leaves room for that
-SHARE = 0.4  # of a timeout that leaves none
-NEVER = 6  # the tag of a message that nobody sends
+SILENCE = 10.0  # seconds without a sign of life that a busy machine may cause
+SHARE = 0.4  # of the timeout, if that is shorter
+UNSENT = 6  # the tag of a message that is never sent
 
 
 class CollectiveWatchdog:
-    """Who of a group is there, as this rank sees it; ends with whoever holds it."""
+    """The watchdog of one group on this rank: `limit` is the timeout in seconds, `silence` that of a sign of life."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.members = group, dist.get_process_group_ranks(group)
         self.is_gloo = all(group._get_backend(device).name() == "gloo" for device in group._device_types)
         self.device = _device(group)
         limit = _timeout(group, self.device).total_seconds()
-        self.limit, self.calm = limit, min(CALM, SHARE * limit)
+        self.limit, self.silence = limit, min(SILENCE, SHARE * limit)
         self.store: Any = None
         if len(self.members) > 1:
             self.store = _own_store(group)
-            self._live()
+            self._start_pulse()
 
-    def _live(self) -> None:
+    def _start_pulse(self) -> None:
         ended = threading.Event()
-        arguments = self.store, life(self.group.rank()), self.calm / BEATS, ended
+        arguments = self.store, life_key(self.group.rank()), self.silence / BEATS, ended
         pulse = threading.Thread(target=beat, args=arguments, name="memgraph pulse", daemon=True)
         pulse.start()
         weakref.finalize(self, _end, pulse, ended)
 
     @contextmanager
     def naming(self, collective: str) -> Iterator[None]:
-        """Around a collective: its failure becomes a `CollectiveError`."""
-        begun = time.monotonic()
+        """Turn the failure of a collective into a `CollectiveError`."""
+        start = time.monotonic()
         try:
             yield
         except RuntimeError as error:  # torch has no type of its own for what gloo reports
-            if isinstance(error, MemgraphError) or len(self.members) == 1 or _is_of_memory(error):
+            if isinstance(error, MemgraphError) or len(self.members) == 1 or _is_out_of_memory(error):
                 raise
             ended = time.monotonic()
-            # Who has not come by the end of the timeout is late, and whether it lives is heard after that.
-            timed_out = ended >= begun + self.limit
-            until = ended + self.calm * (1 + 2 / BEATS) if timed_out else begun + self.limit
+            # A rank that has not come within the timeout is late; whether it is alive takes a while to hear.
+            timed_out = ended >= start + self.limit
+            until = ended + self.silence * (1 + 2 / BEATS) if timed_out else start + self.limit
             verdict = self._verdict(collective, until, timed_out)
             raise _error(collective, verdict, error, self.members[self.group.rank()]) from error
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Around what others wait for, and nobody can do in this rank's place: if it fails, they wait no longer."""
+    def leaving_on_error(self) -> Iterator[None]:
+        """Close the group's connections if an error of this rank alone keeps it from what other ranks wait for."""
         try:
             yield
-        except (CollectiveError, ShardError, StateError):  # which all ranks raise
+        except (CollectiveError, ShardError, StateError):  # all ranks raise these
             raise
         except BaseException as error:
             if self.store is not None:
@@ -86,38 +85,51 @@ class CollectiveWatchdog:
             raise
 
     def _leave(self, why: str) -> None:
-        """Leave word, and close the group's connections, on which others wait: gloo does that when time is up."""
-        me = self.group.rank()
+        """Write the reason, and let a message time out: gloo then closes the connections on which others wait."""
+        rank = self.group.rank()
         with suppress(RuntimeError):
-            self.store.set(left(me), why)
+            self.store.set(left_key(rank), why)
             if self.is_gloo:
-                never = dist.irecv(torch.empty(1), group=self.group, group_src=int(me == 0), tag=NEVER)
-                assert never is not None
-                never.wait(timedelta(milliseconds=1))
+                work = dist.irecv(torch.empty(1), group=self.group, group_src=int(rank == 0), tag=UNSENT)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective as long as the group's timeout allows."""
-        if work is None:  # a group that this rank is not in
+        """Wait for a collective within the group's timeout."""
+        if work is None:  # this rank is not in the group
             return
         if self.is_gloo:
             work.wait(timedelta(seconds=self.limit))
         else:
-            work.wait()  # with a time, NCCL would hold up the host
+            work.wait()  # with a timeout, NCCL would block the host
 
     def _verdict(self, collective: str, until: float, timed_out: bool) -> Verdict:
-        if _within(self.calm, partial(self.store.check, [VERDICT])) is not None:
-            here = self.members, self.group.rank(), collective
-            look = partial(find, self.store, *here, self.calm, until, timed_out)
-            found = _within(max(until - time.monotonic(), self.calm) + self.calm, look)
-            if found is not None:
-                return found
+        if _within(self.silence, partial(self.store.check, [VERDICT])) is not None:
+            this = self.members, self.group.rank(), collective
+            look = partial(find_missing, self.store, *this, self.silence, until, timed_out)
+            verdict = _within(max(until - time.monotonic(), self.silence) + self.silence, look)
+            if verdict is not None:
+                return verdict
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Verdict((), "torchrun's agent, which keeps the store, does not answer")
         return Verdict((0,), "rank 0 is gone or stopped, and with it the store that it keeps")
 
 
+optimizer_watchdogs: weakref.WeakSet[CollectiveWatchdog] = weakref.WeakSet()
+
+
+def shared_watchdog() -> CollectiveWatchdog | None:
+    """Return the watchdog of the group that all sharded optimizers of this process use; None if they use several."""
+    watchdogs: dict[dist.ProcessGroup, CollectiveWatchdog] = {}
+    for watchdog in list(optimizer_watchdogs):
+        with suppress(KeyError, ValueError, RuntimeError):  # the group was destroyed
+            if dist.is_initialized() and dist.get_rank(watchdog.group) >= 0:
+                watchdogs[watchdog.group] = watchdog
+    return next(iter(watchdogs.values())) if len(watchdogs) == 1 else None
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where small things are sent from: host memory, if the group can."""
+    """Return the device that small tensors are sent from: the CPU, if the backend can."""
     kinds = {device.type for device in group._device_types}
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -131,7 +143,7 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def _own_store(group: dist.ProcessGroup) -> Any:
-    """Another connection to the group's store: on the first one somebody may be waiting."""
+    """Open another connection to the group's store: a collective may block the first one."""
     store: Any = group.get_group_store()
     try:
         return store.clone()
@@ -141,36 +153,36 @@ def _own_store(group: dist.ProcessGroup) -> Any:
 
 
 def _end(pulse: threading.Thread, ended: threading.Event) -> None:
-    """Before Python ends, since a thread that is then in the store's C++ would end it by an abort."""
+    """Stop the thread before Python ends: one that is in the store's C++ then would abort the process."""
     ended.set()
     if pulse is not threading.current_thread():
         pulse.join(1.0)
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """The answer of a store, or None: one whose process has been stopped would never answer."""
+    """Return the answer of a store, or None if it takes longer: that of a stopped process never answers."""
     answers: list[T] = []
 
     def run() -> None:
         with suppress(RuntimeError):
             answers.append(ask())
 
-    asking = threading.Thread(target=run, daemon=True)
-    asking.start()
-    asking.join(seconds)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
     return answers[0] if answers else None
 
 
-def _is_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _error(collective: str, verdict: Verdict, error: RuntimeError, me: int | None = None) -> CollectiveError:
-    said = str(error).splitlines()[0]
+def _error(collective: str, verdict: Verdict, error: RuntimeError, own_rank: int | None = None) -> CollectiveError:
+    original = str(error).splitlines()[0]
     advice = "look into the log of that process" if verdict.ranks else "look into the first error of each process"
-    fate = verdict.fate
-    if me in verdict.ranks:
-        fate = f"the others have gone on without rank {me}, which is this process ({fate})"
+    reason = verdict.reason
+    if own_rank in verdict.ranks:
+        reason = f"the others have gone on without rank {own_rank}, which is this process ({reason})"
         advice = "see why it was stopped or late"
-    text = f"the {collective} has failed: {fate}; {advice} and start again from the last checkpoint ({said})"
+    text = f"the {collective} has failed: {reason}; {advice} and start again from the last checkpoint ({original})"
     return CollectiveError(text, collective, verdict.ranks)

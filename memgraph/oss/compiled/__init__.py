@@ -2,8 +2,7 @@
 
 insert_reduce_scatter    reduce gradients in backward, bucket by bucket
 insert_all_gather        gather updated parameters in forward, bucket by bucket
-packing                  ops that pack gradients for a collective
-step_memory              bytes that the sharded optimizer holds and its step allocates
+step_memory              bytes that the sharded optimizer keeps and its step allocates
 joint_planning           plan one step on all ranks: same trace, same prices, same plan
 bandwidth                measure the collectives of a group
 """

@@ -1,4 +1,4 @@
-"""Let forward itself gather what other ranks have updated of the parameters, bucket by bucket.
+"""Insert gathers of updated parameters into forward, bucket by bucket.
 
                                  bucket_0_room = room(w)
     a = mm(x, w)                 bucket_0_sent = gather([w, b])
@@ -6,8 +6,8 @@
                                  a = mm(x, w)
                                  b = add(a, b)
 
-Where each begins and ends is the text's affair: see `passes/order/gathers.py`.  What comes is written to the parameters
-themselves, which so far no op has read; where nothing is awaited, as in a first forward, the ops do nothing.
+`passes/order` decides where each begins and ends. Other ranks' elements are written to the parameters themselves, which
+no op has read before. If nothing is pending, as in a first forward, the ops do nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE
 
 from ...graph.captured import Captured
 from ...graph.nodes import derived_nodes
 from ...graph.rewrite import fake_mode
 from ..optimizer import OSS
-from .step_memory import gathered_nbytes
+from .step_memory import gather_nbytes
 
 OPS = torch.ops.memgraph
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A bucket of `size` elements of the parameters of these names, which takes `room` bytes until it has come."""
+class ForwardBucket:
+    """A bucket of `size` elements of the named parameters; its gather takes `room` bytes of workspace."""
 
     bucket: int
     names: tuple[str, ...]
@@ -39,28 +39,26 @@ class Arrival:
     room: int
 
 
-def arrivals(oss: OSS, named: Mapping[str, Tensor]) -> list[Arrival]:
-    """What a forward that reads the parameters of these names may gather: the buckets that are all theirs, but for
-    those that no step updates."""
-    oss.follow()
-    if oss.gathers != "forward" or oss.exchange.is_alone:
+def forward_buckets(oss: OSS, named: Mapping[str, Tensor]) -> list[ForwardBucket]:
+    """Return the buckets that a forward of the named parameters may gather: all their parameters are among these, and a
+    step updates some."""
+    oss.refresh_views()
+    if oss.gather_mode != "forward" or oss.comm.is_alone:
         return []
-    names, parameters, found = {p: name for name, p in named.items()}, oss.pieces.parameters, []
-    for i, laid in enumerate(oss.pieces.laid):
-        bucket = laid.bucket
-        there = [parameters[item] for item in bucket.items if parameters[item].numel()]
-        if there and (i in oss.awaited.ever or oss.awaited.is_trained(i)) and names.keys() >= set(there):
-            size = bucket.part * (oss.exchange.ranks if bucket.owner is None else 1)
-            room = gathered_nbytes(oss, laid) + WORKSPACE * (oss.exchange.wire is not None)
-            found.append(Arrival(i, tuple(names[parameter] for parameter in there), size, room))
-    return found
+    names, parameters, buckets = {p: name for name, p in named.items()}, oss.layout.parameters, []
+    for views in oss.layout.buckets:
+        bucket = views.bucket
+        owned = [parameters[item] for item in bucket.params if parameters[item].numel()]
+        is_updated = views.number in oss.pending_gathers.ever or oss.layout.is_trained(views)
+        if owned and is_updated and names.keys() >= set(owned):
+            size = bucket.shard_size * (oss.comm.ranks if bucket.owner is None else 1)
+            room = gather_nbytes(oss, views) + CAST_WORKSPACE * (oss.comm.wire is not None)
+            buckets.append(ForwardBucket(views.number, tuple(names[parameter] for parameter in owned), size, room))
+    return buckets
 
 
-def insert_all_gathers(captured: Captured, arriving: Sequence[Arrival]) -> Captured:
-    """The step that gathers these parameters in forward.
-
-    The graph is changed in place.
-    """
+def insert_all_gathers(captured: Captured, buckets: Sequence[ForwardBucket]) -> Captured:
+    """Return the step that gathers these buckets in forward; its graph is changed in place."""
     graph = captured.graph.graph
     placeholders = graph.find_nodes(op="placeholder")
     of = {role.name: node for role, node in zip(captured.inputs, placeholders, strict=True) if role.kind == "parameter"}
@@ -73,9 +71,9 @@ def insert_all_gathers(captured: Captured, arriving: Sequence[Arrival]) -> Captu
         return node
 
     with graph.inserting_before(placeholders[-1].next):
-        for one in arriving:
+        for one in buckets:
             name, owned = f"bucket_{one.bucket}", [of[name] for name in one.names]
             room = [add(OPS.room.default, f"{name}_coming", owned[0], one.room)] if one.room else []
             sent = add(OPS.gather.default, f"{name}_sent", owned, one.bucket, one.size)
             add(OPS.gathered.default, f"{name}_here", sent, [*owned, *room], one.bucket)
-    return replace(captured, gathers=frozenset(one.bucket for one in arriving))
+    return replace(captured, gathers=frozenset(one.bucket for one in buckets))

@@ -1,13 +1,13 @@
-"""Let backward itself sum gradients over the ranks, bucket by bucket, and hand out this rank's part of each sum.
+"""Insert reduce-scatters of gradients into backward, bucket by bucket; backward returns this rank's shards.
 
     dv = mm(x, d)                          dv = mm(x, d)
     db = sum(d)                            db = sum(d)
-    return dv, db                  ->      bucket_0 = pack([dv, db])
+    return dv, db                  ->      bucket_0 = pack([dv, db], [0, 4], 8)
                                            bucket_0_part = reduce_scatter(bucket_0)
                                            bucket_0_shard = reduced(bucket_0_part, bucket_0)
                                            return bucket_0_shard
 
-Where an exchange begins and ends is the text's affair: see `passes/order/comm_order.py`.
+`passes/order` decides where each begins and ends. Packing gradients is an op, so that its time can be measured.
 """
 
 from __future__ import annotations
@@ -17,60 +17,87 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from ...graph.captured import Captured, Output
 from ...graph.nodes import derived_nodes, returned_values
+from ...graph.ops import stretch
 from ...graph.rewrite import fake_mode
 from ..sharded_grads import GradBucket, Stretch
-from .packing import PACKING
 
+_library = torch.library.Library("memgraph_oss", "DEF")
+_library.define("piece(Tensor x, int begin, int end) -> Tensor")
+_library.define("pack(Tensor[] parts, int[] begins, int size) -> Tensor")
+
+
+def copy_stretch(x: Tensor, begin: int, end: int) -> Tensor:
+    """Copy a stretch of a gradient, so that the rest of it can be freed."""
+    return stretch(x, begin, end).clone()
+
+
+def pack(parts: Sequence[Tensor], begins: Sequence[int], size: int) -> Tensor:
+    """Copy gradients into one tensor of `size` elements, each to its offset, with zeros between them."""
+    packed, end = parts[0].new_empty(size), 0
+    for part, begin in zip(parts, begins, strict=True):
+        packed[end:begin].zero_()
+        end = begin + part.numel()
+        packed[begin:end].copy_(stretch(part, 0, part.numel()))
+    packed[end:].zero_()
+    return packed
+
+
+def _fake_pack(parts: Sequence[Tensor], begins: Sequence[int], size: int) -> Tensor:
+    return parts[0].new_empty(size)
+
+
+for _name, _run, _fake in (("piece", copy_stretch, copy_stretch), ("pack", pack, _fake_pack)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_oss::{_name}", _fake, lib=_library)
+
+PACKING = torch.ops.memgraph_oss
 OPS = torch.ops.memgraph
 
 
-def insert_reduce_scatters(captured: Captured, parcels: Sequence[GradBucket]) -> Captured:
-    """The step that sums the gradients of these parcels over all ranks, as far as it makes them.
-
-    The graph is changed in place.
-    """
+def insert_reduce_scatters(captured: Captured, buckets: Sequence[GradBucket]) -> Captured:
+    """Return the step that reduces the gradients in these buckets; its graph is changed in place."""
     graph = captured.graph.graph
-    output, handed = graph.output_node(), returned_values(graph)
-    made = {role.name: node for role, node in zip(captured.outputs, handed, strict=True) if role.kind == "gradient"}
-    gone = {stretch.name for parcel in parcels for stretch in parcel.stretches} & made.keys()
-    rest = [i for i, role in enumerate(captured.outputs) if role.kind != "gradient" or role.name not in gone]
-    sent = [parcel for parcel in parcels if any(stretch.name in made for stretch in parcel.stretches)]
+    output, returned = graph.output_node(), returned_values(graph)
+    grads = {role.name: node for role, node in zip(captured.outputs, returned, strict=True) if role.kind == "gradient"}
+    reduced = {one.name for bucket in buckets for one in bucket.stretches} & grads.keys()
+    rest = [i for i, role in enumerate(captured.outputs) if role.kind != "gradient" or role.name not in reduced]
+    sent = [bucket for bucket in buckets if any(one.name in grads for one in bucket.stretches)]
     with graph.inserting_before(output):
-        writer = _Writer(graph, fake_mode(graph), made)
-        shards = [writer.exchange(parcel) for parcel in sent]
-    output.args = ((*(handed[i] for i in rest), *shards),)
+        writer = _Writer(graph, fake_mode(graph), grads)
+        shards = [writer.reduce(bucket) for bucket in sent]
+    output.args = ((*(returned[i] for i in rest), *shards),)
     output.meta["kinds"] = (*(output.meta["kinds"][i] for i in rest), *("shard" for _ in sent))
-    outputs = (*(captured.outputs[i] for i in rest), *(Output("shard", index=parcel.bucket) for parcel in sent))
-    return replace(captured, outputs=outputs, exchanged=tuple(name for name in made if name in gone))
+    outputs = (*(captured.outputs[i] for i in rest), *(Output("shard", index=bucket.bucket) for bucket in sent))
+    return replace(captured, outputs=outputs, exchanged=tuple(name for name in grads if name in reduced))
 
 
 class _Writer:
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, made: Mapping[str, fx.Node]) -> None:
-        self.graph, self.mode, self.made = graph, mode, made
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, grads: Mapping[str, fx.Node]) -> None:
+        self.graph, self.mode, self.grads = graph, mode, grads
 
-    def exchange(self, parcel: GradBucket) -> fx.Node:
-        """This rank's part of a parcel."""
-        name, there = f"bucket_{parcel.bucket}", [one for one in parcel.stretches if one.name in self.made]
-        if (only := parcel.stretches[0]).end - only.begin == parcel.size:
-            sent = self._node(OPS.stretch.default, name, self.made[only.name], only.begin, only.end)
+    def reduce(self, bucket: GradBucket) -> fx.Node:
+        """Return the node of this rank's shard of a bucket."""
+        name, present = f"bucket_{bucket.bucket}", [one for one in bucket.stretches if one.name in self.grads]
+        if (only := bucket.stretches[0]).end - only.begin == bucket.size:
+            sent = self._node(OPS.stretch.default, name, self.grads[only.name], only.begin, only.end)
         else:
-            parts = [self._piece(one) for one in there if one.end > one.begin or len(there) == 1]
-            begins = [one.at for one in there if one.end > one.begin or len(there) == 1]
-            sent = self._node(PACKING.pack.default, name, parts, begins, parcel.size)
-        room = self._node(OPS.room.default, f"{name}_room", sent, parcel.room)
-        part = self._node(OPS.reduce_scatter.default, f"{name}_part", sent, room, parcel.bucket, parcel.part)
-        return self._node(OPS.reduced.default, f"{name}_shard", part, sent, room, parcel.bucket)
+            stretches = [one for one in present if one.end > one.begin or len(present) == 1]
+            parts, begins = list(map(self._part, stretches)), [one.at for one in stretches]
+            sent = self._node(PACKING.pack.default, name, parts, begins, bucket.size)
+        room = self._node(OPS.room.default, f"{name}_room", sent, bucket.room)
+        part = self._node(OPS.reduce_scatter.default, f"{name}_part", sent, room, bucket.bucket, bucket.part)
+        return self._node(OPS.reduced.default, f"{name}_shard", part, sent, room, bucket.bucket)
 
-    def _piece(self, stretch: Stretch) -> fx.Node:
-        gradient = self.made[stretch.name]
-        if stretch.end - stretch.begin == gradient.meta["val"].numel():
-            return gradient
-        return self._node(PACKING.piece.default, f"{gradient.name}_piece", gradient, stretch.begin, stretch.end)
+    def _part(self, one: Stretch) -> fx.Node:
+        grad = self.grads[one.name]
+        if one.end - one.begin == grad.meta["val"].numel():
+            return grad
+        return self._node(PACKING.piece.default, f"{grad.name}_piece", grad, one.begin, one.end)
 
     def _node(self, target: Any, name: str, *args: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)

@@ -1,133 +1,139 @@
-"""Ranks that plan a step together: the same text, the same prices, the same plan.
+"""Plan a step on several ranks: the same trace, the same prices, the same plan.
 
     rank 0: mm 10 us, budget 2 GB     rank 1: mm 12 us, budget 1 GB     ->    both: mm 10 us, 1 GB, and rank 0's plan
 
-What an op takes is rank 0's; what it needs at most is the largest of all, so that the promise holds on each. Whoever
-has another step to plan is told so before anything hangs.
+Times are those of rank 0. Bytes are the largest of any rank, so that every rank keeps its budget. A rank with another
+step to plan is an error on all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 import passes
 from passes import Machine, PlanResult, Storage, Trace
+from passes.ir.machine import rates, with_rates
 
-from ...errors import PlanError
+from ...errors import AgreementError, CollectiveError, MemgraphError, PlanError
 from ...report.reuse_plan import reuse_plan
 from ...report.saved_plan import SavedPlan, record_plan, without_prices
 from ..comm.agreement import check_agreement, report_errors
-from ..comm.consensus import ADVICE
-from ..comm.exchange import BucketComm
-from ..comm.texts import texts
+from ..comm.consensus import ADVICE, announce_failure
+from ..comm.rank_group import RankGroup, all_texts
+from ..optimizer import OSS
 
-SPEEDS = ("out", "back", "call", "drag", "narrow", "widen", "net", "latency", "strain")
 PLANNING = "the planning of the step"
-FINE = f"{PLANNING}: without trouble"
+FINE = f"{PLANNING}: without error"
 
 
 class JointPlanner:
-    """The ranks of a group while they plan."""
+    """The ranks of a group while they plan a step for `device`."""
 
-    def __init__(self, exchange: BucketComm, device: torch.device) -> None:
-        self.exchange, self.device = exchange, device
+    def __init__(self, comm: RankGroup, device: torch.device) -> None:
+        self.comm, self.device = comm, device
 
-    def telling(self) -> AbstractContextManager[None]:
-        """Around what comes before `trace` or `machine`: what fails here on a rank, the others are told there."""
-        return report_errors(self.exchange.watch, PLANNING, ADVICE)
+    def reporting_errors(self) -> AbstractContextManager[None]:
+        """Report an error of this rank to the others, which wait in `share_trace` or `share_machine`."""
+        return report_errors(self.comm.watchdog, PLANNING, ADVICE)
 
-    def least(self, number: int) -> int:
-        """The least of the numbers that the ranks have."""
-        return min(int(row) for row in self.exchange.each(self._integers([number]))[:, 0])
+    def minimum(self, number: int) -> int:
+        return min(int(row) for row in self.comm.all_gather(self._integers([number]))[:, 0])
 
-    def count(self, text: str) -> int:
-        """How many different texts the ranks have."""
-        return len(set(texts(self.exchange.watch, text.encode(), "count of hosts")))
+    def count_distinct(self, text: str) -> int:
+        """Return how many different texts the ranks have."""
+        return len(set(all_texts(self.comm.watchdog, text.encode(), "count of hosts")))
 
-    def trace(self, trace: Trace) -> Trace:
-        """The step with one price for all ranks.
-
-        Raises:
-            AgreementError: a rank has another step, or has failed.
-        """
+    def share_trace(self, trace: Trace) -> Trace:
+        """Return the trace with the same prices on all ranks."""
         lines = [FINE] + [f"line {i} of the step: {line}" for i, line in enumerate(str(_bare(trace)).splitlines())]
-        check_agreement(self.exchange.watch, lines, ADVICE)
+        check_agreement(self.comm.watchdog, lines, ADVICE)
         numbers = [*(op.workspace for op in trace.ops), *(op.nbytes for op in trace.ops)]
-        most = self.exchange.most(self._integers(numbers)).tolist()
-        us = self.first([op.us for op in trace.ops])
-        works, sizes = most[: len(us)], most[len(us) :]
-        ops = (replace(op, us=us[i], workspace=works[i]) for i, op in enumerate(trace.ops))
-        ops = (replace(op, makes=_states(op.makes, sizes[i])) if op.fn == "state" else op for i, op in enumerate(ops))
+        largest = self.comm.maximum(self._integers(numbers)).tolist()
+        us = self.of_first_rank([op.us for op in trace.ops])
+        workspaces, sizes = largest[: len(us)], largest[len(us) :]
+        ops = (replace(op, us=us[i], workspace=workspaces[i]) for i, op in enumerate(trace.ops))
+        ops = (replace(op, makes=_resized(op.makes, sizes[i])) if op.fn == "state" else op for i, op in enumerate(ops))
         return replace(trace, ops=tuple(ops))
 
-    def machine(self, machine: Machine) -> Machine:
-        """The machine with links as fast as rank 0's, and room for each of the ranks that share a far tier.
+    def share_machine(self, machine: Machine) -> Machine:
+        """Return the machine with rank 0's links, and each rank's share of the tier on its host."""
+        check_agreement(self.comm.watchdog, [FINE], ADVICE)
+        machine = with_rates(machine, self.of_first_rank(rates(machine)))
+        hosts = all_texts(self.comm.watchdog, platform.node().encode(), "count of hosts")
+        capacity = machine.link.capacity // hosts.count(platform.node().encode())
+        link = replace(machine.link, capacity=self.minimum(capacity))
+        enabled, window = bool(self.minimum(machine.streaming.enabled)), -self.minimum(-machine.streaming.window)
+        return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
 
-        Raises:
-            AgreementError: a rank has failed to find out how fast its own are.
-        """
-        check_agreement(self.exchange.watch, [FINE], ADVICE)
-        facts = asdict(machine)
-        facts |= zip(SPEEDS, self.first([facts[name] for name in SPEEDS]), strict=True)
-        hosts = texts(self.exchange.watch, platform.node().encode(), "count of hosts")
-        room = machine.capacity // hosts.count(platform.node().encode())
-        return replace(
-            Machine(**facts),
-            capacity=self.least(room),
-            homes=bool(self.least(machine.homes)),
-            window=-self.least(-machine.window),
-        )
-
-    def choice(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
-        """What rank 0 finds.
-
-        Raises:
-            BudgetError: it finds nothing that fits.
-        """
-        if self.exchange.rank == 0:
+    def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
+        """Return the plan that rank 0 finds."""
+        if self.comm.rank == 0:
             try:
-                found = search(trace, machine)
+                result = search(trace, machine)
             except passes.BudgetError as error:
-                self._told(json.dumps({"error": str(error), "smallest": error.smallest}))
+                self._send(json.dumps({"error": str(error), "smallest": error.smallest}))
                 raise
             except BaseException as error:
-                self._told(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                self._send(json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 raise
-            self._told(record_plan(found, machine).to_json())
-            return found
-        told = self._told("")
-        facts = json.loads(told)
-        if "smallest" in facts:
-            raise passes.BudgetError(facts["error"], machine.budget, facts["smallest"])
-        if "error" in facts:
-            raise PlanError(f"rank 0, which plans for all, has failed: {facts['error']}")
-        return reuse_plan([SavedPlan.from_json(told)], trace, machine)
+            self._send(record_plan(result, machine).to_json())
+            return result
+        text = self._send("")
+        fields = json.loads(text)
+        if "smallest" in fields:
+            raise passes.BudgetError(fields["error"], machine.budget, fields["smallest"])
+        if "error" in fields:
+            raise PlanError(f"rank 0, which plans for all, has failed: {fields['error']}")
+        return reuse_plan([SavedPlan.from_json(text)], trace, machine)
 
-    def first(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers of rank 0."""
-        given = self.exchange.numbers(numbers, torch.float64, self.device)
-        return [float(number) for number in self.exchange.each(given)[0].tolist()]
+    def of_first_rank(self, numbers: Sequence[float]) -> list[float]:
+        own = self.comm.tensor(numbers, torch.float64, self.device)
+        return [float(number) for number in self.comm.all_gather(own)[0].tolist()]
 
-    def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
-        return self.exchange.numbers(numbers, torch.int64, self.device)
+    def _integers(self, numbers: Sequence[int]) -> Tensor:
+        return self.comm.tensor(numbers, torch.int64, self.device)
 
-    def _told(self, text: str) -> str:
-        """The text of rank 0."""
-        return texts(self.exchange.watch, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
+    def _send(self, text: str) -> str:
+        """Return the text of rank 0, on all ranks."""
+        return all_texts(self.comm.watchdog, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
 
 
 def _bare(trace: Trace) -> Trace:
-    """The step without what may differ from rank to rank: prices, and the bytes of states."""
+    """Return the trace without what may differ between ranks: prices, and the bytes of states."""
     bare = without_prices(trace)
-    ops = (replace(op, makes=_states(op.makes, 0)) if op.fn == "state" else op for op in bare.ops)
+    ops = (replace(op, makes=_resized(op.makes, 0)) if op.fn == "state" else op for op in bare.ops)
     return replace(bare, ops=tuple(ops))
 
 
-def _states(makes: tuple[Storage, ...], nbytes: int) -> tuple[Storage, ...]:
-    return tuple(Storage(made.name, nbytes) for made in makes)
+def _resized(makes: tuple[Storage, ...], nbytes: int) -> tuple[Storage, ...]:
+    return tuple(Storage(storage.name, nbytes) for storage in makes)
+
+
+@contextmanager
+def announcing_failure(optimizer: OSS | None, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Announce an error of this rank to the others, if they compare steps before a call that reads these parameters.
+
+    This rank raises its own error.
+    """
+    try:
+        yield
+    except (AgreementError, CollectiveError):  # the others raise these, too
+        raise
+    except Exception:
+        with suppress(MemgraphError):
+            if optimizer is not None and _compares_steps(optimizer, parameters):
+                announce_failure(optimizer.comm, optimizer.layout.device)
+        raise
+
+
+def _compares_steps(optimizer: OSS, parameters: Iterable[Tensor]) -> bool:
+    if optimizer.comm.is_alone or not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        return False
+    return optimizer.gather_mode == "forward" or bool(optimizer.sharded_grads.grad_buckets({}))

@@ -1,9 +1,9 @@
-"""What a sharded optimizer keeps on a rank and what its step allocates there, in the text of a step.
+"""Add to a trace what a sharded optimizer keeps on a rank and what its step allocates.
 
     AdamW over 25.3M parameters, 2 ranks  ->  states 101.2 MB, workspace of the update 8.4 MB and that of buckets
-    with states that live far             ->  workspace of its windows, and that of buckets
+    with offloaded states                 ->  workspace of its windows, and that of buckets
 
-The caller's optimizer is stepped on made-up pieces, as `memgraph/optim/optimizer_profiler.py` does with parameters.
+The caller's optimizer steps on fake shards, as `memgraph/optim/optimizer_profiler.py` does with parameters.
 """
 
 from __future__ import annotations
@@ -15,182 +15,202 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes import Trace
-from passes.ir.wire import WORKSPACE
+from passes.ir.machine import CAST_WORKSPACE, SMALLEST_STREAMED
 
+from ...optim.optimizer_clone import ClonedOptimizer, clone_optimizer, plain_attributes
 from ...optim.optimizer_profiler import update_nbytes
-from ...optim.state_parts import StatePart, is_large
-from ...optim.trained import TrainedParameters
-from ...optim.twin import attributes, clone_optimizer
+from ...optim.state_parts import PARTS, StatePart, TrainedParameters, is_large, partition_states
 from ...optim.update_cost import add_update_op
-from ...optim.update_operands import no_operands
-from ...optim.window_memory import OffloadedParts, window_bytes
-from ..offloaded_states import large_nbytes
+from ...optim.update_operands import no_parameters
+from ...optim.window_memory import OffloadedTensors, window_bytes
 from ..optimizer import OSS
 from ..shards.param_groups import Group, options
 from ..shards.shard_views import BucketViews
 from ..step import AHEAD
 
-FLAGS = 64, 48  # bytes for what is said of each parameter before a step, and for what each rank says
-TRIED = 4  # bytes for each byte of a tensor that is tried
-_known: dict[object, tuple[int, int]] = {}  # of pieces that are alike
+FLAGS = 64, 48  # bytes for each parameter before a step: once, and for each rank
+CHECKED = 4  # bytes for each byte of a tensor whose range is checked
+_updates: dict[object, tuple[int, int]] = {}  # by the kind of a bucket
 _windows: dict[object, int] = {}
 
 
 def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Trace:
-    """The trace with this rank's states among its inputs and its part of the update as its last op.
+    """Return the trace with this rank's states as inputs and its part of the update as the last op.
 
-    All that is trained has a gradient then. Behind a call that makes no gradient comes no update: all would be averaged
-    in it, which takes more than any step. Each part of the states, which may live in the far tier, is a value of its
-    own, with the bytes of the rank that has most of it.
+    All that is trained has a gradient then. A call without gradients has no update behind it: that would average all
+    gradients, which takes more than any step. Each state part, which may be offloaded, is a value of its own, as large
+    as on the rank with most of it.
     """
-    laid, inside, parts = oss.pieces.laid, trained.shards, trained.parts
-    if oss.is_cut:
-        steps = [_bucket_nbytes(oss, one) for one in laid]
-        states = sum(nbytes for nbytes, _ in steps)
-        taken = _step_nbytes(oss, [update for _, update in steps], inside)
+    buckets, reduced, parts = oss.layout.buckets, trained.shards, trained.parts
+    if oss.layout.splits:
+        updates = [_update_nbytes(oss, bucket) for bucket in buckets]
+        states = sum(nbytes for nbytes, _ in updates)
+        workspace = _step_nbytes(oss, [update for _, update in updates], reduced)
     else:
-        states, update = _all_nbytes(oss, trained.parameters)
-        averaged = sum(_averaged_nbytes(oss, inside))
-        taken = averaged + max(update, sum(gathered_nbytes(oss, one) for one in laid)) + _told_nbytes(oss)
+        states, update = _whole_update_nbytes(oss, trained.parameters)
+        averages = sum(_averages_nbytes(oss, reduced))
+        workspace = averages + max(update, sum(gather_nbytes(oss, bucket) for bucket in buckets)) + _flags_nbytes(oss)
     sizes = [part.nbytes for part in parts]
-    rest = states - _apart_nbytes(oss, parts)
-    return add_update_op(trace, type(oss.inner).__name__, rest + sum(sizes), taken if trained.parameters else 0, sizes)
+    states += sum(sizes) - _own_part_nbytes(oss, parts)
+    return add_update_op(trace, type(oss.inner).__name__, states, workspace if trained.parameters else 0, sizes)
 
 
-def _apart_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
-    """Bytes that this rank has of states in parts."""
-    apart = {owner for part in parts for owner in part.owners}
-    each = enumerate(large_nbytes(oss) if parts else ())
-    return sum(of_ranks[oss.exchange.rank] for i, of_ranks in each if i in apart)
+def _own_part_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
+    """Return the bytes of the state parts on this rank."""
+    owners = {owner for part in parts for owner in part.owners}
+    by_bucket = enumerate(large_state_nbytes(oss) if parts else ())
+    return sum(of_ranks[oss.comm.rank] for i, of_ranks in by_bucket if i in owners)
 
 
-def offloaded_nbytes(oss: OSS, inside: Collection[int]) -> int:
-    """What an update takes at most, whatever states live far."""
-    updates = [max(_bucket_nbytes(oss, one)[1], _windows_nbytes(oss, one)) for one in oss.pieces.laid]
-    return _step_nbytes(oss, updates, inside)
+def offloaded_nbytes(oss: OSS, reduced: Collection[int]) -> int:
+    """Return the most that an update allocates, whichever states are offloaded; backward averages `reduced` buckets."""
+    updates = [max(_update_nbytes(oss, bucket)[1], _window_nbytes(oss, bucket)) for bucket in oss.layout.buckets]
+    return _step_nbytes(oss, updates, reduced)
 
 
-def _step_nbytes(oss: OSS, updates: Sequence[int], inside: Collection[int]) -> int:
-    """What a step takes, bucket by bucket, if the update of each takes so much."""
-    laid = oss.pieces.laid
-    gathered = [gathered_nbytes(oss, one) for one in laid]
-    late = oss.exchange.wire is torch.float16  # all buckets are gathered in the end
-    turns = _turns(_averaged_nbytes(oss, inside), updates, [0] * len(laid) if late else gathered)
-    return max(*map(sum, turns), sum(gathered) * late, 0) + _told_nbytes(oss)
+def _step_nbytes(oss: OSS, updates: Sequence[int], reduced: Collection[int]) -> int:
+    """Return what a step allocates if the update of each bucket takes so much."""
+    buckets = oss.layout.buckets
+    gathers = [gather_nbytes(oss, bucket) for bucket in buckets]
+    at_end = oss.comm.wire is torch.float16  # all buckets are gathered at the end
+    turns = _turns(_averages_nbytes(oss, reduced), updates, [0] * len(buckets) if at_end else gathers)
+    return max(*map(sum, turns), sum(gathers) * at_end, 0) + _flags_nbytes(oss)
 
 
-def _told_nbytes(oss: OSS) -> int:
-    """What is taken for flags, and by casts for the wire."""
-    taken = (FLAGS[0] + FLAGS[1] * oss.exchange.ranks) * (1 + len(oss.pieces.parameters))
-    if oss.exchange.wire is not None:
-        taken += WORKSPACE
-    if oss.exchange.wire is torch.float16:  # of which it is tried whether it takes the numbers
-        taken += TRIED * max(parameter.nbytes for parameter in oss.pieces.parameters)
-    return taken
+def _flags_nbytes(oss: OSS) -> int:
+    """Return the bytes of flags and of casts to the wire dtype."""
+    nbytes = (FLAGS[0] + FLAGS[1] * oss.comm.ranks) * (1 + len(oss.layout.parameters))
+    if oss.comm.wire is not None:
+        nbytes += CAST_WORKSPACE
+    if oss.comm.wire is torch.float16:
+        nbytes += CHECKED * max(parameter.nbytes for parameter in oss.layout.parameters)
+    return nbytes
 
 
-def _turns(averaged: Sequence[int], updates: Sequence[int], gathered: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """For each bucket what is there while it is updated, and then gathered: the next ones are averaged, and the last
-    ones are gathered."""
+def _turns(averages: Sequence[int], updates: Sequence[int], gathers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield what is allocated while each bucket is updated: for it, the next ones averaged, and the last ones
+    gathered."""
     for i, update in enumerate(updates):
-        yield *averaged[i : i + AHEAD + 1], *gathered[max(0, i - AHEAD) : i], max(update, gathered[i])
+        yield *averages[i : i + AHEAD + 1], *gathers[max(0, i - AHEAD) : i], max(update, gathers[i])
 
 
-def _bucket_nbytes(oss: OSS, laid: BucketViews) -> tuple[int, int]:
-    """Bytes of the states of a bucket's own pieces, and what their update takes."""
-    group, key = _own_group(oss, laid)
-    if key not in _known:
-        _known[key] = update_nbytes(clone_optimizer(oss.inner, [group]))
-    return _known[key]
+def _update_nbytes(oss: OSS, bucket: BucketViews) -> tuple[int, int]:
+    """Return the bytes of the states of this rank's shards of a bucket, and of the workspace of their update."""
+    group, key = _own_group(oss, bucket)
+    if key not in _updates:
+        _updates[key] = update_nbytes(clone_optimizer(oss.inner, [group]))
+    return _updates[key]
 
 
-def _windows_nbytes(oss: OSS, laid: BucketViews) -> int:
-    """What the update of a bucket's own pieces takes in windows: the most of the next and of later ones."""
-    group, key = _own_group(oss, laid)
-    if not oss.far.can_stream or not group["params"]:
+def _window_nbytes(oss: OSS, bucket: BucketViews) -> int:
+    """Return the workspace of an update in windows: the most of the next one and of later ones."""
+    group, key = _own_group(oss, bucket)
+    window = oss.offloaded_shards.window
+    if not oss.offloaded_shards.can_stream or not group["params"]:
         return 0
-    key = key, oss.far.window
+    key = key, window
     if key not in _windows:
-        far = OffloadedParts(no_operands, no_operands, is_large)
-        taken = window_bytes(clone_optimizer(oss.inner, [group]), oss.far.window, far, group["params"])
-        _windows[key] = max(one.total for one in taken)
+        parts = OffloadedTensors(no_parameters, no_parameters, is_large)
+        nbytes = window_bytes(clone_optimizer(oss.inner, [group]), window, parts, group["params"])
+        _windows[key] = max(each.total for each in nbytes)
     return _windows[key]
 
 
-def _own_group(oss: OSS, laid: BucketViews) -> tuple[Group, object]:
-    """A bucket's own pieces as parameters that have gradients, in a group; and what buckets have in common that are
-    alike."""
-    first, parameters = laid.bucket.items[0], oss.pieces.parameters
-    views = [view for piece, view in laid.own if parameters[piece.item].requires_grad or view in oss.inner.state]
-    group = options(oss.param_groups[oss.group_of[first]])
-    forms = tuple((view.shape, view.dtype, view.device) for view in views)
-    key = oss.optim, repr(group), repr(attributes(oss.inner)), forms
-    return group | {"params": list(map(_trained, views))}, key
+def _own_group(oss: OSS, bucket: BucketViews) -> tuple[Group, object]:
+    """Return a group of this rank's shards of a bucket as trained parameters, and a key that equal buckets share."""
+    parameters = oss.layout.parameters
+    views = [view for one, view in bucket.own if parameters[one.param].requires_grad or view in oss.inner.state]
+    group = options(oss.param_groups[oss.layout.group_of[bucket.bucket.params[0]]])
+    kinds = tuple((view.shape, view.dtype, view.device) for view in views)
+    key = oss.optimizer_class, repr(group), repr(plain_attributes(oss.inner)), kinds
+    return group | {"params": list(map(_as_trained, views))}, key
 
 
-def _all_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
-    """Bytes of the states of all own pieces, and what their update takes, all at once."""
-    ids, parameters, sure = set(map(id, trained)), oss.pieces.parameters, list[Tensor]()
+def _whole_update_nbytes(oss: OSS, trained: Collection[Tensor]) -> tuple[int, int]:
+    """Return the bytes of the states of all of this rank's shards, and of the workspace of one update of all."""
+    ids, parameters, certain = set(map(id, trained)), oss.layout.parameters, list[Tensor]()
     groups: list[list[Tensor]] = [[] for _ in oss.param_groups]
-    for piece, view in (one for laid in oss.pieces.laid for one in laid.own):
-        parameter = parameters[piece.item]
+    for shard, view in oss.layout.own_shards():
+        parameter = parameters[shard.param]
         if parameter.requires_grad or view in oss.inner.state:
-            stepped = _trained(view)
-            groups[oss.group_of[piece.item]].append(stepped)
-            sure += [stepped] if id(parameter) in ids else []
+            stepped = _as_trained(view)
+            groups[oss.layout.group_of[shard.param]].append(stepped)
+            certain += [stepped] if id(parameter) in ids else []
     given = [options(group) | {"params": views} for group, views in zip(oss.param_groups, groups, strict=True)]
-    return update_nbytes(clone_optimizer(oss.inner, given), sure)
+    return update_nbytes(clone_optimizer(oss.inner, given), certain)
 
 
-def _trained(view: Tensor) -> Tensor:
-    """A view as a parameter that has gradients."""
+def _as_trained(view: Tensor) -> Tensor:
     return view.detach().requires_grad_()
 
 
-def _averaged_nbytes(oss: OSS, inside: Collection[int]) -> list[int]:
-    """What each bucket takes while a step averages it; nothing, if backward has done so."""
-    return [0 if i in inside else _averaging_nbytes(oss, one) for i, one in enumerate(oss.pieces.laid)]
+def _averages_nbytes(oss: OSS, reduced: Collection[int]) -> list[int]:
+    """Return what averaging each bucket allocates; nothing if backward has averaged it."""
+    return [0 if bucket.number in reduced else _average_nbytes(oss, bucket) for bucket in oss.layout.buckets]
 
 
-def _averaging_nbytes(oss: OSS, laid: BucketViews) -> int:
-    """What a bucket takes while it is averaged: what comes from others, and copies of what is no single stretch."""
-    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
-    if oss.are_same:
+def _average_nbytes(oss: OSS, bucket: BucketViews) -> int:
+    others, part = oss.comm.ranks - 1, _part_nbytes(oss, bucket)
+    if oss.averager.replicated:
         return 0
-    if oss.neighbours is not None:
-        return (2 + _several(laid)) * part
-    if not _on_cpu(oss):
-        return (others + 2) * part + _copied(oss) * (others + 1) * part
-    return (others + (2 * others + 2) * _several(laid) + 2 * _cast(oss)) * part
+    if _reads_memory(oss):
+        return (2 + _is_packed(bucket)) * part
+    if oss.layout.device.type != "cpu":
+        return (others + 2) * part + _copies(oss) * (others + 1) * part
+    return (others + (2 * others + 2) * _is_packed(bucket) + 2 * (oss.comm.wire is not None)) * part
 
 
-def gathered_nbytes(oss: OSS, laid: BucketViews) -> int:
-    """What a bucket takes while it is gathered: where it is packed and received, if it does not lie in one piece."""
-    others, part = oss.exchange.ranks - 1, _part_nbytes(oss, laid)
-    if not others or oss.neighbours is not None:
+def gather_nbytes(oss: OSS, bucket: BucketViews) -> int:
+    """Return what gathering a bucket allocates."""
+    others, part = oss.comm.ranks - 1, _part_nbytes(oss, bucket)
+    if not others or _reads_memory(oss):
         return 0
-    if not _on_cpu(oss):
-        return (others + 2) * part + _copied(oss) * (others + 1) * part
-    return (others + 1) * (_several(laid) + _cast(oss)) * part
+    if oss.layout.device.type != "cpu":
+        return (others + 2) * part + _copies(oss) * (others + 1) * part
+    return (others + 1) * (_is_packed(bucket) + (oss.comm.wire is not None)) * part
 
 
-def _several(laid: BucketViews) -> bool:
-    """Whether it has to be put together to be sent."""
-    return any(len(of_rank) > 1 for of_rank in laid.stretches)
+def _reads_memory(oss: OSS) -> bool:
+    return oss.comm.shared_memory is not None and oss.layout.is_dense_on_cpu
 
 
-def _cast(oss: OSS) -> bool:
-    return oss.exchange.wire is not None
+def _is_packed(bucket: BucketViews) -> bool:
+    return any(len(of_rank) > 1 for of_rank in bucket.stretches)
 
 
-def _copied(oss: OSS) -> bool:
-    """Whether a collective copies what it is given: gloo does."""
-    return bool(dist.get_backend(oss.exchange.group) == "gloo")
+def _copies(oss: OSS) -> bool:
+    """Return True if a collective copies its input, as with gloo."""
+    return bool(dist.get_backend(oss.comm.group) == "gloo")
 
 
-def _on_cpu(oss: OSS) -> bool:
-    return oss.pieces.device.type == "cpu"
+def _part_nbytes(oss: OSS, bucket: BucketViews) -> int:
+    return bucket.bucket.shard_size * oss.layout.parameters[bucket.bucket.params[0]].element_size()
 
 
-def _part_nbytes(oss: OSS, laid: BucketViews) -> int:
-    return laid.bucket.part * oss.pieces.parameters[laid.bucket.items[0]].element_size()
+def shard_parts(oss: OSS) -> list[StatePart]:
+    """Return state parts of about equal bytes, with buckets as owners; the same parts on all ranks."""
+    if not oss.offloaded_shards.can_stream:
+        return []
+    return partition_states([(i, max(of_ranks)) for i, of_ranks in enumerate(large_state_nbytes(oss))], PARTS)
+
+
+def large_state_nbytes(oss: OSS) -> list[list[int]]:
+    """Return the bytes of states that may be offloaded, for each bucket and rank: those of trained, large shards."""
+    per_element, layout = _state_nbytes_per_element(oss), oss.layout
+    nbytes = []
+    for bucket in layout.buckets:
+        group, of_ranks = layout.group_of[bucket.bucket.params[0]], [0] * oss.comm.ranks
+        for shard in bucket.bucket.shards:
+            parameter = layout.parameters[shard.param]
+            if parameter.requires_grad and shard.count * parameter.element_size() >= SMALLEST_STREAMED:
+                of_ranks[shard.rank] += shard.count * per_element[group, parameter.dtype]
+        nbytes.append(of_ranks)
+    return nbytes
+
+
+def _state_nbytes_per_element(oss: OSS) -> dict[tuple[int, torch.dtype], int]:
+    """Return the bytes of states for an element of a parameter of each group and dtype."""
+    given = [options(group) | {"params": list(group["params"])} for group in oss.param_groups]
+    clone = ClonedOptimizer(clone_optimizer(oss.inner, given))
+    kinds = {(group, p.dtype) for group, p in zip(oss.layout.group_of, oss.layout.parameters, strict=True)}
+    return {kind: sum(dtype.itemsize for dtype in clone.state_dtypes(*kind).values() if dtype) for kind in kinds}

@@ -1,7 +1,7 @@
 """Cut parameters into buckets, and buckets into the shards of the ranks.
 
-shard_views          views of this rank's elements of each parameter
-param_groups         parameter groups as the caller gave them
-arguments            the arguments of OSS, checked
-placeholder_grads    what stands in .grad while the gradient is sharded
+layout            buckets and shards of all parameters of an optimizer
+shard_views       views of one bucket; placeholder gradients
+shard_optimizer   the caller's optimizer class, which steps on this rank's shards
+param_groups      arguments and parameter groups, checked and copied
 """

@@ -44,7 +44,7 @@ def save_and_die(path: Path, moment: str, by_name: bool) -> None:
     owner, name = MOMENTS.get(moment, content)
     setattr(owner, name, die)
     if by_name:
-        atomic_file._opened = atomic_file._opened_by_name
+        atomic_file._open_new = atomic_file._open_named
     save_state(path, net(2))
 
 
@@ -77,7 +77,7 @@ def test_where_each_file_has_a_name_the_next_save_removes_what_a_killed_one_has_
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
-    file, name = atomic_file._opened_by_name(path)
+    file, name = atomic_file._open_named(path)
     users = tmp_path / ".run.pt.settings"
     users.write_text("mine")
     save_state(path, net(1))

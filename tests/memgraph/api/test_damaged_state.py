@@ -86,7 +86,7 @@ def test_a_file_of_before_there_were_checksums_is_loaded(tmp_path: Path) -> None
     save_state(path, model, optimizer)
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.offset_keys()}
-    del metadata["memgraph.api.checksums"]
+    del metadata["memgraph.digests"]
     save_file(tensors, path, metadata)
     load_state(path, *trained())
 

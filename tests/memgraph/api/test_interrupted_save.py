@@ -42,7 +42,7 @@ def test_an_interrupt_as_the_file_is_made_leaves_nothing(
 ) -> None:
     save_state(tmp_path / name, *training())
     before = (tmp_path / name).read_bytes()
-    monkeypatch.setattr(atomic_file, "_opened", interrupting(atomic_file._opened))
+    monkeypatch.setattr(atomic_file, "_open_new", interrupting(atomic_file._open_new))
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path / name, *training())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: before}

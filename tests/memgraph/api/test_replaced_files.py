@@ -21,7 +21,7 @@ NAMES = pytest.mark.parametrize("name", ["run.pt", "run.safetensors"])
 @pytest.fixture(autouse=True, params=[False, True], ids=["nameless", "by name"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:  # as on a file system without nameless files
-        monkeypatch.setattr(atomic_file, "_opened", atomic_file._opened_by_name)
+        monkeypatch.setattr(atomic_file, "_open_new", atomic_file._open_named)
 
 
 @pytest.fixture

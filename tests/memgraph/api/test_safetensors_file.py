@@ -178,8 +178,8 @@ LIMITED = """
 import resource, sys, torch
 from memgraph.api import safetensors_file as tensor_file
 from memgraph.storage.mapped_storage import TensorSpec, MappedBuffer
-forms = [Form((32, 512, 512), strides, torch.float32) for strides in ((262144, 512, 1), (262144, 1, 512))]
-home = Home(forms, sys.argv[1])
+forms = [TensorSpec((32, 512, 512), strides, torch.float32) for strides in ((262144, 512, 1), (262144, 1, 512))]
+home = MappedBuffer(forms, sys.argv[1])
 state = {str(i): home.tensor(i) for i in range(2)}
 data = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (data + (16 << 20), -1))

@@ -18,7 +18,7 @@ from tests.support.strategies import machines, traces
 
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
 
 
 def check(sweep: Sweep) -> None:

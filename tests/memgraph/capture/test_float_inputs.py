@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from memgraph.planning import step_graph
 from memgraph.runtime.step import Step
 
 BUDGET = 100_000_000
+DEFAULT = 0.5
 Value = float | tuple[float, ...]
 
 
@@ -236,6 +238,36 @@ def test_an_attribute_whose_type_is_asked_for_stays_a_constant(captures: list[st
 
     compared(computed, [((), {})] * 4, before=warm)
     assert captures.count("constants") == 4
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda module, h, options: h * options.scale if options.scale is DEFAULT else h,
+        lambda module, h, options: h if [options.scale][0] is not DEFAULT else h.exp(),
+        lambda module, h, options: h * options.scale if id(options.scale) == id(DEFAULT) else h,
+        lambda module, h, options: h * options.scale if operator.is_(options.scale, DEFAULT) else h,
+        lambda module, h, options: h if module.config["warm"] is not DEFAULT else h.exp(),
+    ],
+)
+def test_a_float_whose_identity_is_checked_stays_a_constant(
+    compute: Callable[..., Tensor], captures: list[str]
+) -> None:
+    values = (0.1, 0.2, DEFAULT, 0.3)
+
+    def warm(module: Module, number: int) -> None:
+        module.config["warm"] = values[number]
+
+    compared(compute, [((Options("warm", value),), {}) for value in values], before=warm)
+    assert captures.count("constants") == 4
+
+
+def test_a_float_is_an_input_beside_checks_for_none(captures: list[str]) -> None:
+    def computed(module: Module, h: Tensor, scale: float | None, other: object = None) -> Tensor:
+        return h if scale is None or other is not None or (other is True) else h * scale
+
+    compared(computed, positional(*STEPS[:4]))
+    assert captures == ["constants", "inputs"]
 
 
 def test_a_graph_that_differs_by_more_than_the_float_is_not_shared(captures: list[str]) -> None:

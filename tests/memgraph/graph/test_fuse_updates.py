@@ -15,16 +15,15 @@ from memgraph.graph.fuse_updates import fuse_updates, update_nodes
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
-from memgraph.optim.state_parts import state_parts
-from memgraph.optim.trained import TrainedParameters
+from memgraph.optim.state_parts import TrainedParameters, state_parts
 from memgraph.optim.update_cost import add_update
-from passes import Machine, apply, check, predict
+from passes import Link, Machine, Streaming, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.early_updates import update_early
 from passes.schedule.schedule import CAST, Placement, schedule
 from tests.support.streamed_state import batch, chain, loss
 
-MACHINE = Machine(0, out=1000.0, back=1000.0, homes=True)
+MACHINE = Machine(0, link=Link(out=1000.0, back=1000.0), streaming=Streaming(enabled=True))
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": chain,
     "random": partial(chain, 3, partial(nn.Dropout, 0.3), partial(nn.BatchNorm1d, 256)),
@@ -43,8 +42,8 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Plac
     _, captured = fused(MODELS[name])
     trace = update_early(summarize(captured.graph.graph))
     gaps = ReuseGaps(trace)
-    again = {s: only for s in gaps.maker if s in gaps.root and not trace.op[gaps.maker[s]].once}
-    homes = {s: only for s in gaps.streamable.value if only in (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)}
+    again = {s: only for s in gaps.producer if s in gaps.whole_value and not trace.op[gaps.producer[s]].once}
+    homes = {s: only for s in gaps.streamable.values if only in (Placement.OFFLOAD, Placement.OFFLOAD_BLOCKING)}
     text = apply(trace, schedule(gaps, again | homes, MACHINE))
     check(text)
     assert str(summarize(rewrite(captured.graph.graph, text))) == str(text)

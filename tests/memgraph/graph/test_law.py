@@ -35,16 +35,17 @@ from memgraph.report.report import Report
 from memgraph.runtime.step import Step
 from memgraph.runtime.step_parts import StepParts
 from memgraph.storage.io_threads import STAGING
-from memgraph.storage.tier import Lease
-from memgraph.storage.tiers import open_tier
-from passes import Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
+from memgraph.storage.tiers import Lease, open_tier
+from passes import Cast, Link, Machine, Offload, Plan, PlanResult, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import CAST, STATE_OFFLOADED, Placement, schedule
 from tests.support.law_models import MODELS, Subject, eager, price, subject, traced
 from tests.support.strategies import ways
 
 MACHINE = Machine(
-    1 << 40, out=10.0, back=10.0, staging=STAGING, capacity=1 << 40, wire="bf16", narrow=100.0, widen=100.0
+    1 << 40,
+    link=Link(out=10.0, back=10.0, staging=STAGING, capacity=1 << 40),
+    cast=Cast(dtype="bf16", out=100.0, back=100.0),
 )
 CPU = torch.device("cpu")
 # What the forecast may count too much of: a tangent is there from the first backward op on, but the engine hands it in when it likes.
@@ -60,20 +61,20 @@ def fates(name: str, adds: bool, wire: str = "", homes: bool = True) -> st.Searc
     """What may become of each storage."""
     gaps = ReuseGaps(traced(name, adds))
     return st.fixed_dictionaries(
-        {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.maker}
-        | {storage: st.sampled_from((Placement.KEEP, *STATE_OFFLOADED)) for storage in gaps.streamable.value if homes}
+        {storage: st.sampled_from(legal(gaps, storage, wire)) for storage in gaps.producer}
+        | {storage: st.sampled_from((Placement.KEEP, *STATE_OFFLOADED)) for storage in gaps.streamable.values if homes}
     )
 
 
 def legal(gaps: ReuseGaps, storage: str, wire: str = "") -> list[Placement]:
-    again = [] if gaps.trace.op[gaps.maker[storage]].once else [Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE]
+    again = [] if gaps.trace.op[gaps.producer[storage]].once else [Placement.RECOMPUTE, Placement.RECOMPUTE_PER_USE]
     return [Placement.KEEP, *again, *ways(gaps, storage, wire)]
 
 
 def holds(graph: fx.Graph, trace: Trace, data: st.DataObject) -> None:
     """The law, of a step that no subject has as it is."""
     gaps = ReuseGaps(trace)
-    chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.maker}
+    chosen = {storage: data.draw(st.sampled_from(legal(gaps, storage))) for storage in gaps.producer}
     text = apply(trace, schedule(gaps, chosen, MACHINE))
     check(text)
     assert summarize(rewrite(graph, text), price) == text
@@ -170,7 +171,7 @@ def test_no_decisions_leave_the_graph_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", ["attention", "normed"])
 def test_one_fate_for_all_is_bit_equal_with_eager(name: str, only: Placement) -> None:
     gaps = ReuseGaps(traced(name, False))
-    chosen = {storage: only if only in legal(gaps, storage) else Placement.KEEP for storage in gaps.maker}
+    chosen = {storage: only if only in legal(gaps, storage) else Placement.KEEP for storage in gaps.producer}
     its = subject(name)
     with step_of(name, False, planned(name, False, chosen)) as step:
         its.again()
@@ -195,7 +196,7 @@ def test_any_plan_is_bit_equal_with_eager_and_measures_itself_within_its_forecas
 @pytest.mark.parametrize("name", ["attention", "normed"])
 def test_casts_round_what_they_send_and_nothing_else(name: str, only: Placement) -> None:
     gaps, its = ReuseGaps(traced(name, False)), subject(name)
-    plan = planned(name, False, {s: only if only in legal(gaps, s, "bf16") else Placement.KEEP for s in gaps.maker})
+    plan = planned(name, False, {s: only if only in legal(gaps, s, "bf16") else Placement.KEEP for s in gaps.producer})
     assert casts(plan)
     with step_of(name, False, plan) as step, rounding(name, False, plan) as other:
         its.again()
@@ -242,7 +243,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         if adds:
             run(its, step, 1)
         assert step.parts.state_slots is not None
-        step.parts.state_slots.settled(its.tensors)
+        step.parts.state_slots.place(its.tensors)
         there = resident_bytes([*its.tensors, *(p.grad for p in its.model.parameters() if p.grad is not None)])
         _, allocated = measure_peak(lambda: step(its.tensors, lambda: refuse)[0].backward())
         assert allocated is not None
@@ -250,7 +251,7 @@ def test_any_plan_takes_the_bytes_that_were_forecast(name: str, adds: bool, data
         taken = there + allocated.peak + int(forecast.by_kind["staging"].max(initial=0))
     assert taken <= forecast.peak
     if name in EXACT:
-        at = forecast.trace.ops[forecast.at]
+        at = forecast.trace.ops[forecast.peak_index]
         unused = at.workspace * (at.fn == "memgraph.narrow.default")  # is there for infinite numbers
         assert forecast.peak - taken <= SLACK + unused
 
@@ -259,7 +260,7 @@ def test_no_file_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     its = subject("normed")
     gaps = ReuseGaps(traced("normed", False))
-    chosen = dict.fromkeys(gaps.root, Placement.OFFLOAD_BLOCKING)
+    chosen = dict.fromkeys(gaps.whole_value, Placement.OFFLOAD_BLOCKING)
     for _ in range(3):
         with step_of("normed", False, planned("normed", False, chosen)) as step:
             its.again()

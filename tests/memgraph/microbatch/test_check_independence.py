@@ -75,7 +75,7 @@ def test_a_copy_has_the_same_parts() -> None:
     model = copy.deepcopy(compiled(Does(lambda layer, x: layer(x).square().mean()), reduction="mean"))
     model(torch.randn(4, 4)).backward()
     assert set(model.state_dict()) == {"layer.weight", "layer.bias"}
-    assert {op.part for op in model.plan.forecast.trace.ops} == {0, 1, 2}
+    assert {op.microbatch for op in model.plan.forecast.trace.ops} == {0, 1, 2}
 
 
 def test_dropout_draws_anew_for_every_part() -> None:

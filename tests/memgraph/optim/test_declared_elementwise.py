@@ -12,7 +12,7 @@ from torch import nn
 import memgraph
 from benchmarks.wide import WideAdamW
 from memgraph.errors import UpdateError
-from memgraph.optim.elementwise import declared_elementwise, refuse_not_elementwise
+from memgraph.optim.elementwise import check_elementwise, declared_elementwise
 from tests.support.streamed_state import Twins, batch, chain, far, loss, streams, train
 
 
@@ -47,4 +47,4 @@ def test_a_class_says_it_of_itself_alone() -> None:
     assert declared_elementwise(WideAdamW)
     assert not declared_elementwise(Derived)
     with pytest.raises(UpdateError, match=r"Derived is not known .*; use one of SGD, .* say pointwise = True in its"):
-        refuse_not_elementwise(Derived(nn.Linear(1, 1).parameters()))
+        check_elementwise(Derived(nn.Linear(1, 1).parameters()))

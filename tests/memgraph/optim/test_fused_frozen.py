@@ -95,9 +95,9 @@ def test_windows_are_those_of_the_step_that_runs() -> None:
     layers = OffloadedStates(update, window=update.window)
     assert all_of_it.window != layers.window
     for states in (all_of_it, layers, all_of_it):
-        assert not states.begun
-        states.begin()
-        assert states.begun
+        assert not states.is_active
+        states.activate()
+        assert states.is_active
         assert update.windowed is not None
         assert update.windowed.nbytes == states.window
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import memgraph
-from memgraph.optim import offloaded_update, stepping
-from memgraph.optim.host_step import stepper_on_host
+from memgraph.optim import host_step, offloaded_update
+from memgraph.optim.host_step import clone_on_host
 from memgraph.optim.offloaded_update import OffloadedStates, OffloadedUpdate
 from memgraph.optim.optimizer_clone import ClonedOptimizer
 from memgraph.optim.state_parts import state_parts
@@ -28,7 +28,7 @@ from memgraph.storage.mapped_storage import is_offloaded
 from memgraph.storage.pinned_pool import PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from memgraph.storage.pinned_tier import copy_streams, extra_streams
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 from passes import Stream
 from tests.support.late_device import Late
 from tests.support.streamed_state import OPTIMIZERS, Twins, batch, chain, facts, far, least, loss, same, streamed, train
@@ -43,7 +43,7 @@ SHORT = partial(chain, 3)
 @pytest.fixture(name="rate")
 def _rate(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Says how fast the host steps."""
-    return lambda rate: monkeypatch.setattr(offloaded_update, "stepping", lambda *_: rate)
+    return lambda rate: monkeypatch.setattr(offloaded_update, "host_update_rate", lambda *_: rate)
 
 
 @pytest.fixture(name="host")
@@ -58,7 +58,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, late: Late) -> Late:
 
     def by_itself(work: Callable[[WindowedUpdate, int], Any]) -> Callable[[WindowedUpdate, int], Any]:
         def worked(update: WindowedUpdate, at: int) -> Any:
-            with late.hosting(at >= update.turn):
+            with late.hosting(at >= update.first_host_window):
                 return work(update, at)
 
         return worked
@@ -190,7 +190,7 @@ def test_nothing_is_updated_there_unless_it_is_asked_for(rate: Callable[[float],
     rate(ALL)
     report = planned()
     assert any(isinstance(said, Stream) for said in report.plan) and not there(report)
-    assert report.machine.stepping == 0.0
+    assert report.machine.streaming.host_update_rate == 0.0
 
 
 @pytest.mark.usefixtures("small_windows", "host")
@@ -209,7 +209,7 @@ def test_behind_a_cpu_nothing_is_different(monkeypatch: pytest.MonkeyPatch, rate
     monkeypatch.setattr(target, "buffer_location", lambda device, folder, *_: folder)
     asked = planned.__wrapped__(host_update=True)
     assert any(isinstance(said, Stream) for said in asked.plan)
-    assert not there(asked) and asked.machine.stepping == 0.0
+    assert not there(asked) and asked.machine.streaming.host_update_rate == 0.0
 
 
 def test_what_is_not_built_is_refused() -> None:
@@ -243,14 +243,14 @@ def test_a_window_is_stepped_once_and_its_time_is_known_from_then_on(
         return 8.0
 
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path))
-    monkeypatch.setattr(stepping, "shortest_us", shortest)
+    monkeypatch.setattr(host_step, "shortest_us", shortest)
     optimizer = OPTIMIZERS["adamw"](chain(2).parameters())
     parts, elements = state_parts(optimizer), (1 << 18) // 16
     for _ in range(3):
-        monkeypatch.setattr(stepping, "_known", {})  # as in another process
-        assert stepping.stepping(optimizer, parts, 1 << 18) == pytest.approx(8 * elements / 8.0)
+        monkeypatch.setattr(host_step, "_element_times", {})  # as in another process
+        assert host_step.host_update_rate(optimizer, parts, 1 << 18) == pytest.approx(8 * elements / 8.0)
     assert len(runs) == 1
-    assert stepping.stepping(optimizer, [], 1 << 18) == 0.0
+    assert host_step.host_update_rate(optimizer, [], 1 << 18) == 0.0
 
 
 def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
@@ -258,11 +258,11 @@ def test_the_kernel_for_processors_runs_where_nothing_else_was_chosen() -> None:
     for options, fused in (
         ({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"foreach": False}, True),
     ):  # fmt: skip
-        assert stepper_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
+        assert clone_on_host(optim.AdamW(parameters, **options)).options[0]["fused"] is fused  # type: ignore[arg-type]
     low = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
-    assert stepper_on_host(optim.SGD(low)).options[0]["fused"] is None
-    assert stepper_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
-    assert "fused" not in stepper_on_host(optim.RMSprop(parameters)).options[0]
+    assert clone_on_host(optim.SGD(low)).options[0]["fused"] is None
+    assert clone_on_host(optim.Adam([nn.Parameter(torch.zeros(3, dtype=torch.cfloat))])).options[0]["fused"] is None
+    assert "fused" not in clone_on_host(optim.RMSprop(parameters)).options[0]
 
 
 # --- one update
@@ -290,15 +290,17 @@ def shapes(dtype: torch.dtype) -> list[nn.Parameter]:
     ids=["AdamW", "Adam", "Adagrad", "AdamW bf16", "SGD", "RMSprop", "NAdam"],
 )
 def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
-    make: Callable[..., optim.Optimizer], dtype: torch.dtype, places: str, slabs: PinnedPool
+    make: Callable[..., optim.Optimizer], dtype: torch.dtype, places: str, pool: PinnedPool
 ) -> None:
-    host = PinnedBufferAllocator(CPU, Late(0), slabs)
+    host = PinnedBufferAllocator(CPU, Late(0), pool)
     theirs = shapes(dtype)
     ours = [nn.Parameter(copy.deepcopy(parameter.data)) for parameter in theirs]
     optimizer = make(ours)
     plain = make(theirs, fused=True) if "fused" in optimizer.defaults else make(theirs)
     if places in ("all far", "gradients here"):
-        for parameter, home in zip(ours, begin_reload([parameter.detach() for parameter in ours], host), strict=True):
+        for parameter, home in zip(
+            ours, offload_tensors([parameter.detach() for parameter in ours], host), strict=True
+        ):
             parameter.data = home
     for seed in range(3):
         torch.manual_seed(seed)
@@ -307,12 +309,12 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
             our.grad = their.grad.clone()
         if places in ("all far", "parameters here"):
             for parameter, home in zip(
-                ours, begin_reload([p.grad for p in ours if p.grad is not None], host), strict=True
+                ours, offload_tensors([p.grad for p in ours if p.grad is not None], host), strict=True
             ):
                 parameter.grad = home
         before = [parameter._version for parameter in ours]
-        update = WindowedUpdate(optimizer, WINDOW, lambda _: True, host, hosted=lambda _: True)
-        assert update.turn == 0 and len(update.windows) > 2
+        update = WindowedUpdate(optimizer, WINDOW, lambda _: True, host, on_host=lambda _: True)
+        assert update.first_host_window == 0 and len(update.windows) > 2
         with torch.no_grad():
             update.run()
         plain.step()
@@ -325,28 +327,28 @@ def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
                 assert torch.equal(states[key], value) if isinstance(value, Tensor) else states[key] == value
                 assert is_offloaded(states[key]) or not isinstance(value, Tensor) or not value.dim()
         del update
-        assert not slabs.lent
+        assert not pool.in_use
 
 
 @pytest.mark.parametrize("what", ["a parameter with gaps", "a gradient that lies otherwise"])
 def test_what_the_fused_kernel_would_take_for_something_else_is_stepped_on_the_device(
-    what: str, slabs: PinnedPool
+    what: str, pool: PinnedPool
 ) -> None:
     parameter = nn.Parameter(torch.randn(40, 60)[:, ::2] if "gaps" in what else torch.randn(30, 40).t())
     plain = nn.Parameter(parameter.detach().clone())
     parameter.grad, plain.grad = (torch.arange(1200.0).view(40, 30) for _ in range(2))
     optimizer, other = optim.AdamW([parameter]), optim.AdamW([plain])
     update = WindowedUpdate(
-        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), pool), on_host=lambda _: True
     )
-    assert update.host_step is None and update.turn == len(update.windows)
+    assert update.host_step is None and update.first_host_window == len(update.windows)
     with torch.no_grad():
         update.run()
     other.step()
     assert torch.equal(parameter, plain)
 
 
-def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs: PinnedPool) -> None:
+def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(pool: PinnedPool) -> None:
     ours = [nn.Parameter(torch.randn(40, 30)) for _ in range(2)]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizer = optim.SGD(ours, lr=0.1, momentum=0.9)
@@ -356,7 +358,7 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs:
             ours[i].grad, theirs[i].grad = torch.ones(40, 30), torch.ones(40, 30)
             plain[i].step()
         update = WindowedUpdate(
-            optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+            optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), pool), on_host=lambda _: True
         )
         assert len(update.windows) == 1
         with torch.no_grad():
@@ -365,28 +367,28 @@ def test_a_parameter_that_is_trained_later_than_others_begins_as_they_did(slabs:
 
 
 def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
-    slabs: PinnedPool, monkeypatch: pytest.MonkeyPatch
+    pool: PinnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClonedOptimizer, "numbers", lambda *_: {"step": torch.device("meta")})
+    monkeypatch.setattr(ClonedOptimizer, "scalar_devices", lambda *_: {"step": torch.device("meta")})
     parameter = nn.Parameter(torch.ones(40, 30))
     parameter.grad = torch.ones(40, 30)
     optimizer = optim.AdamW([parameter])
     update = WindowedUpdate(
-        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), slabs), hosted=lambda _: True
+        optimizer, WINDOW, lambda _: True, PinnedBufferAllocator(CPU, Late(0), pool), on_host=lambda _: True
     )
     with torch.no_grad():
         update.run()
     assert optimizer.state[parameter]["step"].is_meta and is_offloaded(optimizer.state[parameter]["exp_avg"])
 
 
-def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(slabs: PinnedPool) -> None:
+def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(pool: PinnedPool) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    whole = OffloadedUpdate(optim.AdamW(parameters), where=PinnedBufferAllocator(CPU, Late(0), slabs))
+    whole = OffloadedUpdate(optim.AdamW(parameters), location=PinnedBufferAllocator(CPU, Late(0), pool))
     first = OffloadedStates(whole, tuple(parameters), tuple(parameters))
-    first.begin()
-    assert whole.hosted == set(parameters) and first.begun
+    first.activate()
+    assert whole.host_owners == set(parameters) and first.is_active
     second = OffloadedStates(whole, tuple(parameters), (parameters[1],))
-    first.end(second.owners)
-    assert not second.begun
-    second.begin()
-    assert whole.hosted == {parameters[1]} and second.begun
+    first.deactivate(second.owners)
+    assert not second.is_active
+    second.activate()
+    assert whole.host_owners == {parameters[1]} and second.is_active

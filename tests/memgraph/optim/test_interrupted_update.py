@@ -33,8 +33,8 @@ class Faulty:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, lasting: bool, fault: Callable[[], None]) -> None:
         self.at, self.lasting, self.fault, self.calls = at, lasting, fault, 0
-        self.transfer = io_threads.transfer
-        monkeypatch.setattr(io_threads, "transfer", self)
+        self.transfer = io_threads.transfer_pages
+        monkeypatch.setattr(io_threads, "transfer_pages", self)
 
     def __call__(self, *where: Any) -> None:
         self.calls += 1
@@ -160,7 +160,7 @@ def test_other_gradients_do_not_finish_an_interrupted_update(tmp_path: Path, way
         one.parameters[0].grad.mul_(2)
     else:
         one.optimizer.zero_grad()
-    with pytest.raises(SpillError, match="the gradients that the others want have been changed; load an earlier state"):
+    with pytest.raises(SpillError, match="the gradients that the others need have been changed; load an earlier state"):
         one.optimizer.step()
     assert all(map(torch.equal, before, one.parameters))
 
@@ -191,7 +191,7 @@ def test_nothing_of_an_update_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     class Watched(windowed_update.WindowedUpdate):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            updates.extend(map(weakref.ref, (self, *self.slabs)))
+            updates.extend(map(weakref.ref, (self, *self.buffers)))
 
     monkeypatch.setattr(windowed_optimizer, "WindowedUpdate", Watched)
     one = training(tmp_path, OPTIMIZERS["AdamW"], SIDES["states"]).steps(1)

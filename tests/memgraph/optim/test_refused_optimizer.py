@@ -88,12 +88,12 @@ def needed(model: nn.Module, optimizer: optim.Optimizer) -> int:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], torch.dtype, str]] = {
-    "own": (Own, torch.float32, "Own is not known to change each element by itself.*use one of SGD, Adam"),
-    "Adafactor": (optim.Adafactor, torch.float32, "Adafactor is not known to change each element by itself"),
+    "own": (Own, torch.float32, "Own is not known to update each element independently.*use one of SGD, Adam"),
+    "Adafactor": (optim.Adafactor, torch.float32, "Adafactor is not known to update each element independently"),
     "unsteady": (
         lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
         torch.bfloat16,
-        "SGD with fused=True does not give the same twice in torch.bfloat16, .*; set fused=False",
+        "SGD with fused=True is not deterministic in torch.bfloat16, .*; set fused=False",
     ),
 }
 

@@ -222,7 +222,7 @@ def test_the_disk_is_full_when_homes_are_made() -> None:
 def test_the_disk_refuses_what_moves_home() -> None:
     twins = Twins()
     begin = facts(twins.model)
-    twins.model._planner.step((batch(),), {}, twins.model._wanted)  # links are measured, and workers there
+    twins.model._planner.step((batch(),), {}, twins.model._outputs)  # links are measured, and workers there
     with failing("pwritev"), pytest.raises(SpillError):
         twins.model(batch())
     assert same(facts(twins.model), begin)

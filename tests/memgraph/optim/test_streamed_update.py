@@ -17,11 +17,11 @@ from memgraph.optim.fused_update import FusedUpdate
 from memgraph.optim.offloaded_update import OffloadedUpdate
 from memgraph.optim.optimizer_profiler import state_tensors
 from memgraph.optim.streamed_update import StreamedUpdate
-from memgraph.optim.window_memory import OffloadedParts, window_bytes
+from memgraph.optim.window_memory import OffloadedTensors, window_bytes
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from memgraph.storage.mapped_storage import buffer_slice_of
 from memgraph.storage.spill_file import SpillError
-from memgraph.storage.transfer import begin_reload
+from memgraph.storage.transfer import offload_tensors
 from tests.support.faults import failing
 from tests.support.fused_updates import fused, smallest, steps
 from tests.support.slow_disk import Gate, drain
@@ -37,7 +37,7 @@ def parameters(folder: Path | None) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
     tensors[2] = tensors[2].t()
-    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else begin_reload(tensors, folder))]
+    return [nn.Parameter(tensor) for tensor in (tensors if folder is None else offload_tensors(tensors, folder))]
 
 
 def gradients(like: list[nn.Parameter], seed: int) -> list[Tensor]:
@@ -126,9 +126,9 @@ def test_the_gradient_is_gone_when_its_update_returns(tmp_path: Path, monkeypatc
 def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: Callable[[Tensor], bool]) -> None:
     ours = parameters(tmp_path)
     optimizer = OPTIMIZERS["AdamW"](ours)
-    foreseen = window_bytes(optimizer, WINDOW, OffloadedParts(everywhere, everywhere, states), ours, apart=True)[0]
+    foreseen = window_bytes(optimizer, WINDOW, OffloadedTensors(everywhere, everywhere, states), ours, separate=True)[0]
     one = StreamedUpdate(optimizer, ours, WINDOW, states, tmp_path)
-    assert resident_bytes(one.slabs) <= foreseen.windows <= foreseen.between <= foreseen.total
+    assert resident_bytes(one.buffers) <= foreseen.windows <= foreseen.between <= foreseen.total
 
     def update() -> None:
         for parameter in ours:
@@ -139,12 +139,12 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
         _, seen = measure_peak(update)
         one.finish()
     assert seen is not None
-    assert seen.peak + resident_bytes(one.slabs) - (near_states(optimizer) - before) <= foreseen.total
+    assert seen.peak + resident_bytes(one.buffers) - (near_states(optimizer) - before) <= foreseen.total
 
 
 def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
     """However many parameters have been updated by then; none of them makes a state any more."""
-    ours = [nn.Parameter(tensor) for tensor in begin_reload([torch.zeros(40_001) for _ in range(8)], tmp_path)]
+    ours = [nn.Parameter(tensor) for tensor in offload_tensors([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)
     zeros = [torch.zeros(()).expand(parameter.shape) for parameter in ours]
     with torch.no_grad():
@@ -153,11 +153,11 @@ def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
             first.update(parameter, gradient)
         first.finish()
         foreseen = window_bytes(
-            optimizer, WINDOW, OffloadedParts(everywhere, everywhere, everywhere), ours, apart=True
+            optimizer, WINDOW, OffloadedTensors(everywhere, everywhere, everywhere), ours, separate=True
         )[0]
         held, seen = measure_peak(lambda: _most_of_them(optimizer, ours, zeros, tmp_path))
         assert seen is not None
-        assert resident_bytes(held.slabs) < seen.net <= foreseen.between
+        assert resident_bytes(held.buffers) < seen.net <= foreseen.between
         held.finish()
 
 
@@ -230,8 +230,8 @@ def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: py
 
     def stop(self: FusedUpdate, name: str, gradient: Tensor) -> None:
         update(self, name, gradient)
-        if self.relay is not None:
-            relays.append(self.relay)
+        if self.stream is not None:
+            relays.append(self.stream)
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -239,8 +239,8 @@ def test_an_error_elsewhere_in_backward_leaves_no_copy_under_way(monkeypatch: py
         made.backward()
     (one,) = relays
     windows: list[Any] = [*one.filled.values(), *one.drained.values()]
-    parts = [part for window in windows for move in window.copies for part in move.parts]
-    assert parts and not any(part.closed for part in parts)
+    parts = [part for window in windows for move in window.copies for part in move.chunks]
+    assert parts and all(part.is_set for part in parts)
     with pytest.raises(memgraph.FusedError):
         twins.model(batch())
 
@@ -249,8 +249,8 @@ def test_windows_stay_for_updates_in_backward_alone() -> None:
     trained = [nn.Parameter(torch.zeros(300, 300)) for _ in range(3)]
     optimizer = torch.optim.AdamW(trained)
     inside, behind = (OffloadedUpdate(optimizer, fused=fuse) for fuse in (True, False))
-    assert 0 < inside.between(trained) <= inside.nbytes(trained)
-    assert behind.between(trained) == 0
+    assert 0 < inside.nbytes_between(trained) <= inside.peak_nbytes(trained)
+    assert behind.nbytes_between(trained) == 0
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -258,7 +258,7 @@ def test_all_of_the_step_is_within_its_forecast_where_windows_stay() -> None:
     twins = fused(kind="momentum", budget=smallest("momentum"))
     twins.step(partial(_train, seed=0))
     report = twins.model.plan
-    assert report.machine.ahead and report.measured is not None
+    assert report.machine.streaming.update_staging and report.measured is not None
     assert report.measured <= report.peak <= report.budget
 
 

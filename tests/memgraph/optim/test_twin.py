@@ -12,8 +12,7 @@ from torch import Tensor, nn, optim
 import memgraph
 from memgraph.errors import FusedError, UpdateError
 from memgraph.optim.elementwise import ELEMENTWISE
-from memgraph.optim.optimizer_clone import ClonedOptimizer
-from memgraph.optim.twin import clone_optimizer
+from memgraph.optim.optimizer_clone import ClonedOptimizer, clone_optimizer
 from tests.support.streamed_state import Twins, assert_kept, batch, chain, far, loss, train
 
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
@@ -90,7 +89,7 @@ def test_a_twin_has_numbers_of_its_own_and_reaches_nothing_of_the_first() -> Non
 def test_what_a_step_changes_beside_its_states_is_not_run_in_windows(first: Any) -> None:
     optimizer, before = counting(first), str(first)
     with pytest.raises(UpdateError, match=r"Counting.calls is another after a step, .*; keep it in the state of each"):
-        ClonedOptimizer(optimizer).entries(0, torch.float32)
+        ClonedOptimizer(optimizer).state_dtypes(0, torch.float32)
     assert str(optimizer.calls) == before
 
 
@@ -106,7 +105,7 @@ def test_nor_is_it_updated_in_backward_one_parameter_after_the_other() -> None:
 def test_what_a_step_of_torchs_own_notes_of_itself_does_not_count(kind: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     for optimizer in [kind([parameter]), *([kind([parameter], fused=True)] if kind in FUSED else [])]:
-        ClonedOptimizer(optimizer).entries(0, torch.float32)
+        ClonedOptimizer(optimizer).state_dtypes(0, torch.float32)
 
 
 def test_what_a_twin_copies_is_in_the_forecast_of_an_update_in_backward() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memgraph.optim.window_plan import LINE, WindowRow, aligned_boxes, plan_windows
+from memgraph.optim.window_plan import LINE, WindowRow, plan_windows, range_boxes
 from memgraph.storage.spill_file import PAGE
 
 itemsizes = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3).map(tuple)
@@ -15,17 +15,17 @@ rows = st.builds(WindowRow, st.integers(0, 100_000), st.just((4, 4)), itemsizes,
 
 @given(st.lists(rows, max_size=6), st.integers(0, 1 << 20))
 def test_windows_hold_every_element_once_and_in_order(rows: list[WindowRow], more: int) -> None:
-    nbytes = max((row.nbytes(min(row.count, row.quantum)) for row in rows), default=0) + more
+    nbytes = max((row.nbytes(min(row.count, row.granularity)) for row in rows), default=0) + more
     windows = plan_windows(rows, nbytes)
-    pieces = [piece for window in windows for piece in window]
+    chunks = [chunk for window in windows for chunk in window]
     for window in windows:
-        assert sum(rows[piece.row].nbytes(piece.count) for piece in window) <= nbytes
-        assert sum(rows[piece.row].room(piece.count) for piece in window) <= nbytes + 4 * LINE * len(window)
+        assert sum(rows[chunk.row].nbytes(chunk.count) for chunk in window) <= nbytes
+        assert sum(rows[chunk.row].buffer_nbytes(chunk.count) for chunk in window) <= nbytes + 4 * LINE * len(window)
     for i, row in enumerate(rows):
-        ends = [(piece.begin, piece.end) for piece in pieces if piece.row == i]
+        ends = [(chunk.begin, chunk.end) for chunk in chunks if chunk.row == i]
         assert [0, *(end for _, end in ends)] == [*(begin for begin, _ in ends), row.count]
-        assert all(begin * size % PAGE == 0 for begin, _ in ends for size in row.moved + row.resident + row.fresh)
-    assert [piece.row for piece in pieces] == sorted(piece.row for piece in pieces)
+        assert all(begin * size % PAGE == 0 for begin, _ in ends for size in row.buffered + row.resident + row.created)
+    assert [chunk.row for chunk in chunks] == sorted(chunk.row for chunk in chunks)
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -34,9 +34,9 @@ def test_boxes_are_a_range_of_elements_in_order(shape: list[int], data: st.DataO
     tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
     begin = data.draw(st.integers(0, tensor.numel()))
     end = data.draw(st.integers(begin, tensor.numel()))
-    found = [view.reshape(-1) for view in aligned_boxes(tensor, begin, end)]
+    found = [view.reshape(-1) for view in range_boxes(tensor, begin, end)]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), tensor.reshape(-1)[begin:end])
     assert all(
         view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        for view in aligned_boxes(tensor, begin, end)
+        for view in range_boxes(tensor, begin, end)
     )

@@ -296,7 +296,9 @@ def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path, kind: type[op
     one = training(tmp_path, made(kind), ALL)
     one.gradients()
     before = [p.detach().clone() for p in one.parameters]
-    with pytest.raises(UpdateError, match=r"is not known to change each element by itself, .*; use one of SGD, Adam"):
+    with pytest.raises(
+        UpdateError, match=r"is not known to update each element independently, .*; use one of SGD, Adam"
+    ):
         one.optimizer.step(lambda: 0.0)
     assert all(map(torch.equal, before, one.parameters))
 
@@ -324,12 +326,12 @@ def test_two_parameters_on_one_place_are_refused(tmp_path: Path) -> None:
     one.parameters[7].data = one.parameters[1].data[:20_000]
     one.gradients()
     one.parameters[7].grad = torch.ones(20_000)
-    with pytest.raises(UpdateError, match="shares its home with another"):
+    with pytest.raises(UpdateError, match="shares its memory with another"):
         one.optimizer.step()
 
 
 def test_what_torch_does_not_do_the_same_way_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UpdateError, match=r"SGD with fused=True does not give the same twice in torch\.bfloat16"):
+    with pytest.raises(UpdateError, match=r"SGD with fused=True is not deterministic in torch\.bfloat16"):
         low_precision(tmp_path, OPTIMIZERS["SGD fused"], 1, 70_001, 300_000)
 
 
@@ -346,5 +348,5 @@ def test_what_the_optimizer_refuses_by_itself_is_not_kept_for_later(tmp_path: Pa
 def test_windows_that_hold_no_piece_are_refused(tmp_path: Path) -> None:
     one = training(tmp_path, OPTIMIZERS["AdamW"], ALL, nbytes=10_000)
     one.gradients()
-    with pytest.raises(ValueError, match="windows of 10000 bytes hold no piece of a parameter that wants 16384"):
+    with pytest.raises(ValueError, match="windows of 10000 bytes hold no chunk of a parameter that wants 16384"):
         one.optimizer.step()

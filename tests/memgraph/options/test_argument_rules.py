@@ -129,7 +129,7 @@ def test_numbers_and_truth_values_may_be_of_numpy() -> None:
     }  # fmt: skip
     planners = [memgraph.compile(model, optimizer=optimizer, **given)._planner for given in (plain, other)]
     assert repr(planners[0].options) == repr(planners[1].options)
-    assert type(planners[1].budget) is int
+    assert type(planners[1].target.budget) is int
     assert [type(planner.module._count) for planner in planners] == [int, int]
 
 

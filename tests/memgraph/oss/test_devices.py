@@ -15,10 +15,10 @@ from tests.support.ranks import on_ranks
 def _laid(rank: int) -> list[str]:
     spread = memgraph.OSS(tensors((5, 7), (3,)), optim.Adam)
     elsewhere = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.empty(6, device="meta"))]
-    spread._lay_out(0, elsewhere)
-    for laid in spread.pieces.laid:
-        assert len({spread.pieces.parameters[item].device for item in laid.bucket.items}) == 1
-    own = [piece.count for laid in spread.pieces.laid for piece, view in laid.own if view.is_meta]
+    spread.layout.add_group(0, {"params": elsewhere})
+    for laid in spread.layout.buckets:
+        assert len({spread.layout.parameters[item].device for item in laid.bucket.params}) == 1
+    own = [piece.count for laid in spread.layout.buckets for piece, view in laid.own if view.is_meta]
     assert own == [3]
     given = [nn.Parameter(torch.zeros(3, device="meta" if rank == 1 else "cpu"))]
     said = [refusal(ShardError if rank == 1 else AgreementError, memgraph.OSS, given)]

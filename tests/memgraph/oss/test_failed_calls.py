@@ -71,7 +71,7 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
 def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: str) -> None:
     (told, first), (own, second) = on_ranks(2, _failing, gather)
     assert own[0].startswith("UpdateError: Fussy can't be planned")
-    assert told[0].startswith("AgreementError: the ranks disagree on the planning of the step: without trouble on rank")
+    assert told[0].startswith("AgreementError: the ranks disagree on the planning of the step: without error on rank")
     assert "UpdateError: Fussy can't be planned" in told[0] and "on rank 1" in told[0]
     assert (
         own[1].startswith("RuntimeError: Expected tensor") and "ranks [1] can't run this step, and say why" in told[1]
@@ -82,8 +82,8 @@ def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: s
             and "ranks [1] can't run this step, and say why" in told[2]
         )
     else:  # what is awaited comes first, and is where ranks meet
-        assert "or a new kind of call, which begins with one, and something else have ranks [0]" in own[2]
-        assert "rank 0 has a step that it knows, and something else have ranks [1]" in told[2]
-    turned = "float64.* now; make the optimizer anew; turn it back and call optimizer.gather"
+        assert "or a new kind of call, which begins with one; ranks [0] run something else" in own[2]
+        assert "rank 0 is about to run a step that is planned; ranks [1] run something else" in told[2]
+    turned = "float64.* now; create a new optimizer; change it back and call optimizer.gather"
     assert all(bool(re.search(turned, said[3])) == (gather == "forward") for said in (own, told))
     assert first and second

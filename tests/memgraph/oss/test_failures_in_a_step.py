@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph import CollectiveError, ShardError, StateError
-from memgraph.oss.checkpoint.courier import TensorSender
+from memgraph.oss.checkpoint.full_state import TensorSender
 from memgraph.oss.comm.liveness import VERDICT
 from memgraph.oss.comm.p2p import P2PComm
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
@@ -108,11 +108,11 @@ def _left(rank: int, in_step: bool) -> list[Any]:
     if not in_step:
         spread.step()
     if rank == 1:
-        P2PComm.reduce = TensorSender.bring = _no_room  # type: ignore[assignment, method-assign]
+        P2PComm.reduce = TensorSender.send = _no_room  # type: ignore[assignment, method-assign]
     with pytest.raises(RuntimeError) as caught:
         call()
     assert isinstance(caught.value, CollectiveError) == (rank != 1)
-    spread.watch.store.wait([VERDICT])  # this process is there, and so are its connections
+    spread.watchdog.store.wait([VERDICT])  # this process is there, and so are its connections
     return [*getattr(caught.value, "ranks", ()), str(caught.value)]
 
 
@@ -164,7 +164,7 @@ def _no_direction(*_: object) -> None:
 
 def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
     leads, follows = on_ranks(2, _searched)
-    wants = "LBFGS evaluates the loss again and again; call step(closure)"
+    wants = "LBFGS evaluates its closure several times; call step(closure)"
     assert follows[0] == wants and leads[0] == f"another rank can't step, so none does: TypeError: {wants} on rank 1"
     assert follows[1] == f"another rank can't step, so none does: TypeError: {leads[1]} on rank 0"
     assert leads[2] == f"another rank can't step, so none does: ValueError: {follows[2]} on rank 1"

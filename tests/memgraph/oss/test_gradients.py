@@ -57,7 +57,7 @@ def _averaged(rank: int, ranks: int, way: str) -> None:
     go(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
     spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
-    assert spread.near is None or way == "near"
+    assert spread.comm.shared_memory is None or way == "near"
     for step in range(4):
         give(ours, step, ranks, rank)
         give(plain, step, ranks)
@@ -319,7 +319,7 @@ def _allocates(rank: int, way: str) -> None:
     give(ours, 0, 2, rank)
     _, seen = measure_peak(spread.step)
     assert seen is not None
-    way = way if spread.near or way != "near" else "pairs"  # where the kernel lets nobody read
+    way = way if spread.comm.shared_memory or way != "near" else "pairs"  # where the kernel lets nobody read
     assert 0 < seen.peak < {"near": 2, "pairs": 8}[way] * BUCKET
 
 

@@ -1,7 +1,4 @@
-"""What ranks tell each other about a step is gone, to the byte, when they have heard it.
-
-Every way of it is tried in one start of two ranks.
-"""
+"""Numbers that ranks exchange leave no bytes behind."""
 
 from __future__ import annotations
 
@@ -14,19 +11,20 @@ import memgraph
 from memgraph.profile.memory_meter import measure_peak
 from tests.support.ranks import on_ranks
 
-TIMES = 300  # what a thread lets go of late is seen in some of them
+TIMES = 300  # a thread that frees late is seen in some of them
 
 
-def _left(rank: int) -> dict[str, int]:
-    """Bytes that each way has left behind."""
+def _leftover_bytes(rank: int) -> dict[str, int]:
+    """Return the bytes that each exchange has left behind."""
     optimizer = memgraph.OSS([nn.Parameter(torch.ones(64))])
-    exchange, near, bucket = optimizer.exchange, optimizer.neighbours, optimizer.pieces.laid[0].bucket
+    comm, bucket = optimizer.comm, optimizer.layout.buckets[0].bucket
     ways: dict[str, Callable[[], object]] = {
-        "most": lambda: exchange.most(torch.zeros(3, dtype=torch.int32)),
-        "each": lambda: exchange.each(torch.zeros(3)),
+        "maximum": lambda: comm.maximum(torch.zeros(3, dtype=torch.int32)),
+        "all_gather": lambda: comm.all_gather(torch.zeros(3)),
     }
-    if near is not None:
-        ways |= {"packed": lambda: near.packed(bucket, torch.ones(64))(), "meet": lambda: near.meet("a meeting")}
+    if (reader := comm.shared_memory) is not None:
+        ways["packed"] = lambda: reader.reduce_packed(bucket, torch.ones(64))()
+        ways["meet"] = lambda: reader.meet("a meeting")
     return {name: _net(way) for name, way in ways.items()}
 
 
@@ -40,17 +38,17 @@ def _net(way: Callable[[], object]) -> int:
     return allocation.net
 
 
-def test_numbers_that_ranks_have_told_each_other_leave_no_bytes() -> None:
-    first, second = on_ranks(2, _left)
+def test_numbers_that_ranks_exchange_leave_no_bytes() -> None:
+    first, second = on_ranks(2, _leftover_bytes)
     assert set(first.values()) | set(second.values()) == {0}, (first, second)
 
 
-def _told(rank: int) -> list[object]:
-    exchange = memgraph.OSS([nn.Parameter(torch.ones(8))]).exchange
+def _exchanged(rank: int) -> list[object]:
+    comm = memgraph.OSS([nn.Parameter(torch.ones(8))]).comm
     kept = torch.tensor([rank, 5, -rank])
-    found: list[object] = [exchange.most(kept) is kept, kept.tolist(), exchange.each(torch.tensor([rank, 7])).tolist()]
-    return [*found, exchange.most(torch.tensor([1.0, torch.nan if rank == 1 else 0.0])).isnan().tolist()]
+    found: list[object] = [comm.maximum(kept) is kept, kept.tolist(), comm.all_gather(torch.tensor([rank, 7])).tolist()]
+    return [*found, comm.maximum(torch.tensor([1.0, torch.nan if rank == 1 else 0.0])).isnan().tolist()]
 
 
-def test_every_rank_hears_the_numbers_of_all() -> None:
-    assert on_ranks(3, _told) == [[True, [2, 5, 0], [[0, 7], [1, 7], [2, 7]], [False, True]]] * 3
+def test_every_rank_receives_the_numbers_of_all() -> None:
+    assert on_ranks(3, _exchanged) == [[True, [2, 5, 0], [[0, 7], [1, 7], [2, 7]], [False, True]]] * 3

@@ -42,7 +42,7 @@ def _asked(rank: int) -> list[str]:
 def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
     first, own = on_ranks(2, _asked)
     assert first[:3] == own[:3] and first[4:] == own[4:]
-    clip = "the ranks disagree on what is asked for: clip_grad_norm_({}, error_if_nonfinite={}) on rank 0; "
+    clip = "the ranks disagree on what is called: clip_grad_norm_({}, error_if_nonfinite={}) on rank 0; "
     assert first[0].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(2.0, 2.0, error_if_nonfinite=False)")
     assert first[1].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(1.0, 1.0, error_if_nonfinite=False)")
     assert first[2].startswith(clip.format("1.0, 2.0", False) + "clip_grad_norm_(1.0, 2.0, error_if_nonfinite=True)")
@@ -57,7 +57,7 @@ def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
 def _none_yet(rank: int) -> list[float]:
     ours = tensors((3,))
     said = refusal(ShardError, memgraph.OSS, ours, optim.SGD, [0, 1])
-    assert said.startswith("group=[0, 1] is no process group that there is now; make one with torch.distributed.new_")
+    assert said.startswith("group=[0, 1] is no process group of this program; create one with torch.distributed.new_")
     spread = memgraph.OSS([{"params": []}], optim.SGD, lr=1.0)
     assert spread.clip_grad_norm_(1.0) == 0
     spread.step()

@@ -33,7 +33,7 @@ def _frozen(rank: int) -> None:
     for parameters in (ours, plain):
         parameters[0].requires_grad_(False)
     spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
-    trained = [piece.count for laid in spread.pieces.laid for piece, _ in laid.own if piece.item > 0]
+    trained = [piece.count for laid in spread.layout.buckets for piece, _ in laid.own if piece.param > 0]
     assert sum(trained) == 8  # a frozen parameter does not unbalance the others
     for step in range(6):
         for parameters, optimizer in ((ours, spread), (plain, alone)):
@@ -167,7 +167,7 @@ def _refused(rank: int) -> None:
     for wrong, words in (
         (lambda: memgraph.OSS([w, w]), "twice"),
         (lambda: memgraph.OSS([w, nn.Parameter(w.detach()[1:])]), "share memory"),
-        (lambda: memgraph.OSS([nn.Parameter(torch.zeros(1).expand(3))]), "over itself"),
+        (lambda: memgraph.OSS([nn.Parameter(torch.zeros(1).expand(3))]), "overlap"),
         (lambda: memgraph.OSS([w], gradients="sum"), "'average', 'same'"),
         (lambda: memgraph.OSS([w], wire_dtype=torch.int8), "bfloat16"),
     ):

@@ -55,7 +55,7 @@ def _told(rank: int) -> list[str]:
         refusal(ShardError, memgraph.load_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
     if rank:  # which asks nobody any more
-        optimizer.updates.is_torn = True
+        optimizer.sharded_step.is_half_updated = True
         for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
             assert refusal(ShardError, call).startswith("a step failed when some parameters were updated")
     return said

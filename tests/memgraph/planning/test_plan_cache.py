@@ -18,7 +18,7 @@ from memgraph.graph.captured import Captured
 from memgraph.planning import capture_cache, plan_cache, search, step_graph
 from memgraph.system import measurement_cache
 from passes import Machine, Op, PlanResult, Storage, Trace, make_plan
-from passes.pipeline import FAIR
+from passes.pipeline import FAIR_GAP
 from tests.oracle.network import layers
 
 
@@ -159,7 +159,7 @@ def test_the_plan_of_a_neighbour_that_is_far_or_too_small_is_not() -> None:
         choice = plan_cache.find_plan(of_length(length), tight, (), search)
         assert choice.forecast.peak <= tight.budget
     assert len(found) == 3
-    assert found[2].overhead + FAIR < found[0].overhead
+    assert found[2].overhead + FAIR_GAP < found[0].overhead
 
 
 def test_a_plan_that_was_damaged_on_disk_is_searched_for_again() -> None:

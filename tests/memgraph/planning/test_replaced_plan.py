@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from memgraph.optim.placement import StatePlacement, state_tensors
+from memgraph.optim.placement import StatePlacement, elementwise_states
 from memgraph.optim.tier_slots import OffloadedSlots
 from memgraph.storage.mapped_storage import is_offloaded
 from tests.support.streamed_state import Twins, batch, far
@@ -34,7 +34,7 @@ def state_slots(twins: Twins) -> OffloadedSlots:
 def states(twins: Twins) -> list[Tensor]:
     """Those that the plan has far, wherever they are."""
     parameters = state_slots(twins).states.owners
-    return [value for parameter in parameters for value in state_tensors(twins.ours.state[parameter]).values()]
+    return [value for parameter in parameters for value in elementwise_states(twins.ours.state[parameter]).values()]
 
 
 def bind_anew(twins: Twins) -> None:
@@ -58,7 +58,7 @@ def clear_states(twins: Twins) -> None:
 def test_while_nothing_moves_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(StatePlacement, "settle", lambda *given: pytest.fail("looked for what has not moved"))
+        patch.setattr(StatePlacement, "place", lambda *given: pytest.fail("looked for what has not moved"))
         twins.train(2)
 
 
@@ -76,7 +76,7 @@ def test_what_has_moved_is_brought_to_its_home(move: Callable[[Twins], None]) ->
 
 def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
     twins = trained()
-    state_slots(twins).replaced(None)
+    state_slots(twins).release_to(None)
     assert far(twins.module, twins.ours) == {"gradient"}
     twins.assert_same()
     for optimizer in (twins.theirs, twins.ours):
@@ -89,7 +89,7 @@ def test_parameters_and_states_of_a_plan_that_is_replaced_come_back() -> None:
 
 def test_new_states_are_made_where_the_next_plan_has_them() -> None:
     twins = trained()
-    state_slots(twins).replaced(None)
+    state_slots(twins).release_to(None)
     for optimizer in (twins.theirs, twins.ours):
         optimizer.state.clear()
         optimizer.step()
@@ -103,13 +103,13 @@ def test_what_the_next_plan_has_far_stays_there() -> None:
     other = copy.copy(found)
     other.states = replace(found.states, owners=found.states.owners[:1])
     addresses = [parameter.data_ptr() for parameter in twins.module.parameters()]
-    found.replaced(other)
+    found.release_to(other)
     assert addresses == [parameter.data_ptr() for parameter in twins.module.parameters()]
-    assert found.states.update.far_states == set(found.states.owners[:1])
+    assert found.states.update.offloaded_owners == set(found.states.owners[:1])
     kept = [
         parameter
         for parameter, state in twins.ours.state.items()
-        if any(map(is_offloaded, state_tensors(state).values()))
+        if any(map(is_offloaded, elementwise_states(state).values()))
     ]
     assert [id(parameter) for parameter in kept] == [id(found.states.owners[0])]
     twins.assert_same()

@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.planning import replan
-from memgraph.planning.replan import replanned, reprice, with_measured_times
+from memgraph.planning.measured_prices import reprice, with_measured_times
+from memgraph.planning.replan import replanned
 from memgraph.profile import op_profiler
 from memgraph.profile import step_timer as times_of
 from memgraph.profile.copy_overhead import CopyOverhead
@@ -27,7 +28,7 @@ from memgraph.profile.step_timer import Clock, StepTimes, WallTimes
 from memgraph.report.step_times import LENGTH
 from memgraph.runtime.step import Step
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import rates
+from memgraph.storage.async_copy import copy_rates
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.system import measurement_cache
 from memgraph.system.device import return_freed_memory
@@ -256,7 +257,7 @@ def test_what_interrupts_some_ops_makes_all_of_them_dearer_but_for_the_longest_o
 
 
 def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
-    machine = replace(MACHINE, call=10.0, drag=0.1)
+    machine = replace(MACHINE, link=replace(MACHINE.link, call_us=10.0, us_per_byte=0.1))
     choice = PlanResult(AWAY, predict(STEP, machine), predict(apply(STEP, AWAY), machine))
     ran = choice.forecast.trace.ops
     starts = [op.name for op in ran if op.fn in ("memgraph.offload.default", "memgraph.reload.default")]
@@ -266,7 +267,7 @@ def test_waking_what_copies_takes_of_all_ops_and_not_of_the_copies() -> None:
     assert {op.us for op in quiet.ops if op.us} == {1000.0}
     share = 1 + (len(starts) - 1) / len(ops)  # the longest start is left out
     assert {op.us for op in busy.ops if op.us} == {round(1000.0 * share, 1)}
-    assert found.call == 10.0
+    assert found.link.call_us == 10.0
 
 
 def test_a_gain_of_two_percent_or_less_is_not_searched_for(x: Tensor) -> None:
@@ -287,7 +288,7 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
     def fails(trace: Trace, machine: Machine) -> PlanResult:
         raise BudgetError("none", machine.budget, machine.budget + 1)
 
-    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.again), 1e6)
+    slow = dict.fromkeys((op.name for op in report.forecast.trace.ops if op.recomputes), 1e6)
     plain = {op.name: 0.1 for op in report.choice.captured.trace.ops}
     measured = with_measured_times(report.choice, report.machine, StepTimes(plain | slow, 1.0))
     assert replanned(report.choice, *measured, fails) is None
@@ -295,11 +296,11 @@ def test_a_search_that_fails_keeps_the_plan(x: Tensor) -> None:
 
 def test_links_are_as_fast_as_the_step_found_them(tmp_path: Path) -> None:
     lease = DiskTier([1 << 20] * 2, tmp_path).lease()
-    assert rates(lease.moved) == (0.0, 0.0)
+    assert copy_rates(lease.copies) == (0.0, 0.0)
     sent = torch.ones(1 << 20, dtype=torch.uint8)
     lease.offload(0, sent)
     lease.free(0)
-    out, back = rates(lease.moved)
+    out, back = copy_rates(lease.copies)
     assert out > 0
     assert back == 0.0
     lease.release()
@@ -335,7 +336,7 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
     lease, sent, plain = (
         DiskTier([1 << 20], tmp_path).lease(),
         torch.ones(1 << 20, dtype=torch.uint8),
-        io_threads.transfer,
+        io_threads.transfer_pages,
     )
     lease.offload(0, sent)
     lease.free(0)
@@ -344,13 +345,13 @@ def test_a_slot_that_comes_again_and_again_counts_each_time(tmp_path: Path, monk
         time.sleep(0.1)
         plain(*args)
 
-    monkeypatch.setattr(io_threads, "transfer", slow)
+    monkeypatch.setattr(io_threads, "transfer_pages", slow)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    monkeypatch.setattr(io_threads, "transfer", plain)
+    monkeypatch.setattr(io_threads, "transfer_pages", plain)
     lease.reload(0, torch.empty_like(sent))
     lease.wait(0)
-    _, back = rates(lease.moved)
+    _, back = copy_rates(lease.copies)
     lease.release()
     assert 0.0 < back <= (2 << 20) / 100_000  # two copies, the first of 0.1 s or more
 

@@ -48,8 +48,8 @@ def test_a_disk_has_a_toll_and_a_gpu_has_none(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda folder, links, room: CopyOverhead(60.0, 1e-4))
     disk = measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path)
     host = measure_links(Machine(1, "cuda"), "host", torch.device("cuda"), None)
-    assert (disk.call, disk.drag, disk.toll_us(1000)) == (60.0, 1e-4, 60.1)
-    assert (host.call, host.drag) == (0.0, 0.0)
+    assert (disk.link.call_us, disk.link.us_per_byte, disk.link.overhead_us(1000)) == (60.0, 1e-4, 60.1)
+    assert (host.link.call_us, host.link.us_per_byte) == (0.0, 0.0)
 
 
 def test_a_report_tells_the_first_prediction_from_the_one_after_a_step() -> None:

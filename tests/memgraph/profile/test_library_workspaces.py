@@ -15,7 +15,7 @@ from memgraph.profile import library_workspaces
 from memgraph.profile.library_workspaces import add_library_workspaces, libraries_nbytes
 from memgraph.profile.memory_meter import Allocation
 from passes import Op, Storage, Trace
-from passes.cuda_graph_memory import add_replay_memory, kept_nbytes
+from passes.cuda_graph_memory import add_recording_memory, recording_nbytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
@@ -55,8 +55,8 @@ def test_they_are_measured_once_and_each_thread_has_its_own(multiplied: list[Any
 def test_a_step_counts_them_throughout_and_a_recording_half_of_them_again() -> None:
     step = add_library_workspaces(STEP, GPU)
     assert str(step.ops[0]) == "libraries = buffer()  # makes libraries:1000 | at cuBLAS"
-    assert (kept_nbytes(STEP), kept_nbytes(step)) == (512, 512 + 500)
-    assert add_replay_memory(step).ops[0].nbytes == 1012
+    assert (recording_nbytes(STEP), recording_nbytes(step)) == (512, 512 + 500)
+    assert add_recording_memory(step).ops[0].nbytes == 1012
 
 
 class Products(TorchDispatchMode):

@@ -7,7 +7,7 @@ from typing import Any
 from expecttest import assert_expected_inline
 
 from memgraph.report.report import Report
-from passes import Machine, PlanResult, Trace, apply, parse, parse_plan, predict
+from passes import Link, Machine, Network, PlanResult, Trace, apply, parse, parse_plan, predict
 
 TRAIN = parse("""
     forward:
@@ -28,7 +28,7 @@ TRAIN = parse("""
     dw = aten.mm.default(x, da)  # f32[1000, 1000] | makes dw:4000000 | workspace 64 | 900.0 us | at layers.0
     return output loss, gradient dw, gradient dv
 """)
-DISK = Machine(33_000_000, tier="disk", out=10_000.0, back=10_000.0)
+DISK = Machine(33_000_000, tier="disk", link=Link(out=10_000.0, back=10_000.0))
 SHARDED = parse("""
     forward:
     w = parameter()  # f32[1000, 1000] | makes w:4000000 | at weight
@@ -267,7 +267,7 @@ decided: nothing; the step fits as it is
 
 
 def test_a_step_whose_gradients_are_sharded() -> None:
-    machine = Machine(30_000_000, net=1000.0, latency=20.0)
+    machine = Machine(30_000_000, network=Network(rate=1000.0, latency_us=20.0))
     assert_expected_inline(
         report(machine, trace=SHARDED),
         """\

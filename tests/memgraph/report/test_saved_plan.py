@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import memgraph
 from memgraph.planning import search
 from memgraph.report import saved_plan as saved
 from memgraph.report.saved_plan import saved_plan, with_saved_prices
-from passes import Machine, parse, parse_plan
+from passes import Link, Machine, parse, parse_plan
 from tests.support.models import batch, net
 from tests.support.zoo import CASES, fresh
 
@@ -51,7 +51,10 @@ def test_what_is_written_is_read_back_to_the_last_digit() -> None:
     assert plan.to_json() == text
     assert memgraph.SavedPlan.from_json(plan.to_json()) == plan
     assert plan.plan == pressed().plan != ()
-    assert replace(plan.machine, capacity=pressed().machine.capacity) == pressed().machine
+    assert (
+        replace(plan.machine, link=replace(plan.machine.link, capacity=pressed().machine.link.capacity))
+        == pressed().machine
+    )
     assert (plan.peak, plan.us) == (pressed().peak, pressed().forecast.us)
     assert (plan.bound_us, plan.any_us) == (pressed().bound_us, pressed().choice.any_us)
 
@@ -118,9 +121,9 @@ def test_a_step_that_fits_as_it_is_runs_as_it_is() -> None:
 
 def test_what_was_proven_holds_for_the_same_prices_and_no_larger_budget() -> None:
     trace = parse("a = relu()  # f32[2] | makes a:8 | 3.0 us\nreturn\n")
-    same = with_saved_prices(trace, Machine(1, capacity=100))
-    assert with_saved_prices(trace, Machine(2, capacity=200)) == same
-    assert with_saved_prices(trace, Machine(1, out=5.0)) != same
+    same = with_saved_prices(trace, Machine(1, link=Link(capacity=100)))
+    assert with_saved_prices(trace, Machine(2, link=Link(capacity=200))) == same
+    assert with_saved_prices(trace, Machine(1, link=Link(out=5.0))) != same
     assert with_saved_prices(parse(str(trace).replace("3.0", "4.0")), Machine(1)) != same
     proven = replace(given(), bound_us=1.0, any_us=1.0)
     small = memgraph.plan(net(), batch(), budget=pressed().budget, plan=proven, offload=None)
@@ -223,7 +226,7 @@ def damage(text: str, change: Callable[[dict[str, Any]], object]) -> str:
         (lambda text: "[" * 100_000, "is not JSON"),
         (lambda text: "[1, 2]", "is no saved plan"),
         (lambda text: '{"a": 1}', "is no saved plan"),
-        (lambda text: damage(text, lambda facts: facts.update(memgraph=99)), "has format 99, this memgraph reads 2"),
+        (lambda text: damage(text, lambda facts: facts.update(memgraph=99)), "has format 99, this memgraph reads 3"),
         (lambda text: damage(text, lambda facts: facts.update(peak=1)), "was damaged or changed"),
         (lambda text: damage(text, lambda facts: facts.pop("digest")), "was damaged or changed"),
         (lambda text: damage(text, lambda facts: facts["decisions"].pop()), "was damaged or changed"),
@@ -250,15 +253,17 @@ def test_a_plan_that_was_sealed_anew_with_something_else_in_it_is_refused_or_pla
         return json.dumps({**facts, "digest": saved._seal(facts)})
 
     facts = json.loads(pressed().to_json())
-    paths = [(name,) for name in facts if name not in ("memgraph", "digest")]
-    for path in [*paths, *(("machine", name) for name in facts["machine"]), ("machine", "strange")]:
+    paths: list[tuple[str, ...]] = [(name,) for name in facts if name not in ("memgraph", "digest")]
+    paths += [("machine", name) for name in (*facts["machine"], "strange")]
+    paths += [("machine", "link", name) for name in (*facts["machine"]["link"], "strange")]
+    for path in paths:
         try:
             plan = memgraph.SavedPlan.from_json(sealed(*path))
             memgraph.plan(net(), batch(), budget=pressed().budget, plan=plan)
         except memgraph.PlanError as error:
             assert "plan again" in str(error)
         else:
-            before = (facts["machine"] if path[0] == "machine" else facts)[path[-1]]
+            before = reduce(lambda place, name: place[name], path, facts)
             assert type(wrong) in (type(before), int) and wrong == wrong
 
 
@@ -278,8 +283,8 @@ def test_a_plan_error_is_memgraphs_and_a_value_error() -> None:
 
 PLAN = """
 import sys
-from passes import Machine, make_plan, parse
-print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), out=1000.0, back=1000.0)).plan, sep="\\n")
+from passes import Link, Machine, make_plan, parse
+print(*make_plan(parse(sys.stdin.read()), Machine(int(sys.argv[1]), link=Link(1000.0, 1000.0))).plan, sep="\\n")
 """
 
 

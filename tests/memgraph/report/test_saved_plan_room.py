@@ -19,6 +19,6 @@ def test_the_text_does_not_tell_how_much_of_the_disk_was_free(monkeypatch: pytes
         return memgraph.plan(net(), batch(), budget=room - 50_000)
 
     one, other = with_free(10**11), with_free(10**12)
-    assert (one.machine.capacity, other.machine.capacity) == (10**11, 10**12)
+    assert (one.machine.link.capacity, other.machine.link.capacity) == (10**11, 10**12)
     assert one.to_json() == other.to_json()
     assert one.plan == memgraph.SavedPlan.from_json(one.to_json()).plan != ()

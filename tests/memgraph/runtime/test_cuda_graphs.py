@@ -46,7 +46,7 @@ class Device:
 
     def __init__(self) -> None:
         self.late = Late(0)
-        self.slabs = PinnedPool(lambda: 1 << 30, Pinned())
+        self.pool = PinnedPool(lambda: 1 << 30, Pinned())
         self.tapes: list[Tapes] = []
 
     def recorder(self) -> Tapes:
@@ -54,7 +54,7 @@ class Device:
         return self.tapes[-1]
 
     def tier(self, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-        return PinnedTier(slots, device, self.late, self.slabs) if slots else None
+        return PinnedTier(slots, device, self.late, self.pool) if slots else None
 
 
 @pytest.fixture(name="device")
@@ -202,10 +202,10 @@ def test_what_moves_all_the_time_ends_up_op_by_op(device: Device, monkeypatch: p
 def test_another_kind_of_step_has_the_memory_and_a_new_plan_is_recorded_anew(device: Device) -> None:
     pair = Pair().begin()
     assert pair.same(2)
-    assert len(device.slabs.lent) == 1  # the recording's, whose addresses are in it
+    assert len(device.pool.in_use) == 1  # the recording's, whose addresses are in it
     first = weakref.ref(_recording(pair))
     assert pair.same(3, rows=60)
-    assert first() is None and not device.slabs.lent
+    assert first() is None and not device.pool.in_use
     assert pair.same(4, rows=60) and pair.same(5, rows=60) and len(device.tapes) == 2
     assert pair.same(6) and len(device.tapes) == 3
 
@@ -331,5 +331,5 @@ def test_what_a_recording_keeps_is_planned_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_cpu_it_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model lies on cpu"):
+    with pytest.raises(ValueError, match="cuda_graphs= is for steps on a GPU, and the model is on cpu"):
         memgraph.compile(Layers(), "1GB", cuda_graphs="auto")

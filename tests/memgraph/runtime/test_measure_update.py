@@ -28,7 +28,7 @@ def test_the_forecast_of_a_step_whose_peak_is_the_update_is_tight() -> None:
     compiled = memgraph.compile(module, ROOM, optimizer=optimizer, loss=square)
     step(compiled, optimizer, x)
     report = compiled.plan
-    assert report.forecast.trace.ops[report.forecast.at].name == "optimizer_step"
+    assert report.forecast.trace.ops[report.forecast.peak_index].name == "optimizer_step"
     assert report.measured is not None
     assert report.measured <= report.peak <= report.measured + 64
 
@@ -37,9 +37,9 @@ def test_a_budget_error_lists_the_workspace_of_the_update() -> None:
     module = heavy()
     with pytest.raises(memgraph.BudgetError) as caught:
         memgraph.plan(module, torch.randn(8, 256), budget=1000, optimizer=optim.AdamW(module.parameters()), loss=square)
-    assert "It needs most at optimizer_step (AdamW.step)" in str(caught.value)
+    assert "Peak memory is at optimizer_step (AdamW.step)" in str(caught.value)
     # At the smallest budget it runs in windows.
-    window = OffloadedUpdate(optim.AdamW(module.parameters())).nbytes(list(module.parameters()))
+    window = OffloadedUpdate(optim.AdamW(module.parameters())).peak_nbytes(list(module.parameters()))
     assert f"{window} bytes  workspace  of optimizer_step itself" in str(caught.value)
     listed = re.findall(r"^ +(\d+) bytes  ", str(caught.value).partition("No plan")[0], re.MULTILINE)
     smallest = re.search(r"smallest budget for which a plan was found is (\d+)", str(caught.value))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import memgraph
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
-from memgraph.runtime.released_outputs import HANDS_OVER
+from memgraph.runtime.released_outputs import FREES_TANGENTS
 from passes.ir.liveness import RELEASED
 from tests.support.compare import ROOM
 
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Loss]] = {
     "batch norm": (pictures, X.view(1, 4, 64, 64), outside),
 }
 
-handed_over = pytest.mark.skipif(not HANDS_OVER, reason="this torch keeps what came to backward until it has ended")
+handed_over = pytest.mark.skipif(not FREES_TANGENTS, reason="this torch keeps what came to backward until it has ended")
 
 
 def cases(*lent: str) -> list[Any]:
@@ -173,7 +173,9 @@ def test_outputs_that_are_held_are_refused_before_backward_takes_memory() -> Non
     plain = make()
     model = memgraph.compile(copy.deepcopy(plain), budget)
     result = model(x)
-    with pytest.raises(memgraph.BudgetError, match=r"only if the model's outputs are gone .*\(del outputs\)") as raised:
+    with pytest.raises(
+        memgraph.BudgetError, match=r"only if the model's outputs are freed .*\(del outputs\)"
+    ) as raised:
         result[0].backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert raised.value.smallest > budget
@@ -198,7 +200,7 @@ def test_a_gradient_that_is_held_is_counted() -> None:
 
 def least(make: Callable[[], nn.Module], x: Tensor, loss: Loss) -> int:
     """The budget that is said to be enough for a loop that lets go of outputs; without that it is not."""
-    with pytest.raises(memgraph.BudgetError, match="lets go of the model's outputs before backward") as raised:
+    with pytest.raises(memgraph.BudgetError, match="frees the model's outputs before backward") as raised:
         loss(memgraph.compile(make(), 300_000, offload=None), x)
     found = re.search(r"before backward, budget=(\d+)", str(raised.value))
     assert found and int(found[1]) < raised.value.smallest

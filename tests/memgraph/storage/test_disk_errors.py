@@ -29,11 +29,11 @@ def test_a_failed_copy_out_is_told_each_time(folder: Path) -> None:
         with pytest.raises(SpillError, match="Input/output error"):
             lease.wait(0)
     assert torch.equal(round_trip(lease, 1, sent[:100]), sent[:100])
-    room = lease.room
+    room = lease.file
     drain()
     del lease  # no error holds it
     again = tier.lease()
-    assert again.room == room
+    assert again.file == room
     assert torch.equal(round_trip(again, 0, sent), sent)
 
 
@@ -54,10 +54,10 @@ def test_a_failed_copy_back_is_told_each_time(folder: Path) -> None:
 
 def test_a_file_that_was_cut_is_an_error(folder: Path) -> None:
     lease = DiskTier([MANY], folder).lease()
-    assert lease.room is not None
+    assert lease.file is not None
     lease.offload(0, noise(MANY))
     lease.free(0)
-    os.ftruncate(lease.room, PAGE)
+    os.ftruncate(lease.file, PAGE)
     lease.reload(0, torch.empty(MANY, dtype=torch.uint8))
     with pytest.raises(SpillError, match=r"the file ended .* bytes early"):
         lease.wait(0)

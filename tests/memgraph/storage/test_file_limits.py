@@ -15,7 +15,7 @@ from memgraph import SpillError, StateError
 from memgraph.storage.async_copy import Copy
 from memgraph.storage.io_threads import write
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
-from memgraph.storage.spill_file import nameless_file
+from memgraph.storage.spill_file import unnamed_file
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
 from tests.support.limits import files_left, files_of_at_most
 from tests.support.ranks import on_ranks
@@ -71,7 +71,7 @@ def test_a_first_call_that_finds_too_few_files_works_or_says_so(count: int, monk
 
 
 def test_a_limit_on_the_size_of_files_is_told_as_such(tmp_path: Path) -> None:
-    makes: list[Callable[[], Any]] = [lambda: nameless_file(tmp_path, 1 << 20), lambda: _copied(tmp_path)]
+    makes: list[Callable[[], Any]] = [lambda: unnamed_file(tmp_path, 1 << 20), lambda: _copied(tmp_path)]
     for make in makes:
         with files_of_at_most(1 << 16), pytest.raises(SpillError, match=r"raise the limit \(ulimit -f") as caught:
             make()
@@ -80,7 +80,7 @@ def test_a_limit_on_the_size_of_files_is_told_as_such(tmp_path: Path) -> None:
 
 def _copied(folder: Path) -> None:
     tensor = torch.zeros(1 << 18)
-    copy = Copy(write, (nameless_file(folder, 4096), 0, tensor.nbytes), tensor, "of a test")
+    copy = Copy(write, (unnamed_file(folder, 4096), 0, tensor.nbytes), tensor, "of a test")
     copy.begin(lambda part: None)
     copy.end()
 

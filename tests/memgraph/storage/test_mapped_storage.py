@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from memgraph.storage import io_threads
-from memgraph.storage.async_copy import CopyPart
+from memgraph.storage.async_copy import CopyChunk
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec, buffer_slice_of, tensor_spec_of
 from memgraph.storage.spill_file import PAGE, SpillError
-from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices, slice_of
+from memgraph.storage.transfer import offload_slices, offload_tensors, reload_slices, slice_of
 
 SHM = Path("/dev/shm")
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.complex64]
@@ -70,7 +70,7 @@ def anonymous() -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_comes_home_as_it_is(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
     there = noise(LAYOUTS[layout], dtype)
-    home, other = begin_reload([there, noise(LAYOUTS["flat"], dtype)], tmp_path)
+    home, other = offload_tensors([there, noise(LAYOUTS["flat"], dtype)], tmp_path)
     assert torch.equal(home, there)
     assert tensor_spec_of(home) == tensor_spec_of(there)
     assert (buffer_slice_of(home) is None) == (not there.numel())
@@ -86,12 +86,12 @@ def test_a_new_home_is_all_zeros(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strides", [(2,), (0,)], ids=["gaps", "overlap"])
 def test_a_form_that_is_not_dense_is_refused(tmp_path: Path, strides: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="a home takes dense tensors, not shape"):
+    with pytest.raises(ValueError, match="a buffer takes dense tensors, not shape"):
         MappedBuffer([TensorSpec((5,), strides, torch.float32)], tmp_path)
 
 
 def moved(module: nn.Module, folder: Path) -> nn.Module:
-    for parameter, home in zip(module.parameters(), begin_reload(list(module.parameters()), folder), strict=True):
+    for parameter, home in zip(module.parameters(), offload_tensors(list(module.parameters()), folder), strict=True):
         parameter.data = home
     return module
 
@@ -131,7 +131,7 @@ def saved(held: Any) -> bytes:
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_plain_memory_and_no_larger_than_its_tensor(tmp_path: Path, way: str) -> None:
     parameter = nn.Parameter(torch.randn(300, 7))
-    parameter.data, _ = begin_reload([parameter.data, torch.zeros(MB)], tmp_path)
+    parameter.data, _ = offload_tensors([parameter.data, torch.zeros(MB)], tmp_path)
     again = COPIES[way](parameter)
     assert torch.equal(again, parameter) and buffer_slice_of(again) is None
     assert again.untyped_storage().nbytes() == parameter.nbytes
@@ -144,17 +144,17 @@ def test_a_copy_is_plain_memory_and_no_larger_than_its_tensor(tmp_path: Path, wa
 def test_the_place_of_a_tensor_is_found_by_its_address(tmp_path: Path) -> None:
     home = MappedBuffer([form(3), form(5000), form(0), form(7)], tmp_path)
     tensors = [home.tensor(i) for i in range(4)]
-    assert [buffer_slice_of(tensor) for tensor in tensors] == [home.place(0), home.place(1), None, home.place(3)]
+    assert [buffer_slice_of(tensor) for tensor in tensors] == [home.slice(0), home.slice(1), None, home.slice(3)]
     parameter = nn.Parameter(torch.zeros(5000))
     assert buffer_slice_of(parameter) is None
     parameter.data = tensors[1]
-    assert buffer_slice_of(parameter) == buffer_slice_of(parameter.view(50, 100).t()) == home.place(1)
+    assert buffer_slice_of(parameter) == buffer_slice_of(parameter.view(50, 100).t()) == home.slice(1)
     parameter.data = torch.zeros(5000)
     assert buffer_slice_of(parameter) is None
 
 
 def test_a_part_has_a_place_only_where_whole_pages_are_its_own(tmp_path: Path) -> None:
-    (tensor,) = begin_reload([torch.zeros(5000)], tmp_path)
+    (tensor,) = offload_tensors([torch.zeros(5000)], tmp_path)
     place, page = buffer_slice_of(tensor), PAGE // 4
     assert place is not None
     assert buffer_slice_of(tensor[page : 3 * page]) == slice_of(place, PAGE, 2 * PAGE)
@@ -169,8 +169,8 @@ def test_what_is_no_plain_memory_has_no_place(other: Tensor) -> None:
 
 
 def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
-    (tensor,) = begin_reload([torch.zeros(5000)], tmp_path)
-    again, other = begin_reload([tensor, torch.ones(2)], tmp_path)
+    (tensor,) = offload_tensors([torch.zeros(5000)], tmp_path)
+    again, other = offload_tensors([tensor, torch.ones(2)], tmp_path)
     assert again is tensor and other.sum() == 2
 
 
@@ -181,7 +181,7 @@ def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
 def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Path | None) -> None:
     count, draw = 3 * MB // 4 + 17, random.Random(0)
     home = MappedBuffer([form(count, dtype=torch.int32)], folder or tmp_path)
-    mapped, place, expected = home.tensor(0), home.place(0), torch.zeros(count, dtype=torch.int32)
+    mapped, place, expected = home.tensor(0), home.slice(0), torch.zeros(count, dtype=torch.int32)
     memory = torch.empty_like(expected)
     for i in range(200):
         begin = draw.randrange(count)
@@ -200,7 +200,7 @@ def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Pa
 
 
 def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
-    first, second = begin_reload([torch.ones(3), torch.ones(5)], tmp_path)
+    first, second = offload_tensors([torch.ones(3), torch.ones(5)], tmp_path)
     for tensor in (first, second):
         place = buffer_slice_of(tensor)
         assert place is not None
@@ -213,7 +213,7 @@ def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
 
 def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(100 * MB // 4))
-    begin_reload([torch.ones(MB)], tmp_path)  # so that the threads have their buffers
+    offload_tensors([torch.ones(MB)], tmp_path)  # so that the threads have their buffers
     before = most = anonymous()
     done = threading.Event()
 
@@ -224,7 +224,7 @@ def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    (home,) = begin_reload([parameter.data], tmp_path)
+    (home,) = offload_tensors([parameter.data], tmp_path)
     done.set()
     watcher.join()
     assert most - before < 5 * MB  # and not another 100
@@ -251,7 +251,7 @@ def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
 def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before, reached, opened = fds(), threading.Event(), threading.Event()
-    transfer = io_threads.transfer
+    transfer = io_threads.transfer_pages
 
     def waits(*where: Any) -> None:
         reached.set()
@@ -259,8 +259,8 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
         transfer(*where)
 
     home = MappedBuffer([form(5000)], tmp_path)
-    place, memory = home.place(0), torch.ones(5000)
-    monkeypatch.setattr(io_threads, "transfer", waits)
+    place, memory = home.slice(0), torch.ones(5000)
+    monkeypatch.setattr(io_threads, "transfer_pages", waits)
     copying = reload_slices(place, memory)
     assert reached.wait(60)
     del home, place
@@ -275,17 +275,17 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, plain = threading.Event(), CopyPart.open
+    opened, plain = threading.Event(), CopyChunk.set
 
-    def late(part: CopyPart) -> None:
-        plain(part)
+    def late(chunk: CopyChunk) -> None:
+        plain(chunk)
         assert opened.wait(60)
 
-    monkeypatch.setattr(CopyPart, "open", late)
+    monkeypatch.setattr(CopyChunk, "set", late)
     home, memory = MappedBuffer([form(5000)], tmp_path), torch.ones(5000)
     seen = weakref.ref(memory)
     try:
-        offload_slices(home.place(0), memory).end()
+        offload_slices(home.slice(0), memory).end()
         del home, memory
         assert seen() is None and not maps(tmp_path)
     finally:
@@ -296,7 +296,7 @@ def test_many_homes_come_and_go(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
     for _ in range(300):
-        assert begin_reload([torch.ones(10)], tmp_path)[0].sum() == 10
+        assert offload_tensors([torch.ones(10)], tmp_path)[0].sum() == 10
     assert fds() == before
 
 
@@ -318,11 +318,11 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for where, name in ((os, "posix_fallocate"), (io_threads, "transfer")):
+    for where, name in ((os, "posix_fallocate"), (io_threads, "transfer_pages")):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, full)
             with pytest.raises(SpillError, match="No space left on device"):
-                begin_reload([tensor], tmp_path)
+                offload_tensors([tensor], tmp_path)
     assert buffer_slice_of(tensor) is None and tensor.sum() == 5000
     gc.collect()
     assert fds() == before and not maps(tmp_path)
@@ -330,14 +330,14 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork")
 def test_a_forked_child_has_homes_of_its_own_and_what_it_writes_to_its_parents_is_its_own_too(tmp_path: Path) -> None:
-    (tensor,) = begin_reload([torch.ones(5000)], tmp_path)
+    (tensor,) = offload_tensors([torch.ones(5000)], tmp_path)
     child = os.fork()
     if not child:
         code = 1
         try:
             known = buffer_slice_of(tensor)
             tensor += 1
-            (own,) = begin_reload([tensor], tmp_path)
+            (own,) = offload_tensors([tensor], tmp_path)
             place, memory = buffer_slice_of(own), torch.zeros(5000)
             assert place is not None
             reload_slices(place, memory).end()
@@ -345,4 +345,4 @@ def test_a_forked_child_has_homes_of_its_own_and_what_it_writes_to_its_parents_i
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(begin_reload([tensor], tmp_path)[0], torch.ones(5000))
+    assert torch.equal(offload_tensors([tensor], tmp_path)[0], torch.ones(5000))

@@ -14,8 +14,8 @@ from memgraph.storage.async_copy import Copy, finish_copies
 from memgraph.storage.disk_tier import DiskTier
 from memgraph.storage.io_threads import CHUNK, write
 from memgraph.storage.mapped_storage import buffer_slice_of
-from memgraph.storage.spill_file import nameless_file
-from memgraph.storage.transfer import begin_reload, offload_slices, reload_slices
+from memgraph.storage.spill_file import unnamed_file
+from memgraph.storage.transfer import offload_slices, offload_tensors, reload_slices
 from tests.support.limits import files_of_at_most
 
 NBYTES = 4 * CHUNK  # in two parts
@@ -26,11 +26,11 @@ def numbers(seed: int) -> torch.Tensor:
 
 
 def test_the_whole_copy_has_failed(tmp_path: Path) -> None:
-    copy = Copy(write, (nameless_file(tmp_path, NBYTES), 0, NBYTES), numbers(0), "of a test")
+    copy = Copy(write, (unnamed_file(tmp_path, NBYTES), 0, NBYTES), numbers(0), "of a test")
     with files_of_at_most(NBYTES // 2):
         copy.begin(lambda part: None)
         finish_copies(copy)
-    assert [part.error is None for part in copy.parts] == [True, False]
+    assert [part.error is None for part in copy.chunks] == [True, False]
     with pytest.raises(SpillError, match="File too large"):
         copy.end()
 
@@ -47,12 +47,12 @@ def test_what_was_sent_in_part_does_not_come_back(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_a_copy_is_not_read_if_its_second_part_has_failed(tmp_path: Path) -> None:
-    (home,) = begin_reload([numbers(0)], tmp_path)
+    (home,) = offload_tensors([numbers(0)], tmp_path)
     place, room = buffer_slice_of(home), torch.zeros(NBYTES // 4)
     assert place is not None
     with files_of_at_most(NBYTES // 2):
         leaving = offload_slices(place, numbers(1))
-        coming = reload_slices(place, room, leaving.parts)
+        coming = reload_slices(place, room, leaving.chunks)
         finish_copies(leaving, coming)
     assert not room.any()
     with pytest.raises(SpillError):
@@ -65,7 +65,7 @@ def test_large_windows_go_on_after_an_error_with_all_that_was_not_written(
     tmp_path: Path, window: int, half: int
 ) -> None:
     plain, far = nn.Parameter(numbers(0)), nn.Parameter(numbers(0))
-    far.data = begin_reload([far.detach()], tmp_path)[0]
+    far.data = offload_tensors([far.detach()], tmp_path)[0]
     steps = [optim.SGD([plain], lr=0.1), optim.SGD([far], lr=0.1)]
     WindowedOptimizer(steps[1], window, lambda parameter: False, tmp_path)
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""`pinned=` bounds what a model's steps pin: in the plan, in slabs, and for state."""
+"""`pinned=` bounds what a model's steps pin: in the plan, in pool, and for state."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def test_a_plan_sends_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     link = Link(((1000, 1.0),))
     monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
     machine = machine_profile.measure_links(Machine(1, "cuda:0"), "host", GPU, None, pinned=10**6)
-    assert 0.99 * 10**6 < machine.capacity < 10**6
+    assert 0.99 * 10**6 < machine.link.capacity < 10**6
 
 
 def test_the_callers_cap_takes_the_place_of_the_processs_for_all_that_is_pinned() -> None:
-    slabs = PinnedPool(lambda: PAGE, Pinned())
-    tier = PinnedTier([3 * PAGE], CPU, Late(0), slabs, cap=8 * PAGE)
-    host = PinnedBufferAllocator(CPU, Late(0), slabs, cap=8 * PAGE)
+    pool = PinnedPool(lambda: PAGE, Pinned())
+    tier = PinnedTier([3 * PAGE], CPU, Late(0), pool, cap=8 * PAGE)
+    host = PinnedBufferAllocator(CPU, Late(0), pool, cap=8 * PAGE)
     home = MappedBuffer([TensorSpec((PAGE,), (1,), torch.uint8)], host)
     leases = [tier.lease(), tier.lease()]
-    assert slabs.nbytes == 7 * PAGE
+    assert pool.nbytes == 7 * PAGE
     with pytest.raises(PinnedError, match=r"12288 bytes .* 28672 are taken \(by 2 .*\) and 32768 allowed; .*pinned="):
         tier.lease()
     with pytest.raises(PinnedError, match="and 4096 allowed"):
-        slabs.claim(PAGE)
+        pool.claim(PAGE)
     with pytest.raises(PinnedError, match="and 32768 allowed"):
         MappedBuffer([TensorSpec((2 * PAGE,), (1,), torch.uint8)], host)
     assert issubclass(PinnedError, MemgraphError)

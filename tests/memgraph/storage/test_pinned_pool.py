@@ -44,24 +44,24 @@ def some(cap: int = 1 << 30, limit: int = 1 << 40) -> tuple[PinnedPool, Counted]
 
 
 def test_a_slab_is_whole_pages_and_no_more() -> None:
-    slabs, pins = some()
-    slabs.reserve(5 * PAGE + 1, CPU)
-    assert list(pins.there.values()) == [6 * PAGE] and slabs.nbytes == 6 * PAGE
-    assert slabs.lend(PAGE, CPU).bytes.data_ptr() % PAGE == 0
+    pool, pins = some()
+    pool.reserve(5 * PAGE + 1, CPU)
+    assert list(pins.there.values()) == [6 * PAGE] and pool.nbytes == 6 * PAGE
+    assert pool.acquire(PAGE, CPU).bytes.data_ptr() % PAGE == 0
 
 
 def test_a_plan_that_sends_nothing_but_what_is_empty_has_a_slab_too() -> None:
-    slabs, pins = some()
-    lease = PinnedTier([0, 0], CPU, Late(0), slabs).lease()
+    pool, pins = some()
+    lease = PinnedTier([0, 0], CPU, Late(0), pool).lease()
     lease.offload(1, torch.empty(0))
     lease.free(1)
     assert list(pins.there.values()) == [PAGE]
 
 
 def test_a_child_process_has_no_part_in_a_slab() -> None:
-    slabs, _ = some()
-    slab = slabs.lend(PAGE, CPU)
-    address = slab.bytes.data_ptr()
+    pool, _ = some()
+    block = pool.acquire(PAGE, CPU)
+    address = block.bytes.data_ptr()
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     begin = next(low for low, high in spans if int(low, 16) <= address < int(high, 16))
     flags = Path("/proc/self/smaps").read_text().partition(f"{begin}-")[2].partition("VmFlags:")[2].splitlines()[0]
@@ -69,52 +69,52 @@ def test_a_child_process_has_no_part_in_a_slab() -> None:
 
 
 def test_plans_share_a_slab_that_is_large_enough_for_each() -> None:
-    slabs, pins = some()
+    pool, pins = some()
     for nbytes in (3 * PAGE, 8 * PAGE, 2 * PAGE):
-        slabs.reserve(nbytes, CPU)
+        pool.reserve(nbytes, CPU)
     assert list(pins.there.values()) == [8 * PAGE]
     for nbytes in (2 * PAGE, 8 * PAGE, 3 * PAGE):
-        slab = slabs.lend(nbytes, CPU)
-        assert slab.nbytes == 8 * PAGE
-        slabs.take_back(slab)
-    slabs.forget(8 * PAGE, CPU)
+        block = pool.acquire(nbytes, CPU)
+        assert block.nbytes == 8 * PAGE
+        pool.release(block)
+    pool.unreserve(8 * PAGE, CPU)
     assert not pins.there
-    assert slabs.lend(3 * PAGE, CPU).nbytes == 3 * PAGE
+    assert pool.acquire(3 * PAGE, CPU).nbytes == 3 * PAGE
 
 
 def test_two_flights_have_two_slabs() -> None:
-    slabs, pins = some()
-    slabs.reserve(PAGE, CPU)
-    first, second = slabs.lend(PAGE, CPU), slabs.lend(PAGE, CPU)
+    pool, pins = some()
+    pool.reserve(PAGE, CPU)
+    first, second = pool.acquire(PAGE, CPU), pool.acquire(PAGE, CPU)
     assert first is not second and len(pins.there) == 2
-    slabs.take_back(first)
-    slabs.take_back(second)
-    slabs.forget(PAGE, CPU)
+    pool.release(first)
+    pool.release(second)
+    pool.unreserve(PAGE, CPU)
     assert not pins.there
 
 
 def test_a_slab_of_one_device_is_not_lent_to_another() -> None:
-    slabs, _ = some()
-    slabs.reserve(PAGE, GPU)
-    assert slabs.lend(PAGE, CPU).device == CPU and slabs.lend(PAGE, GPU).device == GPU
+    pool, _ = some()
+    pool.reserve(PAGE, GPU)
+    assert pool.acquire(PAGE, CPU).device == CPU and pool.acquire(PAGE, GPU).device == GPU
 
 
 def test_beyond_the_cap_is_an_error_of_its_own() -> None:
-    slabs, pins = some(cap=3 * PAGE)
-    slabs.reserve(2 * PAGE, CPU)
-    slab = slabs.lend(2 * PAGE, CPU)
-    with pytest.raises(PinnedError, match=r"8192 bytes .* but 8192 are taken \(by 1 steps in flight\) and 12288 allow"):
-        slabs.lend(2 * PAGE, CPU)
-    slabs.take_back(slab)
-    slabs.reserve(3 * PAGE, CPU)
-    assert slabs.lend(3 * PAGE, CPU).nbytes == 3 * PAGE and list(pins.there.values()) == [3 * PAGE]
+    pool, pins = some(cap=3 * PAGE)
+    pool.reserve(2 * PAGE, CPU)
+    block = pool.acquire(2 * PAGE, CPU)
+    with pytest.raises(PinnedError, match=r"8192 bytes .* but 8192 are taken \(by 1 running steps\) and 12288 allow"):
+        pool.acquire(2 * PAGE, CPU)
+    pool.release(block)
+    pool.reserve(3 * PAGE, CPU)
+    assert pool.acquire(3 * PAGE, CPU).nbytes == 3 * PAGE and list(pins.there.values()) == [3 * PAGE]
     assert issubclass(PinnedError, MemgraphError)
 
 
 def test_where_the_host_does_not_pin_copies_go_to_pageable_memory_after_a_warning() -> None:
-    slabs, pins = some(limit=0)
+    pool, pins = some(limit=0)
     with pytest.warns(RuntimeWarning, match=r"can't be pinned \(no more locked memory\), .*ulimit -l"):
-        tier = PinnedTier([400, 400], CPU, Late(0), slabs)
+        tier = PinnedTier([400, 400], CPU, Late(0), pool)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lease = tier.lease()
@@ -127,12 +127,12 @@ def test_where_the_host_does_not_pin_copies_go_to_pageable_memory_after_a_warnin
     lease.release()
     tier.close()
     tier.close()
-    assert slabs.nbytes == 0
+    assert pool.nbytes == 0
 
 
 def test_slots_do_not_meet_and_keep_strides() -> None:
-    slabs, _ = some()
-    lease = PinnedTier([4, 300, 0, 1200], CPU, Late(0), slabs).lease()
+    pool, _ = some()
+    lease = PinnedTier([4, 300, 0, 1200], CPU, Late(0), pool).lease()
     sent = [torch.randn(1), torch.randn(5, 15).t(), torch.randn(0), torch.randn(10, 30)]
     for slot, x in enumerate(sent):
         lease.offload(slot, x)
@@ -142,18 +142,18 @@ def test_slots_do_not_meet_and_keep_strides() -> None:
         lease.reload(slot, back)
         lease.wait(slot)
         assert torch.equal(back, x) and back.stride() == x.stride()
-    assert lease.slab is not None and lease.slab.nbytes == PAGE
+    assert lease.block is not None and lease.block.nbytes == PAGE
 
 
 def test_a_dropped_tier_gives_its_slab_up_and_a_lease_keeps_what_it_has() -> None:
-    slabs, pins = some()
-    tier = PinnedTier([400], CPU, Late(0), slabs)
+    pool, pins = some()
+    tier = PinnedTier([400], CPU, Late(0), pool)
     lease = tier.lease()
     tier.close()
     assert pins.there
     lease.release()
-    assert not pins.there and slabs.nbytes == 0
-    tier = PinnedTier([400], CPU, Late(0), slabs)
+    assert not pins.there and pool.nbytes == 0
+    tier = PinnedTier([400], CPU, Late(0), pool)
     assert pins.there
     del tier
     assert not pins.there
@@ -174,5 +174,5 @@ def test_a_plan_sends_no_more_to_the_host_than_may_be_pinned(monkeypatch: pytest
     link = Link(((1000, 1.0),))
     monkeypatch.setattr(machine_profile, "measure_host", lambda device: (link, link))
     machine = machine_profile.measure_links(Machine(1 << 30, "cuda:0"), "host", GPU, None)
-    slots = [70_000] * (machine.capacity // 70_000)
-    assert sum(-(-slot // 256) * 256 for slot in slots) <= 64_000_000 < machine.capacity * 1.02
+    slots = [70_000] * (machine.link.capacity // 70_000)
+    assert sum(-(-slot // 256) * 256 for slot in slots) <= 64_000_000 < machine.link.capacity * 1.02

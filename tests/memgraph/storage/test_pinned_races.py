@@ -48,8 +48,8 @@ def _planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "replanned", lambda *_: None)
 
 
-def tier(cuda: Any, slabs: PinnedPool, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
-    return PinnedTier(slots, device, cuda, slabs) if slots else None
+def tier(cuda: Any, pool: PinnedPool, device: torch.device, slots: Sequence[int], *_: Any) -> PinnedTier | None:
+    return PinnedTier(slots, device, cuda, pool) if slots else None
 
 
 def gradients(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
@@ -70,8 +70,8 @@ def _planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
     """Whether all gradients of late steps are eager's, whatever the seed."""
-    slabs = PinnedPool(lambda: 1 << 30, Pinned())
-    monkeypatch.setattr(assembly, "open_tier", partial(tier, late, slabs))
+    pool = PinnedPool(lambda: 1 << 30, Pinned())
+    monkeypatch.setattr(assembly, "open_tier", partial(tier, late, pool))
     plain, model = Layers(), Layers()
     ours = memgraph.compile(model, "1GB")
     gradients(model, ours, batch(0))  # plans, and is measured
@@ -84,7 +84,7 @@ def right(monkeypatch: pytest.MonkeyPatch, late: Late) -> bool:
             found = gradients(model, ours, batch(seed))
         expected = gradients(plain, plain, batch(seed))
         equal &= len(found) == len(expected) and all(map(torch.equal, found, expected))
-        assert len(slabs.free) == 1 and not slabs.lent
+        assert len(pool.free) == 1 and not pool.in_use
     return equal
 
 

@@ -85,47 +85,47 @@ def test_what_is_loaded_goes_home_again() -> None:
 # --- one home
 
 
-def test_a_home_gives_its_pages_back_with_the_last_tensor_there(slabs: PinnedPool) -> None:
-    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
+def test_a_home_gives_its_pages_back_with_the_last_tensor_there(pool: PinnedPool) -> None:
+    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), pool))
     tensor = home.tensor(1)
-    assert slabs.claimed == slabs.nbytes == 2 * 8192
-    assert buffer_slice_of(tensor) == home.place(1)
+    assert pool.claimed == pool.nbytes == 2 * 8192
+    assert buffer_slice_of(tensor) == home.slice(1)
     assert is_offloaded(tensor)
     del home
     gc.collect()
-    assert slabs.claimed
+    assert pool.claimed
     del tensor
     gc.collect()
-    assert not slabs.claimed
+    assert not pool.claimed
 
 
-def test_bytes_go_there_and_back(slabs: PinnedPool) -> None:
-    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
+def test_bytes_go_there_and_back(pool: PinnedPool) -> None:
+    home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), pool))
     sent, back = torch.randn(30, 50), torch.empty(30, 50)
-    wait_all([offload_slices(home.place(1), sent)])
-    wait_all([reload_slices(home.place(1), back)])
+    wait_all([offload_slices(home.slice(1), sent)])
+    wait_all([reload_slices(home.slice(1), back)])
     assert torch.equal(sent, back)
     assert torch.equal(sent, home.tensor(1))
     assert not home.tensor(0).any()
 
 
-def test_a_copy_comes_behind_another_one(slabs: PinnedPool) -> None:
+def test_a_copy_comes_behind_another_one(pool: PinnedPool) -> None:
     for seed in range(16):
         late = Late(seed)
-        home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, late, slabs))
+        home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, late, pool))
         with late.noting():
-            out = offload_slices(home.place(0), torch.full((30, 50), float(seed)))
+            out = offload_slices(home.slice(0), torch.full((30, 50), float(seed)))
             back = torch.empty(30, 50)
-            wait_all([reload_slices(home.place(0), back, out.parts)])
+            wait_all([reload_slices(home.slice(0), back, out.chunks)])
             found = back * 1
         assert torch.equal(found, torch.full((30, 50), float(seed)))
 
 
 def test_more_than_is_allowed_is_an_error_and_takes_nothing() -> None:
-    slabs = PinnedPool(lambda: 8192, Pinned())
+    pool = PinnedPool(lambda: 8192, Pinned())
     with pytest.raises(PinnedError, match=r"16384 bytes of pinned host memory are wanted, .* and 8192 allowed"):
-        MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
-    assert not slabs.claimed
+        MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), pool))
+    assert not pool.claimed
 
 
 def test_a_host_that_does_not_pin_is_an_error_and_takes_nothing() -> None:
@@ -133,15 +133,15 @@ def test_a_host_that_does_not_pin_is_an_error_and_takes_nothing() -> None:
         def register(self, flat: Tensor, device: torch.device) -> str:
             return "no locked memory is left"
 
-    slabs = PinnedPool(lambda: 1 << 30, Refusing())
+    pool = PinnedPool(lambda: 1 << 30, Refusing())
     with pytest.raises(
         PinnedError, match=r"8192 bytes .* can't be pinned \(no locked memory is left\); allow .*ulimit"
     ):
-        MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
-    assert not slabs.claimed
+        MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), pool))
+    assert not pool.claimed
 
 
-def test_a_gpu_sees_pinned_bytes_where_they_are(slabs: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_sees_pinned_bytes_where_they_are(pool: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def as_tensor(seen: Any, device: torch.device) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_gpu_sees_pinned_bytes_where_they_are(slabs: PinnedPool, monkeypatch: 
         return flat
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), slabs))
+    home = MappedBuffer([FORM], PinnedBufferAllocator(CPU, Late(0), pool))
     home.mapping.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch, "empty", lambda *args, dtype, device: torch.zeros(*args, dtype=dtype))
     tensor = home.tensor(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memgraph.storage.mapped_storage import MappedBuffer, TensorSpec
-from memgraph.storage.pinned_pool import SHARED, CudaPinnedAllocator, PinnedPool
+from memgraph.storage.pinned_pool import REGISTER_FLAGS, CudaPinnedAllocator, PinnedPool
 from memgraph.storage.pinned_storage import PinnedBufferAllocator
 from tests.support.late_device import Late, Pinned
 
@@ -46,7 +46,7 @@ def test_pages_are_pinned_for_their_device_and_given_back_once_it_has_done_all(a
     pins, flat = CudaPinnedAllocator(), torch.zeros(4096, dtype=torch.uint8)
     assert pins.register(flat, GPU) == ""
     pins.unregister(flat)
-    assert asked == [("on", GPU), ("register", 4096, SHARED), ("all is done on", GPU), ("unregister",)]
+    assert asked == [("on", GPU), ("register", 4096, REGISTER_FLAGS), ("all is done on", GPU), ("unregister",)]
 
 
 def test_a_child_of_fork_gives_nothing_back(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

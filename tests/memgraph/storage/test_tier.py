@@ -35,12 +35,12 @@ def test_leases_do_not_meet(folder: Path) -> None:
 def test_a_released_room_is_used_again(folder: Path) -> None:
     tier = DiskTier([100], folder)
     first, second = tier.lease(), tier.lease()
-    rooms = {first.room, second.room}
+    rooms = {first.file, second.file}
     first.release()
     first.release()
     second.release()
     assert len(rooms) == 2
-    assert {lease.room for lease in [tier.lease(), tier.lease()]} == rooms
+    assert {lease.file for lease in [tier.lease(), tier.lease()]} == rooms
 
 
 def test_a_released_lease_does_nothing_more(folder: Path) -> None:
@@ -53,11 +53,11 @@ def test_a_released_lease_does_nothing_more(folder: Path) -> None:
 def test_a_forgotten_lease_gives_its_room_back(folder: Path) -> None:
     tier = DiskTier([MANY], folder)
     lease = tier.lease()
-    room = lease.room
+    room = lease.file
     lease.offload(0, noise(MANY))
     lease.free(0)
     del lease
-    assert tier.rooms == [room]
+    assert tier.files == [room]
 
 
 def test_a_tensor_is_held_until_its_copy_has_ended_and_no_longer(folder: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_tensor_is_held_until_its_copy_has_ended_and_no_longer(folder: Path) -
 def test_a_lease_that_is_dropped_in_the_middle_keeps_the_tensor_for_the_workers(folder: Path, gate: Gate) -> None:
     tier = DiskTier([MANY], folder)
     lease, sent = tier.lease(), noise(MANY)
-    room, seen = lease.room, weakref.ref(sent)
+    room, seen = lease.file, weakref.ref(sent)
     lease.offload(0, sent)
     assert gate.reached.wait(60)
     del lease, sent
@@ -90,7 +90,7 @@ def test_a_lease_that_is_dropped_in_the_middle_keeps_the_tensor_for_the_workers(
     gate.opened.set()
     drain()
     assert seen() is None
-    assert tier.lease().room == room
+    assert tier.lease().file == room
 
 
 def test_a_lease_that_the_collector_releases_in_a_worker_gives_its_room_back(
@@ -98,7 +98,7 @@ def test_a_lease_that_the_collector_releases_in_a_worker_gives_its_room_back(
 ) -> None:
     tier = DiskTier([MANY], folder)
     leases, pwritev = [tier.lease()], os.pwritev
-    room = leases[0].room
+    room = leases[0].file
 
     def release(*place: Any) -> int:
         for lease in leases:
@@ -108,9 +108,9 @@ def test_a_lease_that_the_collector_releases_in_a_worker_gives_its_room_back(
     monkeypatch.setattr(os, "pwritev", release)
     leases[0].offload(0, noise(MANY))
     drain()
-    assert not tier.rooms
+    assert not tier.files
     leases.clear()
-    assert tier.lease().room == room
+    assert tier.lease().file == room
 
 
 def test_release_waits_for_what_runs_and_drops_what_does_not(folder: Path, gate: Gate) -> None:
@@ -125,10 +125,10 @@ def test_release_waits_for_what_runs_and_drops_what_does_not(folder: Path, gate:
     while not lease.dropped:
         time.sleep(0.001)
     assert release.is_alive()
-    assert not tier.rooms
+    assert not tier.files
     gate.opened.set()
     release.join()
-    assert len(tier.rooms) == 1
+    assert len(tier.files) == 1
     written = gate.written
     drain()
     assert 0 < written == gate.written <= WORKERS * PAGE

@@ -19,8 +19,8 @@ from memgraph.profile.memory_meter import measure_peak
 from memgraph.storage.wire_cast import LARGEST, narrow, widen
 from passes import Machine, Offload, PlanResult, Trace, apply, predict
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.ir.wire import WORKSPACE
-from passes.lp.problem import SMALLEST_TRIP
+from passes.ir.machine import CAST_WORKSPACE
+from passes.lp.problem import SMALLEST_OFFLOAD
 from passes.schedule.schedule import Placement, schedule
 
 CPU = torch.device("cpu")
@@ -48,8 +48,8 @@ def batch() -> Tensor:
 def cast_all(trace: Trace, machine: Machine, **_: Any) -> PlanResult:
     """In the place of the search: all that may be cast is."""
     gaps = ReuseGaps(trace)
-    may = {s for s in gaps.uses if s in gaps.root and gaps.wire_nbytes(s, machine.wire)}
-    fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_TRIP}
+    may = {s for s in gaps.uses if s in gaps.whole_value and gaps.wire_nbytes(s, machine.cast.dtype)}
+    fates = {s: Placement.CAST_OFFLOAD for s in may if trace.nbytes[s] >= SMALLEST_OFFLOAD}
     plan = schedule(gaps, fates, machine)
     return PlanResult(plan, predict(trace, machine), predict(apply(trace, plan), machine))
 
@@ -110,7 +110,7 @@ def test_a_cast_takes_no_more_beside_its_result_than_its_workspace(odd: float) -
     x[5, 5] = odd
     narrow(x)
     y, allocated = measure_peak(lambda: narrow(x), CPU)
-    assert allocated is not None and y.nbytes <= allocated.peak <= y.nbytes + WORKSPACE
+    assert allocated is not None and y.nbytes <= allocated.peak <= y.nbytes + CAST_WORKSPACE
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:
@@ -211,7 +211,7 @@ def test_without_wire_dtype_nothing_is_rounded() -> None:
     compiled = memgraph.compile(model, budget)
     ours = trained(model, lambda: compiled(batch()))
     assert compiled.plan.plan and not cast_values(compiled.plan)
-    assert compiled.plan.machine.wire == "" and "lossy" not in str(compiled.plan)
+    assert compiled.plan.machine.cast.dtype == "" and "lossy" not in str(compiled.plan)
     assert same(ours, trained(eager := Layers(), lambda: eager(batch())))
 
 
@@ -225,7 +225,7 @@ def test_what_is_narrow_already_goes_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 def test_with_nowhere_to_go_nothing_is_cast() -> None:
     budget = budget_below(Layers(), batch()) - 100_000
     report = memgraph.plan(Layers(), batch(), budget=budget, offload=None, wire_dtype=torch.bfloat16)
-    assert report.plan and not cast_values(report) and report.machine.wire == ""
+    assert report.plan and not cast_values(report) and report.machine.cast.dtype == ""
 
 
 def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for(
@@ -246,7 +246,7 @@ def test_a_saved_plan_with_casts_is_used_again_and_only_where_they_are_asked_for
 def test_a_sweep_may_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     real = memgraph.sweep.__globals__["make_plan"]
-    spy = lambda trace, machine, **rest: seen.append(machine.wire) or real(trace, machine, **rest)  # type: ignore[func-returns-value]  # noqa: E731
+    spy = lambda trace, machine, **rest: seen.append(machine.cast.dtype) or real(trace, machine, **rest)  # type: ignore[func-returns-value]  # noqa: E731
     monkeypatch.setitem(memgraph.sweep.__globals__, "make_plan", spy)
     room = budget_below(Layers(), batch())
     memgraph.sweep(Layers(), batch(), budgets=[room - 100_000], wire_dtype=torch.bfloat16)

@@ -218,7 +218,7 @@ def test_the_error_names_an_op_and_the_lines_of_what_lies_there() -> None:
             return self.inner(x).exp().sin()
 
     text = str(smallest_of(Own(), batch()))
-    assert re.search(r"It needs most at \w+ \(aten\.\w+\.\w+", text)
+    assert re.search(r"Peak memory is at \w+ \(aten\.\w+\.\w+", text)
     assert re.search(r"test_budget\.py:\d+", text)
     assert "f32[100, 32]" in text
 

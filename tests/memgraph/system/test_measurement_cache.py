@@ -364,5 +364,5 @@ def test_one_rate_stands_for_all_sizes_that_may_be_sent(tmp_path: Path, monkeypa
     sizes = [500, 1500, 6000]
     assert sum(sizes) / link.rate(sizes) == sum(map(link.us, sizes))
     monkeypatch.setattr("memgraph.profile.machine_profile.measure_disk", lambda folder, room: (link, link))
-    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).out == 50.0
-    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path).out == link.rate([4 << 20])
+    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path, [1000]).link.out == 50.0
+    assert measure_links(Machine(1), "disk", torch.device("cpu"), tmp_path).link.out == link.rate([4 << 20])

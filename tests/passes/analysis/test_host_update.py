@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from passes import (
     BrokenTrace,
+    Link,
     Machine,
     Offload,
     Plan,
     Stream,
+    Streaming,
     Trace,
     apply,
     check,
@@ -23,9 +25,9 @@ from passes import (
     parse_plan,
     predict,
 )
-from passes.analysis.host_update import hosted_states
+from passes.analysis.host_update import host_updated_states
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp import residents
+from passes.lp import state_vars
 from passes.schedule.schedule import Placement, schedule
 from passes.search import greedy
 from passes.simulate.forecast import update_nbytes
@@ -55,15 +57,17 @@ def trace_of(each: int) -> Trace:
 
 
 TRACE = trace_of(2)
-MACHINE = Machine(0, out=10.0, back=10.0, homes=True, window=50, stepping=100.0)
+MACHINE = Machine(
+    0, link=Link(out=10.0, back=10.0), streaming=Streaming(enabled=True, window=50, host_update_rate=100.0)
+)
 GAPS = ReuseGaps(TRACE)
 STATES = tuple(f"s{i}" for i in range(3))
 
 
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greedy, "SMALLEST_HOME", 1)
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
 
 
 def plan_of(far: set[str], machine: Machine = MACHINE) -> Plan:
@@ -95,7 +99,7 @@ def test_who_has_the_parameter_and_the_gradient_decides_what_is_copied() -> None
 def test_the_update_takes_as_long_as_the_longest_of_device_links_and_host() -> None:
     there = (Stream("s0", on="host"), Stream("w0"), Offload("e0", out="e0", free="e0"))
     assert update_us(there) == 20.0
-    assert update_us(there, replace(MACHINE, stepping=50.0)) == 40.0
+    assert update_us(there, replace(MACHINE, streaming=replace(MACHINE.streaming, host_update_rate=50.0))) == 40.0
     assert update_us((Stream("s0", on="host"),)) == 300.0
     assert predict(apply(TRACE, there), MACHINE).peak == predict(apply(TRACE, (Stream("s0"), *there[1:])), MACHINE).peak
 
@@ -106,14 +110,19 @@ def test_the_update_takes_as_long_as_the_longest_of_device_links_and_host() -> N
 )
 def test_the_slower_the_host_the_less_it_updates(stepping: float, found: set[str]) -> None:
     everything = {*STATES, *(f"w{i}" for i in range(3)), *(f"e{i}" for i in range(3))}
-    assert hosted_states(TRACE, replace(MACHINE, stepping=stepping), everything) == found
+    assert (
+        host_updated_states(
+            TRACE, replace(MACHINE, streaming=replace(MACHINE.streaming, host_update_rate=stepping)), everything
+        )
+        == found
+    )
 
 
 def test_what_has_more_to_bring_there_than_it_spares_stays_on_the_device() -> None:
     momentum = trace_of(1)
-    assert hosted_states(momentum, MACHINE, set(STATES)) == set()
-    assert hosted_states(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
-    assert hosted_states(momentum, MACHINE, {"w0", "e0"}) == set()
+    assert host_updated_states(momentum, MACHINE, set(STATES)) == set()
+    assert host_updated_states(momentum, MACHINE, {*STATES, "w1", "e1"}) == {"s1"}
+    assert host_updated_states(momentum, MACHINE, {"w0", "e0"}) == set()
 
 
 @given(
@@ -123,7 +132,11 @@ def test_what_has_more_to_bring_there_than_it_spares_stays_on_the_device() -> No
     st.sampled_from((1.0, 10.0, 80.0)),
 )
 def test_it_is_never_longer_than_on_the_device(far: set[str], stepping: float, out: float, back: float) -> None:
-    machine = replace(MACHINE, stepping=stepping, out=out, back=back)
+    machine = replace(
+        MACHINE,
+        streaming=replace(MACHINE.streaming, host_update_rate=stepping),
+        link=replace(MACHINE.link, out=out, back=back),
+    )
     plan = plan_of(far, machine)
     plain = tuple(replace(decision, on="") if isinstance(decision, Stream) else decision for decision in plan)
     check(apply(TRACE, plan))
@@ -135,7 +148,7 @@ def test_plans_are_nearer_to_what_is_proven_and_faster_with_a_host() -> None:
     lines = []
     for budget in (15_000, 9_000, 5_000):
         for stepping in (0.0, 15.0, 100.0):
-            machine = replace(MACHINE, budget=budget, stepping=stepping)
+            machine = replace(MACHINE, budget=budget, streaming=replace(MACHINE.streaming, host_update_rate=stepping))
             choice = make_plan(TRACE, machine)
             there = [said.value for said in choice.plan if isinstance(said, Stream) and said.on]
             lines.append(
@@ -163,7 +176,7 @@ def test_it_prints_and_parses_back() -> None:
     assert plan == (Stream("s0", on="host"), Stream("s1"))
     assert "\n".join(map(str, plan)) == "stream s0: on host\nstream s1"
     trace = apply(TRACE, plan)
-    assert str(trace.op["s0"]) == "s0 = state()  # u8[2000] | makes s0:0 | far | hosted"
+    assert str(trace.op["s0"]) == "s0 = state()  # u8[2000] | makes s0:0 | offloaded | on_host"
     assert parse(str(trace)) == trace
     assert str(MACHINE) == "cpu 0 bytes, disk 10/10 MB/s, steps states at 100 MB/s"
 
@@ -171,5 +184,5 @@ def test_it_prints_and_parses_back() -> None:
 def test_nothing_but_states_is_updated_there_and_nowhere_else() -> None:
     with pytest.raises(BrokenTrace, match="w0 is updated on the host, and is no state that lives there"):
         check(apply(TRACE, (Stream("w0", on="host"),)))
-    with pytest.raises(ValueError, match="nothing is updated on 'mars'"):
+    with pytest.raises(ValueError, match="states are updated on the device or on 'host'"):
         apply(TRACE, (Stream("s0", on="mars"),))

@@ -40,16 +40,16 @@ def names(found: dict[str, int]) -> dict[str, str]:
 
 
 def test_the_storages_that_forward_makes_and_keeps_to_itself_can_be_decided_about() -> None:
-    assert GAPS.maker == {"a": "a", "n.0": "n", "n.1": "n", "c": "c"}
+    assert GAPS.producer == {"a": "a", "n.0": "n", "n.1": "n", "c": "c"}
 
 
 def test_a_value_is_known_by_the_movable_storages_that_it_holds() -> None:
-    assert GAPS.held == {"a": ("a",), "v": ("a",), "n": ("n.0", "n.1"), "y": ("n.0",), "r": ("n.1",), "c": ("c",)}
+    assert GAPS.holds == {"a": ("a",), "v": ("a",), "n": ("n.0", "n.1"), "y": ("n.0",), "r": ("n.1",), "c": ("c",)}
     assert GAPS.values == {"a": ("a", "v"), "n.0": ("n", "y"), "n.1": ("n", "r"), "c": ("c",)}
 
 
 def test_a_gap_is_from_the_last_use_in_forward_to_the_uses_in_backward() -> None:
-    assert names(GAPS.left) == {"a": "n", "n.0": "c", "n.1": "r", "c": "o"}
+    assert names(GAPS.last_forward_use) == {"a": "n", "n.0": "c", "n.1": "r", "c": "o"}
     uses = {storage: [STEP.ops[i].name for i in found] for storage, found in GAPS.uses.items()}
     assert uses == {"n.0": ["e"], "n.1": ["e"], "a": ["f", "h"]}
 
@@ -59,11 +59,11 @@ def test_backward_is_known_by_the_movable_values_that_it_reads() -> None:
 
 
 def test_the_first_value_that_is_all_of_a_storage_can_be_sent_away() -> None:
-    assert GAPS.root == {"a": "a", "n.0": "y", "n.1": "r"}  # c shows two of its 32 numbers
+    assert GAPS.whole_value == {"a": "a", "n.0": "y", "n.1": "r"}  # c shows two of its 32 numbers
 
 
 def test_parts_are_what_takes_one_storage_of_several_out() -> None:
-    assert GAPS.parts == {"n": ("y", "r")}
+    assert GAPS.getitems == {"n": ("y", "r")}
 
 
 def test_ops_begin_one_behind_the_other() -> None:
@@ -90,16 +90,16 @@ def test_every_dtype_says_its_size_in_its_name() -> None:
 @given(traces())
 def test_nobody_has_a_use_for_a_storage_inside_of_its_gap(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
-    for storage in gaps.maker:
+    for storage in gaps.producer:
         readers = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
-        forward = [gaps.index[gaps.maker[storage]], *(i for i in readers if i < trace.boundary)]
-        assert gaps.left[storage] == max(forward)
+        forward = [gaps.index[gaps.producer[storage]], *(i for i in readers if i < trace.boundary)]
+        assert gaps.last_forward_use[storage] == max(forward)
         assert gaps.uses.get(storage, ()) == tuple(i for i in readers if i >= trace.boundary)
 
 
 @given(traces())
 def test_what_can_be_sent_away_is_one_whole_storage(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
-    for storage, value in gaps.root.items():
+    for storage, value in gaps.whole_value.items():
         assert trace.op[value].holds == (storage,)
         assert trace.nbytes[storage] == type_nbytes(trace.op[value].type) > 0

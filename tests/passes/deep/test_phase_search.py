@@ -16,7 +16,7 @@ from passes.deep import phase_lp
 from passes.deep.phase_lp import Phases, Pieces
 from passes.deep.phase_search import cut_backward
 from passes.lp import solver
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.solver import INFINITY, SearchLimits
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import cheapest_of_all
@@ -85,7 +85,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
     cuts = data.draw(st.sets(st.sampled_from(places), max_size=6)) if places else set[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase_lp, "CRUMBS", crumbs)
-        model = Phases(Pieces(LinearProgram(ReuseGaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
+        model = Phases(Pieces(PlanProblem(ReuseGaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
         assume(model.linear.costs)
         solved = model.solve()
         assert solved is not None and solved.us <= added_us(trace, plan) + SMALL
@@ -96,7 +96,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
 @settings(max_examples=60)
 @given(traces(max_forward=10), st.floats(0.0, 1.0))
 def test_no_choice_of_fates_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(ReuseGaps(trace).maker) <= 6)
+    assume(0 < len(ReuseGaps(trace).producer) <= 6)
     budget = between(trace, share)
     best = cheapest_of_all(trace, replace(ALONE, budget=budget))
     assert best is None or cut_backward(trace, replace(ALONE, budget=budget)).any_us <= best + SMALL
@@ -115,7 +115,7 @@ def test_no_plan_of_checkmate_beats_the_bound(trace: Trace, share: float) -> Non
 def test_a_plan_fits_and_computes_the_same(trace: Trace, machine: Machine, share: float) -> None:
     budget = between(trace, share)
     found = cut_backward(trace, replace(machine, budget=budget))
-    assert found.any_us == 0.0 or not machine.out
+    assert found.any_us == 0.0 or not machine.link.out
     if found.plan:
         applied = apply(trace, found.plan)
         check(applied)
@@ -162,6 +162,6 @@ def test_the_same_step_has_the_same_plan() -> None:
 
 def between(trace: Trace, share: float) -> int:
     """A budget between what no plan can lower and what is needed if nothing is done."""
-    found = LinearProgram(ReuseGaps(trace), ALONE)
+    found = PlanProblem(ReuseGaps(trace), ALONE)
     least, most = int(found.floor.max()), found.captured.peak
     return least + int((most - least) * share)

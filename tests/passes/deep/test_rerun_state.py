@@ -15,7 +15,7 @@ from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep import phase_lp
 from passes.deep.phase_lp import Pieces
 from passes.deep.rerun_state import RerunState
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from tests.passes.search.test_greedy import STEP
 from tests.support.interpreter import run
 from tests.support.strategies import traces
@@ -24,13 +24,13 @@ ALONE = Machine(0)
 
 
 def moments(trace: Trace, budget: int = 0) -> RerunState:
-    return RerunState(Pieces(LinearProgram(ReuseGaps(trace), replace(ALONE, budget=budget)), budget), budget)
+    return RerunState(Pieces(PlanProblem(ReuseGaps(trace), replace(ALONE, budget=budget)), budget), budget)
 
 
 def keys(data: st.DataObject, found: RerunState) -> list[int]:
     """Of some re-runs."""
     program = found.program
-    again = [o for o in found.pieces.made if not program.makers[o].once]
+    again = [o for o in found.pieces.made if not program.producers[o].runs_once]
     assume(again and program.boundary < program.size)
     pair = st.tuples(st.sampled_from(again), st.integers(program.boundary, program.size - 1))
     return [place * found.stride + o for o, place in data.draw(st.lists(pair, max_size=8, unique=True))]
@@ -42,7 +42,9 @@ def said(found: RerunState) -> str:
     for key, nbytes in zip(found.keys, found.beyond, strict=True):
         position, o = divmod(key, found.stride)
         is_op = o == found.stride - 1
-        words.append(f"{STEP.ops[position].name}:{nbytes}" if is_op else f"({found.program.makers[o].value}:{nbytes})")
+        words.append(
+            f"{STEP.ops[position].name}:{nbytes}" if is_op else f"({found.program.producers[o].value}:{nbytes})"
+        )
     return " ".join(words)
 
 
@@ -71,7 +73,7 @@ def test_the_simulator_says_the_same(trace: Trace, data: st.DataObject) -> None:
         applied = apply(trace, found.plan())
     check(applied)
     forecast = predict(applied, ALONE)
-    ran = {op.again for op in applied.ops} - {""}
+    ran = {op.recomputes for op in applied.ops} - {""}
     assert abs(forecast.us - predict(trace, ALONE).us - found.us) < 1e-6
     drawn = sum(op.draws for op in trace.ops if op.name in ran)
     assert found.beyond.max() <= forecast.peak <= found.beyond.max() + 3 * drawn

@@ -19,7 +19,8 @@ def lives(text: str) -> str:
     for life in lifetimes(trace):
         bar = "".join("#" if life.first <= i <= life.last else "." for i in range(width))
         lines.append(
-            f"{bar}  {life.storage} {life.kind} {life.nbytes}" + f" of {life.maker}" * (life.maker != life.storage)
+            f"{bar}  {life.storage} {life.kind} {life.nbytes}"
+            + f" of {life.producer}" * (life.producer != life.storage)
         )
     return "\n".join(lines) + "\n"
 

@@ -25,7 +25,7 @@ u = aten.copy_.default(w, a)  # f32[4, 4] | holds w | once
 r = aten.unbind.default(n, a)  # holds n.1, a
 backward:
 t = tangent()  # f32[8, 4] | makes t:128
-g__1 = getitem(n)  # f32[32] | holds n.0 | again g
+g__1 = getitem(n)  # f32[32] | holds n.0 | recomputes g
 e = aten.mul.Tensor(t, g__1)  # makes e:128
 update:
 s = SGD.step(e)
@@ -48,7 +48,7 @@ def test_every_note_is_read() -> None:
     )  # fmt: skip
     assert trace.op["a"].workspace == 4096
     assert trace.op["u"].once and trace.op["u"].holds == ("w",)
-    assert trace.op["g__1"].again == "g"
+    assert trace.op["g__1"].recomputes == "g"
     assert [op.phase for op in trace.ops].count("backward") == 3
     assert trace.op["s"].phase == "update"
     assert trace.outputs == (("output", "g"), ("gradient", "e"))

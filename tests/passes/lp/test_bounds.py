@@ -24,7 +24,7 @@ def test_no_random_plan_beats_the_bound_of_a_budget_that_it_just_fits(
         if isinstance(each, Recompute):
             assume(place[each.before] >= trace.boundary)
         else:
-            assume(machine.out and not getattr(each, "wire", ""))
+            assume(machine.link.out and not getattr(each, "wire", ""))
     forecast = predict(apply(trace, plan), machine)
     try:
         choice = make_plan(trace, replace(machine, budget=forecast.peak))

@@ -6,18 +6,20 @@ from dataclasses import replace
 
 from expecttest import assert_expected_inline as expected
 
-from passes import Machine, Reload, Stream, Trace, apply, parse, predict
+from passes import Link, Machine, Reload, Stream, Streaming, Trace, apply, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.analysis.streamable import StreamableStates
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
-from passes.schedule.fetches import updates_of
 from passes.schedule.schedule import Placement, schedule
-from passes.simulate.forecast import early_share
+from passes.schedule.streamed_values import updates_of
+from passes.simulate.forecast import staged_share
 
-MACHINE = Machine(10_000, out=10.0, back=10.0, homes=True, window=300, turns=True)
-AHEAD = replace(MACHINE, ahead=200)
+MACHINE = Machine(
+    10_000, link=Link(out=10.0, back=10.0, half_duplex=True), streaming=Streaming(enabled=True, window=300)
+)
+AHEAD = replace(MACHINE, streaming=replace(MACHINE.streaming, update_staging=200))
 
 
 def step(us: float = 50.0, rest: float = 5.0) -> Trace:
@@ -25,10 +27,10 @@ def step(us: float = 50.0, rest: float = 5.0) -> Trace:
     return parse(
         f"""\
 forward:
-r = state()  # u8[100] | makes r:0 | far
-s = state()  # u8[100] | makes s:0 | far
-v = parameter()  # u8[200] | makes v:0 | far
-w = parameter()  # u8[200] | makes w:0 | far
+r = state()  # u8[100] | makes r:0 | offloaded
+s = state()  # u8[100] | makes s:0 | offloaded
+v = parameter()  # u8[200] | makes v:0 | offloaded
+w = parameter()  # u8[200] | makes w:0 | offloaded
 x = input()  # u8[10] | makes x:10
 o = sum(x)  # u8[4] | makes o:4 | 1.0 us
 backward:
@@ -94,7 +96,9 @@ def test_an_update_waits_for_what_was_asked_for_before_it() -> None:
     """A disk that carries one way at a time is busy with 400 bytes for another 40 us."""
     text = str(step()).replace("dv = mm", "x__out = memgraph.offload.default(big)  # makes x__out:0\ndv = mm")
     trace = parse(text.replace("o = sum(x)", "big = relu(x)  # u8[800] | makes big:800\no = sum(x)"))
-    alone, shared = (predict(trace, replace(MACHINE, turns=turns)) for turns in (False, True))
+    alone, shared = (
+        predict(trace, replace(MACHINE, link=replace(MACHINE.link, half_duplex=turns))) for turns in (False, True)
+    )
     first = next(i for i, op in enumerate(trace.ops) if op.name == "v_update")
     assert shared.begins[first] == alone.begins[first]
     assert shared.begins[first + 1] == alone.begins[first + 1] + 30.0
@@ -116,7 +120,9 @@ b__free = memgraph.free.default(b__out, b)
 o = sum(a__back_1)  # u8[4] | makes o:4
 return output o"""
     )
-    both, turns = (predict(trace, replace(MACHINE, turns=turns)) for turns in (False, True))
+    both, turns = (
+        predict(trace, replace(MACHINE, link=replace(MACHINE.link, half_duplex=turns))) for turns in (False, True)
+    )
     assert [copy.begin for copy in both.copies] == [2.0, 12.0, 12.0] and both.us == 22.0
     assert [copy.begin for copy in turns.copies] == [2.0, 12.0, 22.0] and turns.us == 32.0
 
@@ -125,22 +131,24 @@ def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     """`w` is wanted right behind the update of `v`, which takes the disk as long as it runs: so it comes before that."""
     text = str(step()).replace("mul(x, o)", "mul(x, w)", 1).replace("  # 5.0 us", "  # 500.0 us")
     for name, nbytes in (("r", 100), ("s", 100), ("v", 200), ("w", 200)):
-        text = text.replace(f"makes {name}:0 | far", f"makes {name}:{nbytes}")
+        text = text.replace(f"makes {name}:0 | offloaded", f"makes {name}:{nbytes}")
     gaps = ReuseGaps(parse(text))
     far = {home: Placement.OFFLOAD for home in StreamableStates(gaps.trace).inputs if home in ("r", "s", "v", "w")}
     assert updates_of(gaps.trace, far) == {gaps.index["v_update"], gaps.index["w_update"]}
     backs = {
-        machine.turns: [decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)]
-        for machine in (MACHINE, replace(MACHINE, turns=False))
+        machine.link.half_duplex: [
+            decision.back for decision in schedule(gaps, far, machine) if isinstance(decision, Reload)
+        ]
+        for machine in (MACHINE, replace(MACHINE, link=replace(MACHINE.link, half_duplex=False)))
     }
     assert backs == {False: ["v_update"], True: ["dv"]}
 
 
 def test_the_share_of_an_update_that_is_early_is_at_most_all_of_it() -> None:
     op = step().op["v_update"]
-    assert early_share(step(), op, AHEAD) == 0.5
-    assert early_share(step(), op, replace(AHEAD, ahead=1000)) == 1.0
-    assert early_share(step(), op, MACHINE) == 0.0
+    assert staged_share(step(), op, AHEAD) == 0.5
+    assert staged_share(step(), op, replace(AHEAD, streaming=replace(AHEAD.streaming, update_staging=1000))) == 1.0
+    assert staged_share(step(), op, MACHINE) == 0.0
 
 
 def test_what_is_proven_of_a_step_without_backward_is_true_of_it() -> None:
@@ -155,8 +163,10 @@ update:
 update = Adam.step(s)  # 5.0 us
 return output o"""
     )
-    machine = replace(MACHINE, window=0, out=10_000.0, back=10_000.0)
+    machine = replace(
+        MACHINE, streaming=replace(MACHINE.streaming, window=0), link=replace(MACHINE.link, out=10_000.0, back=10_000.0)
+    )
     captured, far = predict(trace, machine), predict(apply(trace, (Stream("s"),)), machine)
-    relaxed = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), far.peak))
+    relaxed = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), far.peak))
     assert relaxed is not None and far.us - captured.us == 55.0
     assert relaxed.any_us <= 55.0 + 1e-6

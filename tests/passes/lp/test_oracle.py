@@ -275,7 +275,7 @@ def test_the_optimum_with_a_far_tier() -> None:
 def pressed(draw: st.DrawFn, max_forward: int, most: int) -> tuple[Trace, int]:
     """A step with at most `most` movable storages, and a budget between what it takes and about the least possible."""
     trace = draw(traces(max_forward=max_forward))
-    assume(len(ReuseGaps(trace).maker) <= most)
+    assume(len(ReuseGaps(trace).producer) <= most)
     top, least = peak(trace), peak(trace, greedy_plan(trace, NO_LINK))
     return trace, top - (top - least) * draw(st.integers(0, 11)) // 10
 
@@ -357,7 +357,7 @@ def step_of(dice: random.Random, most: int = 8) -> Trace:
     while True:
         codes = [(dice.randbytes(10), dice.randbytes(10)) for _ in range(dice.randint(2, 6))]
         trace = decoded(codes, late=dice.random() < 0.5, updated=dice.random() < 0.3)
-        if ReuseGaps(trace).uses and len(ReuseGaps(trace).maker) <= most:
+        if ReuseGaps(trace).uses and len(ReuseGaps(trace).producer) <= most:
             return trace
 
 

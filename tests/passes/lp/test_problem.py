@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from passes import Machine, parse
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 
 STEP = parse("""
     forward:
@@ -26,22 +26,22 @@ STEP = parse("""
 
 def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> None:
     """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
-    program = LinearProgram(ReuseGaps(STEP), Machine(0))
+    program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
-    items, makers = program.wanted
-    names = [item.storage for item in program.items]
+    items, makers = program.first_needs, program.first_reruns
+    names = [item.storage for item in program.storages]
     assert names == ["a", "b", "c", "e", "n", "m"]
     first = dict(zip(names, items, strict=True))
     assert first == {name: place[at] for name, at in zip(names, ("g", "h", "g", "g", "i", "never"), strict=True)}
     assert makers == items  # each makes one
-    last = dict(zip(names, program.due, strict=True))
+    last = dict(zip(names, program.last_needs, strict=True))
     assert last == {name: place[at] for name, at in zip(names, ("h", "h", "g", "g", "i", "never"), strict=True)}
 
 
 def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
     """a is wanted at g already, where c is made again, but b may want it at h."""
-    program = LinearProgram(ReuseGaps(STEP), Machine(0))
+    program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
-    settled = dict(zip((maker.value for maker in program.makers), program.settled, strict=True))
+    settled = dict(zip((maker.value for maker in program.producers), program.last_reruns, strict=True))
     names = {"a": "h", "b": "h", "c": "g", "e": "g", "n": "i", "m": "never"}
     assert settled == {name: place[at] for name, at in names.items()}

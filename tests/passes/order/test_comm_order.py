@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from passes import BrokenTrace, Machine, Trace, check, parse, predict
+from passes import BrokenTrace, Machine, Network, Trace, check, parse, predict
 from passes.order.comm_order import place_collectives
 from tests.support.layered_traces import backward, forward, placed_lines
 
@@ -28,7 +28,7 @@ STEP = parse(f"""
     step = SGD.step(q_shard, r_shard, v, w)
     return output b, shard q_shard, shard r_shard
 """)
-MACHINE = Machine(1 << 20, net=10.0, latency=2.0)
+MACHINE = Machine(1 << 20, network=Network(rate=10.0, latency_us=2.0))
 
 
 def test_an_exchange_begins_behind_its_last_gradient_and_ends_before_the_next() -> None:
@@ -116,7 +116,10 @@ def test_the_network_is_a_queue_beside_compute() -> None:
     net = {copy.value: (copy.begin, copy.end) for copy in forecast.copies}
     assert net == {"r_part": (31.0, 43.0), "q_part": (52.0, 65.0)}
     assert forecast.us == 65.0
-    assert predict(place_collectives(STEP), replace(MACHINE, net=1.0)).us == 31.0 + 102.0 + 1.0 + 112.0
+    assert (
+        predict(place_collectives(STEP), replace(MACHINE, network=replace(MACHINE.network, rate=1.0))).us
+        == 31.0 + 102.0 + 1.0 + 112.0
+    )
 
 
 def test_compute_waits_at_once_for_what_nothing_hides() -> None:
@@ -128,19 +131,22 @@ def test_compute_waits_at_once_for_what_nothing_hides() -> None:
 
 
 def test_compute_loses_a_share_of_the_time_of_an_exchange() -> None:
-    strained = replace(MACHINE, strain=0.5)
+    strained = replace(MACHINE, network=replace(MACHINE.network, interference=0.5))
     forecast = predict(place_collectives(STEP), strained)
     assert forecast.begins[forecast.trace.ops.index(STEP.op["p"])] == 31.0 + 0.5 * 12.0
-    assert strained.hides and not replace(MACHINE, strain=1.1).hides
+    assert strained.network.overlaps_comm and not Network(interference=1.1).overlaps_comm
     # What is waited for at once takes its time, whatever it does to compute.
     at_once = place_collectives(STEP, at_once=True)
-    assert predict(at_once, replace(MACHINE, strain=2.0)).us == predict(at_once, MACHINE).us
+    assert (
+        predict(at_once, replace(MACHINE, network=replace(MACHINE.network, interference=2.0))).us
+        == predict(at_once, MACHINE).us
+    )
 
 
 def test_gradients_are_there_until_they_are_packed_and_what_is_packed_until_it_has_arrived() -> None:
     forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
-    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
+    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lifetimes}
     assert there["dw"] == ("dw", "r_shard", "temporary")
     assert there["q"] == ("q", "q_shard", "temporary")
     assert there["dv"] == ("dv", "q", "temporary")
@@ -151,9 +157,12 @@ def test_nobody_reads_what_is_under_way() -> None:
     late = replace(STEP.op["p"], name="late", reads=("r_part",), makes=(), holds=())
     found = list(place_collectives(STEP).ops)
     at = next(i for i, op in enumerate(found) if op.name == "r_shard")
-    with pytest.raises(BrokenTrace, match="late reads r_part, which is still under way between ranks"):
+    with pytest.raises(BrokenTrace, match="late reads r_part, which a collective has yet to fill"):
         check(Trace((*found[:at], late, *found[at:]), STEP.outputs))
 
 
 def test_a_machine_with_a_network_says_so() -> None:
-    assert str(Machine(8, net=1000.0, latency=20.0)) == "cpu 8 bytes, no far tier, net 1000 MB/s after 20 us"
+    assert (
+        str(Machine(8, network=Network(rate=1000.0, latency_us=20.0)))
+        == "cpu 8 bytes, no far tier, net 1000 MB/s after 20 us"
+    )

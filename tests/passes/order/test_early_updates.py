@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 
-from passes import BrokenTrace, Machine, Recompute, Trace, apply, check, parse, predict
+from passes import BrokenTrace, Link, Machine, Recompute, Streaming, Trace, apply, check, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.early_updates import update_early
 from passes.schedule.schedule import Placement, schedule
@@ -32,7 +32,7 @@ STEP = parse(f"""
     v_update = SGD.step(r, v, dv)  # workspace 40
     return output b
 """)
-LINKED = Machine(0, out=10.0, back=10.0, homes=True, window=60)
+LINKED = Machine(0, link=Link(out=10.0, back=10.0), streaming=Streaming(enabled=True, window=60))
 
 
 def planned(*storages: str, fate: Placement = Placement.OFFLOAD) -> Trace:
@@ -69,7 +69,9 @@ def test_updates_alone_move_and_only_once(trace: Trace) -> None:
 
 
 def test_a_gradient_lives_until_its_update() -> None:
-    gradients = {life.storage: (life.first, life.last) for life in predict(STEP, LINKED).lives if life.maker[0] == "d"}
+    gradients = {
+        life.storage: (life.first, life.last) for life in predict(STEP, LINKED).lifetimes if life.producer[0] == "d"
+    }
     at = {op.name: i for i, op in enumerate(STEP.ops)}
     assert gradients["dw"] == (at["dw"], at["w_update"])
     assert gradients["dv"] == (at["dv"], at["v_update"])

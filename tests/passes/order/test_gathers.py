@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from passes import BrokenTrace, Machine, Trace, check, make_plan, parse, predict
+from passes import BrokenTrace, Machine, Network, Trace, check, make_plan, parse, predict
 from passes.analysis.streamable import StreamableStates
 from passes.order.comm_order import place_collectives, sequence
 from tests.support.layered_traces import placed_lines
@@ -54,7 +54,7 @@ STEP = parse("""
     step = SGD.step(dw, w)
     return output e, gradient dt, gradient dw
 """)
-MACHINE = Machine(1 << 20, net=10.0, latency=1.0)
+MACHINE = Machine(1 << 20, network=Network(rate=10.0, latency_us=1.0))
 
 
 def test_gathers_begin_in_the_order_of_first_use_and_end_there() -> None:
@@ -133,7 +133,7 @@ def test_they_come_one_after_the_other_beside_compute() -> None:
     }  # fmt: skip
     begins = dict(zip([op.name for op in forecast.trace.ops], forecast.begins, strict=True))
     assert (begins["a"], begins["b"], begins["c"], begins["e"], begins["dt"]) == (20.0, 30.0, 40.0, 50.0, 60.0)
-    strained = replace(MACHINE, strain=1.0)
+    strained = replace(MACHINE, network=replace(MACHINE.network, interference=1.0))
     assert (
         predict(place_collectives(STEP, at_once=True), strained).us
         == predict(place_collectives(STEP), strained).us
@@ -144,7 +144,7 @@ def test_they_come_one_after_the_other_beside_compute() -> None:
 def test_room_is_there_until_what_takes_it_has_come() -> None:
     forecast = predict(place_collectives(STEP), MACHINE)
     ops = [op.name for op in forecast.trace.ops]
-    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lives}
+    there = {life.storage: (ops[life.first], ops[life.last], life.kind) for life in forecast.lifetimes}
     assert there["w_room"] == ("w_room", "w_here", "temporary")
     assert there["l_room"] == ("l_room", "l_here", "temporary")
     assert forecast.by_kind["temporary"][ops.index("l_sent")] == 60 + 20 + 1 * 4
@@ -168,7 +168,7 @@ def test_what_is_gathered_does_not_live_far() -> None:
 def test_a_budget_is_kept_with_gathers_in_the_step() -> None:
     trace = place_collectives(STEP)
     full = predict(trace, MACHINE).peak
-    found = make_plan(trace, replace(MACHINE, budget=full - 100, out=50.0, back=50.0))
+    found = make_plan(trace, replace(MACHINE, budget=full - 100, link=replace(MACHINE.link, out=50.0, back=50.0)))
     assert found.plan and found.forecast.peak <= full - 100
     check(found.forecast.trace)
 

@@ -8,13 +8,13 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import Machine, Op, Reload, Storage, Trace, check, parse, predict
+from passes import Link, Machine, Op, Reload, Storage, Streaming, Trace, check, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.order.microbatch_order import reslice_microbatches, slice_microbatches
 from passes.schedule.schedule import Placement, schedule
 from tests.support.strategies import machines, traces
 
-MACHINE = Machine(1000, out=10.0, back=10.0, homes=True, capacity=1 << 30)
+MACHINE = Machine(1000, link=Link(out=10.0, back=10.0, capacity=1 << 30), streaming=Streaming(enabled=True))
 INPUTS = """
     forward:
     v = parameter()  # f32[25] | makes v:100
@@ -23,15 +23,15 @@ INPUTS = """
     d = tangent()  # makes d:8
 """
 FORWARD = """
-    h_{i} = mm(x, v)  # makes h_{i}:40 | 100.0 us | part {i}
-    a_{i} = relu(h_{i})  # makes a_{i}:4 | 10.0 us | part {i}
-    y_{i} = mm(a_{i}, w)  # makes y_{i}:4 | 100.0 us | part {i}
+    h_{i} = mm(x, v)  # makes h_{i}:40 | 100.0 us | microbatch {i}
+    a_{i} = relu(h_{i})  # makes a_{i}:4 | 10.0 us | microbatch {i}
+    y_{i} = mm(a_{i}, w)  # makes y_{i}:4 | 100.0 us | microbatch {i}
 """
 BACKWARD = """
-    g_{i} = mm(d, w)  # makes g_{i}:4 | 100.0 us | part {i}
-    dw_{i} = mm(d, a_{i})  # makes dw_{i}:100 | 100.0 us | part {i}
-    dh_{i} = relu_backward(g_{i}, h_{i})  # makes dh_{i}:40 | 10.0 us | part {i}
-    dv_{i} = mm(dh_{i}, x)  # makes dv_{i}:100 | 100.0 us | part {i}
+    g_{i} = mm(d, w)  # makes g_{i}:4 | 100.0 us | microbatch {i}
+    dw_{i} = mm(d, a_{i})  # makes dw_{i}:100 | 100.0 us | microbatch {i}
+    dh_{i} = relu_backward(g_{i}, h_{i})  # makes dh_{i}:40 | 10.0 us | microbatch {i}
+    dv_{i} = mm(dh_{i}, x)  # makes dv_{i}:100 | 100.0 us | microbatch {i}
 """
 SUMS = """
     dw = accumulate(dw_1, dw_2)  # holds dw_1
@@ -57,23 +57,23 @@ v = parameter()  # f32[25] | makes v:100
 w = parameter()  # f32[25] | makes w:100
 x = input()  # makes x:10
 d = tangent()  # makes d:8
-h_2 = mm(x, v)  # makes h_2:40 | 100.0 us | part 2 | slice 1
-a_2 = relu(h_2)  # makes a_2:4 | 10.0 us | part 2 | slice 1
-h_1 = mm(x, v)  # makes h_1:40 | 100.0 us | part 1 | slice 1
-a_1 = relu(h_1)  # makes a_1:4 | 10.0 us | part 1 | slice 1
-y_2 = mm(a_2, w)  # makes y_2:4 | 100.0 us | part 2 | slice 2
-y_1 = mm(a_1, w)  # makes y_1:4 | 100.0 us | part 1 | slice 2
+h_2 = mm(x, v)  # makes h_2:40 | 100.0 us | microbatch 2 | slice 1
+a_2 = relu(h_2)  # makes a_2:4 | 10.0 us | microbatch 2 | slice 1
+h_1 = mm(x, v)  # makes h_1:40 | 100.0 us | microbatch 1 | slice 1
+a_1 = relu(h_1)  # makes a_1:4 | 10.0 us | microbatch 1 | slice 1
+y_2 = mm(a_2, w)  # makes y_2:4 | 100.0 us | microbatch 2 | slice 2
+y_1 = mm(a_1, w)  # makes y_1:4 | 100.0 us | microbatch 1 | slice 2
 y = cat(y_1, y_2)  # makes y:8
 backward:
-g_1 = mm(d, w)  # makes g_1:4 | 100.0 us | part 1 | slice 2
-dw_1 = mm(d, a_1)  # makes dw_1:100 | 100.0 us | part 1 | slice 2
-g_2 = mm(d, w)  # makes g_2:4 | 100.0 us | part 2 | slice 2
-dw_2 = mm(d, a_2)  # makes dw_2:100 | 100.0 us | part 2 | slice 2
+g_1 = mm(d, w)  # makes g_1:4 | 100.0 us | microbatch 1 | slice 2
+dw_1 = mm(d, a_1)  # makes dw_1:100 | 100.0 us | microbatch 1 | slice 2
+g_2 = mm(d, w)  # makes g_2:4 | 100.0 us | microbatch 2 | slice 2
+dw_2 = mm(d, a_2)  # makes dw_2:100 | 100.0 us | microbatch 2 | slice 2
 dw = accumulate(dw_1, dw_2)  # holds dw_1
-dh_1 = relu_backward(g_1, h_1)  # makes dh_1:40 | 10.0 us | part 1 | slice 1
-dv_1 = mm(dh_1, x)  # makes dv_1:100 | 100.0 us | part 1 | slice 1
-dh_2 = relu_backward(g_2, h_2)  # makes dh_2:40 | 10.0 us | part 2 | slice 1
-dv_2 = mm(dh_2, x)  # makes dv_2:100 | 100.0 us | part 2 | slice 1
+dh_1 = relu_backward(g_1, h_1)  # makes dh_1:40 | 10.0 us | microbatch 1 | slice 1
+dv_1 = mm(dh_1, x)  # makes dv_1:100 | 100.0 us | microbatch 1 | slice 1
+dh_2 = relu_backward(g_2, h_2)  # makes dh_2:40 | 10.0 us | microbatch 2 | slice 1
+dv_2 = mm(dh_2, x)  # makes dv_2:100 | 100.0 us | microbatch 2 | slice 1
 dv = accumulate(dv_1, dv_2)  # holds dv_1
 return output y, gradient dw, gradient dv
 """,
@@ -90,7 +90,7 @@ def test_what_is_streamed_comes_once_a_slice_and_phase() -> None:
 
 
 def test_a_step_without_parts_is_left_as_it_is() -> None:
-    trace = parse("\n".join([INPUTS, FORWARD.format(i=1).replace(" | part 1", ""), "return output y_1"]))
+    trace = parse("\n".join([INPUTS, FORWARD.format(i=1).replace(" | microbatch 1", ""), "return output y_1"]))
     assert slice_microbatches(trace, MACHINE) is trace
 
 
@@ -132,7 +132,7 @@ def parted(trace: Trace, parts: int) -> Trace:
 
         makes = tuple(Storage(own(made.name), made.nbytes) for made in op.makes)
         reads, holds = tuple(map(own, op.reads)), tuple(map(own, op.holds))
-        return replace(op, name=own(op.name), reads=reads, makes=makes, holds=holds, part=part)
+        return replace(op, name=own(op.name), reads=reads, makes=makes, holds=holds, microbatch=part)
 
     numbers = range(1, parts + 1)
     ops: list[Op] = []
@@ -150,10 +150,10 @@ def test_slices_are_consecutive_and_none_is_empty(trace: Trace, machine: Machine
     check(found)
     assert {replace(op, slice=0) for op in found.ops} == set(before.ops)
     for part in range(1, parts + 1):
-        order = [op.slice for op in found.ops if op.part == part and op.phase == "forward"]
+        order = [op.slice for op in found.ops if op.microbatch == part and op.phase == "forward"]
         assert order == sorted(order)
-        backward = [op.slice for op in found.ops if op.part == part and op.phase == "backward"]
+        backward = [op.slice for op in found.ops if op.microbatch == part and op.phase == "backward"]
         assert backward == sorted(backward, reverse=True)
-    numbers = {op.slice for op in found.ops if op.part and op.phase == "forward"}
+    numbers = {op.slice for op in found.ops if op.microbatch and op.phase == "forward"}
     assert numbers in ({0}, set(range(1, max(numbers, default=0) + 1)), set())
     assert predict(found, machine).us == predict(before, machine).us

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, Plan, Trace, apply, check, predict
+from passes import Link, Machine, Plan, Streaming, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.solver import INFINITY
 from passes.schedule import copy_timing
@@ -22,7 +22,7 @@ from tests.support.strategies import LINKS, legal_fates, machines, traces
 STEP = step("u", "v", "w")
 GAPS = ReuseGaps(STEP)
 FATES: dict[str, Placement] = dict.fromkeys(("u", "v", "w", "du", "dv", "dw"), Placement.STREAM)
-MACHINE = Machine(0, out=10.0, back=10.0, homes=True, turns=True)
+MACHINE = Machine(0, link=Link(out=10.0, back=10.0, half_duplex=True), streaming=Streaming(enabled=True))
 
 
 def timed(machine: Machine) -> tuple[Plan, Plan]:
@@ -74,7 +74,7 @@ offload du: out du, free du""",
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3000), st.sampled_from([1.0, 10.0, 300.0]), st.booleans())
 def test_copies_that_are_timed_fit_wherever_copies_that_wait_do(budget: int, rate: float, turns: bool) -> None:
-    machine = replace(MACHINE, budget=budget, out=rate, back=rate, turns=turns)
+    machine = replace(MACHINE, budget=budget, link=replace(MACHINE.link, out=rate, back=rate, half_duplex=turns))
     waiting = schedule(GAPS, dict.fromkeys(FATES, Placement.OFFLOAD_BLOCKING), machine)
     late, (plan, found) = predict(apply(STEP, waiting), machine), timed(machine)
     after, before = (predict(apply(STEP, each), machine) for each in (found, plan))
@@ -106,7 +106,7 @@ def test_the_bytes_with_which_a_plan_was_found_are_enough(
     trace: Trace, machine: Machine, share: float, data: st.DataObject
 ) -> None:
     gaps = ReuseGaps(trace)
-    plan = schedule(gaps, data.draw(legal_fates(gaps, machine.wire)), machine)
+    plan = schedule(gaps, data.draw(legal_fates(gaps, machine.cast.dtype)), machine)
     forecast = predict(apply(trace, plan), machine)
     machine = replace(machine, budget=int(forecast.peak * share))
     found = replace(machine, budget=retime_copies(gaps, machine, plan, forecast)[1].peak)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from passes import Machine, apply, check
+from passes import Link, Machine, Streaming, apply, check
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import Placement, schedule
 from tests.support.interpreter import run
 from tests.support.layered_traces import lines, step
 
 STEP = step("u", "v", "w")
-LINKED = Machine(0, out=10.0, back=10.0, homes=True)
+LINKED = Machine(0, link=Link(out=10.0, back=10.0), streaming=Streaming(enabled=True))
 
 
 def streamed(fate: Placement) -> str:

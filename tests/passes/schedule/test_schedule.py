@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import Machine, Offload, Recompute, Reload, Trace, apply, check, lifetimes, parse, predict
+from passes import Link, Machine, Offload, Recompute, Reload, Trace, apply, check, lifetimes, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import OFFLOADED, Placement, placement_of, schedule
 from tests.support.interpreter import run
@@ -44,7 +44,7 @@ PARTS = parse("""
     r = g(q, v)  # u8[100] | makes r:100 | 10.0 us
     return output o, gradient r
 """)
-LINKED = Machine(0, out=10.0, back=10.0)
+LINKED = Machine(0, link=Link(out=10.0, back=10.0))
 
 
 def decided(trace: Trace, machine: Machine = LINKED, **fates: Placement) -> str:
@@ -117,7 +117,7 @@ reload a: back q, use r
 
 def test_a_slow_link_begins_early_and_ends_late() -> None:
     assert_expected_inline(
-        decided(STEP, Machine(0, out=4.0, back=4.0), a=Placement.OFFLOAD, b=Placement.OFFLOAD),
+        decided(STEP, Machine(0, link=Link(out=4.0, back=4.0)), a=Placement.OFFLOAD, b=Placement.OFFLOAD),
         """\
 offload b: out c, free o
 reload b: back p, use q
@@ -129,7 +129,7 @@ reload a: back p, use r
 
 def test_copies_never_leave_their_phase() -> None:
     assert_expected_inline(
-        decided(STEP, Machine(0, out=0.01, back=0.01), a=Placement.OFFLOAD, c=Placement.OFFLOAD),
+        decided(STEP, Machine(0, link=Link(out=0.01, back=0.01)), a=Placement.OFFLOAD, c=Placement.OFFLOAD),
         """\
 offload c: out o, free o
 reload c: back p, use p
@@ -279,7 +279,7 @@ def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trac
             case Offload(out=out, free=free):
                 assert gaps.index[out] <= gaps.index[free] < trace.boundary
     applied = apply(trace, plan)
-    assert not any(op.again for op in applied.ops[: applied.boundary])
+    assert not any(op.recomputes for op in applied.ops[: applied.boundary])
 
 
 @given(st.data(), traces(), machines(LINKS[1:]))
@@ -291,13 +291,13 @@ def test_each_storage_goes_out_once_and_what_is_not_sent_away_never(
     plan = schedule(gaps, fates, machine)
     sent = [decision.value for decision in plan if isinstance(decision, Offload)]
     assert len(sent) == len(set(sent))
-    assert set(sent) <= {gaps.root[storage] for storage, known in fates.items() if known in OFFLOADED}
+    assert set(sent) <= {gaps.whole_value[storage] for storage, known in fates.items() if known in OFFLOADED}
     assert {decision.value for decision in plan if isinstance(decision, Reload)} == set(sent)
 
 
 @given(traces())
 def test_copies_that_hide_cost_no_time(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
-    fast = Machine(0, out=1e12, back=1e12)
-    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.root, Placement.OFFLOAD), fast))
+    fast = Machine(0, link=Link(out=1e12, back=1e12))
+    applied = apply(trace, schedule(gaps, dict.fromkeys(gaps.whole_value, Placement.OFFLOAD), fast))
     assert predict(applied, fast).us - sum(op.us for op in applied.ops) < 1e-3

@@ -19,5 +19,5 @@ def test_the_total_is_what_all_kinds_hold(both: tuple[Trace, Plan], machine: Mac
 def test_what_is_alive_at_an_op_is_of_all_lives(both: tuple[Trace, Plan], machine: Machine) -> None:
     forecast = predict(apply(*both), machine)
     for index in range(len(forecast.trace.ops)):
-        there = [life for life in forecast.lives if life.first <= index <= life.last]
-        assert forecast.alive(index) == tuple(sorted(there, key=lambda life: -life.nbytes))
+        there = [life for life in forecast.lifetimes if life.first <= index <= life.last]
+        assert forecast.live_at(index) == tuple(sorted(there, key=lambda life: -life.nbytes))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, apply, parse, predict
+from passes import Link, Machine, Streaming, apply, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir.trace import Trace
-from passes.lp import problem, residents
+from passes.lp import problem, state_vars
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 from passes.lp.solver import INFINITY, LPSolver
 from passes.schedule.candidate import make_candidate
@@ -19,13 +19,13 @@ from passes.search import optimize
 from passes.search.greedy import greedy_from
 
 LAYERS = 8
-SLOW = Machine(0, out=20.0, back=20.0, homes=True, window=100, turns=True)
+SLOW = Machine(0, link=Link(out=20.0, back=20.0, half_duplex=True), streaming=Streaming(enabled=True, window=100))
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
 
 
 def chain() -> Trace:
@@ -48,41 +48,41 @@ def chain() -> Trace:
 
 
 def tight(trace: Trace, share: float = 0.5) -> Machine:
-    floor = LinearProgram(ReuseGaps(trace), SLOW).floor.max()
+    floor = PlanProblem(ReuseGaps(trace), SLOW).floor.max()
     return replace(SLOW, budget=int(floor + share * (predict(trace, SLOW).peak - floor)))
 
 
 def test_a_program_without_trips_lets_the_state_alone_leave() -> None:
     trace = chain()
-    home = LinearProgram(ReuseGaps(trace), SLOW, trips=False)
-    assert home.residents == LinearProgram(ReuseGaps(trace), SLOW).residents != ()
-    assert any(item.leaves for item in LinearProgram(ReuseGaps(trace), SLOW).items)
-    assert not any(item.leaves for item in home.items)
+    home = PlanProblem(ReuseGaps(trace), SLOW, offloads_activations=False)
+    assert home.states == PlanProblem(ReuseGaps(trace), SLOW).states != ()
+    assert any(item.can_offload for item in PlanProblem(ReuseGaps(trace), SLOW).storages)
+    assert not any(item.can_offload for item in home.storages)
 
 
 def test_what_takes_more_work_than_there_is_has_no_answer_and_says_so() -> None:
     linear = LPSolver()
-    columns = [linear.column(cost=1.0 + k, most=INFINITY) for k in range(30)]
+    columns = [linear.add_column(cost=1.0 + k, most=INFINITY) for k in range(30)]
     for k in range(29):
-        linear.row(1.0, INFINITY, {columns[k]: 1.0, columns[k + 1]: 0.5})
+        linear.add_row(1.0, INFINITY, {columns[k]: 1.0, columns[k + 1]: 0.5})
     linear.highs.setOptionValue("presolve", "off")
     assert linear.solve(work=0.0) is None
-    assert linear.ran_out
+    assert linear.out_of_work
     assert linear.solve() is not None
-    assert not linear.ran_out
-    assert linear.relaxing > 0
+    assert not linear.out_of_work
+    assert linear.relax_work > 0
 
 
 @pytest.mark.parametrize("work", [0.0, 1e3, 1e4, 1e5])
 def test_what_is_proven_with_less_work_is_no_more(work: float) -> None:
     trace = chain()
     machine = tight(trace, 0.2)
-    whole = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget))
-    part = relax(PlanModel(LinearProgram(ReuseGaps(trace), machine), machine.budget), work)
-    assert whole and whole.solved and not whole.ran_out
-    assert part and part.solved
+    whole = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), machine.budget))
+    part = relax(PlanModel(PlanProblem(ReuseGaps(trace), machine), machine.budget), work)
+    assert whole and whole.solution and not whole.out_of_work
+    assert part and part.solution
     assert part.any_us == whole.any_us
-    assert part.any_us <= part.solved.us <= whole.solved.us + 1e-6
+    assert part.any_us <= part.solution.us <= whole.solution.us + 1e-6
 
 
 def test_a_plan_is_found_without_the_work_that_a_proof_takes(monkeypatch: pytest.MonkeyPatch) -> None:

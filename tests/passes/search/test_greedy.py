@@ -9,7 +9,20 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Offload, PlanResult, Recompute, Trace, apply, check, make_plan, parse, predict
+from passes import (
+    BudgetError,
+    Link,
+    Machine,
+    Offload,
+    PlanResult,
+    Recompute,
+    Trace,
+    apply,
+    check,
+    make_plan,
+    parse,
+    predict,
+)
 from passes.pipeline import Pass
 from passes.search.greedy import greedy_plan, greedy_plan_no_offload
 from tests.support.interpreter import run
@@ -36,11 +49,11 @@ STEP = parse("""
     u = conv_backward(t, x)  # u8[100] | makes u:100 | 900.0 us
     return output o, gradient u
 """)
-GREEDY = (greedy_plan, greedy_plan_no_offload)
+GREEDY = Pass(greedy_plan, offloads=True), Pass(greedy_plan_no_offload)
 NO_LINK, SLOW, FAST = (
     Machine(0),
-    Machine(0, out=1.0, back=1.0, staging=50),
-    Machine(0, out=1000.0, back=1000.0, staging=50),
+    Machine(0, link=Link(out=1.0, back=1.0, staging=50)),
+    Machine(0, link=Link(out=1000.0, back=1000.0, staging=50)),
 )
 
 
@@ -93,7 +106,7 @@ not 4107
 
 def test_a_slow_link_is_used_for_what_is_dear_to_make_again() -> None:
     assert_expected_inline(
-        way_down(STEP, SLOW, (greedy_plan,)),
+        way_down(STEP, SLOW, GREEDY[:1]),
         """\
 7108 bytes at q, 4230 us
 6158 bytes at q, 4325 us
@@ -195,7 +208,7 @@ not 4157
 def test_staging_that_costs_more_than_it_saves_is_not_paid() -> None:
     once = parse(str(STEP).replace("0 us\n", "0 us | once\n"))
     assert_expected_inline(
-        way_down(once, replace(FAST, staging=100_000)),
+        way_down(once, replace(FAST, link=replace(FAST.link, staging=100_000))),
         """\
 7108 bytes at q, 4230 us
 not 7107
@@ -255,14 +268,14 @@ def test_the_lowest_plan_changes_no_value_and_breaks_no_invariant(trace: Trace, 
 @given(traces(), machines(links=(0.0,)))
 def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
     assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, machine))
-    one_way = replace(machine, out=100.0)
+    one_way = replace(machine, link=replace(machine.link, out=100.0))
     assert all(isinstance(decision, Recompute) for decision in greedy_plan(trace, one_way))
 
 
 @settings(max_examples=20)
 @given(traces(), machines(LINKS[1:]), st.integers(0, 30_000))
 def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Machine, capacity: int) -> None:
-    plan = greedy_plan(trace, replace(machine, capacity=capacity))
+    plan = greedy_plan(trace, replace(machine, link=replace(machine.link, capacity=capacity)))
     sent = [trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload)]
     assert sum(trace.nbytes[storage] for storage in sent) <= capacity
 
@@ -286,11 +299,10 @@ def test_a_step_that_costs_nothing_can_be_planned(trace: Trace, machine: Machine
 
 PLAN_EACH = """
 import sys
-from passes import Machine, parse
-from passes.search.greedy import greedy_plan, greedy_plan_no_offload
-from passes.pipeline import Pass
+from passes import Link, Machine, parse
+from passes.search.greedy import greedy_plan
 for text in sys.stdin.read().split("=====\\n"):
-    print(*greedy_plan(parse(text), Machine(0, out=50.0, back=50.0)), sep="\\n", end="\\n\\n")
+    print(*greedy_plan(parse(text), Machine(0, link=Link(50.0, 50.0))), sep="\\n", end="\\n\\n")
 """
 
 

@@ -9,10 +9,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes import Machine, apply, check, parse
+from passes import Link, Machine, apply, check, parse
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.lp.model import PlanModel
-from passes.lp.problem import LinearProgram
+from passes.lp.problem import PlanProblem
 from passes.lp.relax import relax
 from passes.lp.rounding import lp_preferences
 from passes.schedule.candidate import make_candidate
@@ -36,18 +36,18 @@ CHAIN = parse(f"""
     return output o, gradient r
 """)
 GAPS = ReuseGaps(CHAIN)
-LINKED = Machine(4 * MIB - MIB // 2, out=1e4, back=1e4)
+LINKED = Machine(4 * MIB - MIB // 2, link=Link(out=1e4, back=1e4))
 
 
-def program(machine: Machine) -> LinearProgram:
-    return LinearProgram(GAPS, machine)
+def program(machine: Machine) -> PlanProblem:
+    return PlanProblem(GAPS, machine)
 
 
 def test_a_point_leans_to_what_it_has_most_bytes_of() -> None:
     model = PlanModel(program(LINKED), LINKED.budget)
     relaxed = relax(model)
-    assert relaxed is not None and relaxed.solved is not None
-    said = "\n".join(f"{storage} {fate.value}" for storage, fate in lp_preferences(model, relaxed.solved))
+    assert relaxed is not None and relaxed.solution is not None
+    said = "\n".join(f"{storage} {fate.value}" for storage, fate in lp_preferences(model, relaxed.solution))
     assert_expected_inline(
         said,
         """\
@@ -84,7 +84,7 @@ recompute a: before r
 def test_no_try_makes_a_plan_slower_or_too_large(
     first: list[Placement], wanted: list[tuple[str, Placement]], tries: int, rate: float
 ) -> None:
-    machine = replace(LINKED, out=rate, back=rate)
+    machine = replace(LINKED, link=replace(LINKED.link, out=rate, back=rate))
     start = make_candidate(GAPS, machine, dict(zip("abc", first, strict=True)))
     machine = replace(machine, budget=start.peak)
     found = local_search(program(machine), start, tries, math.inf, wanted)

@@ -10,7 +10,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from passes import BudgetError, Machine, Plan, PlanResult, Recompute, Reload, Trace, apply, make_plan, parse, predict
+from passes import (
+    BudgetError,
+    Cast,
+    Link,
+    Machine,
+    Plan,
+    PlanResult,
+    Recompute,
+    Reload,
+    Trace,
+    apply,
+    make_plan,
+    parse,
+    predict,
+)
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
 from passes.lp import problem, solver
@@ -35,19 +49,19 @@ SINGLE = (
 
 @pytest.fixture(autouse=True)
 def _small_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 
 def between(trace: Trace, machine: Machine, share: float) -> Machine:
     """The machine with a budget between what no plan can lower and what is needed if nothing is done."""
-    found = problem.LinearProgram(ReuseGaps(trace), machine)
-    least, most = int(found.base.max()), found.captured.peak
+    found = problem.PlanProblem(ReuseGaps(trace), machine)
+    least, most = int(found.fixed.max()), found.captured.peak
     return replace(machine, budget=least + int((most - least) * share))
 
 
 def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
-    assume(0 < len(ReuseGaps(trace).maker) <= 9)
+    assume(0 < len(ReuseGaps(trace).producer) <= 9)
     machine = between(trace, Machine(0), share)
     best = cheapest(trace, machine.budget)
     assume(best is not None)
@@ -58,7 +72,7 @@ def assert_no_keep_set_beats_the_bound(trace: Trace, share: float) -> None:
 def best_that_moves_once(trace: Trace, machine: Machine, share: float) -> tuple[Machine, tuple[float, Plan] | None]:
     """The machine with a budget between, and what the best plan adds that moves each of a few values once, if at all."""
     gaps = ReuseGaps(trace)
-    assume(0 < len(gaps.maker) <= 5)
+    assume(0 < len(gaps.producer) <= 5)
     machine = between(trace, machine, share)
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
     return machine, best_of(gaps, single, machine)
@@ -106,7 +120,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
     choices = all_fates(gaps, Machine(0))
     fates = {storage: data.draw(st.sampled_from(list(choices[storage]))) for storage in choices}
     forecast = predict(apply(trace, schedule(gaps, fates, Machine(0))), Machine(0))
-    floor = problem.LinearProgram(gaps, Machine(0)).floor
+    floor = problem.PlanProblem(gaps, Machine(0)).floor
     assert forecast.peak >= floor.max(initial=0.0)
     assert optimize(trace, Machine(int(floor.max(initial=0.0)) - 1)).plan == ()
 
@@ -114,7 +128,7 @@ def test_no_plan_lowers_the_floor(trace: Trace, data: st.DataObject) -> None:
 @given(traces(max_forward=8), machines((0.5, 3.0, 100.0), ("bf16",)), st.floats(0.0, 1.0))
 def test_no_plan_that_casts_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     gaps = ReuseGaps(trace)
-    assume(0 < len(gaps.maker) <= 3)
+    assume(0 < len(gaps.producer) <= 3)
     machine = between(trace, machine, share)
     fates = all_fates(gaps, machine)
     single = {storage: [f for f in may if f in SINGLE] for storage, may in fates.items()}
@@ -145,7 +159,7 @@ HIDDEN = parse("""
 @pytest.mark.parametrize("wire", ["", "bf16"])
 @pytest.mark.parametrize("rate", [5.0, 10.0, 20.0, 50.0])
 def test_links_carry_on_while_ops_run_again(rate: float, wire: str) -> None:
-    machine = Machine(2700, out=1000.0, back=rate, wire=wire, narrow=50.0, widen=50.0)
+    machine = Machine(2700, link=Link(out=1000.0, back=rate), cast=Cast(dtype=wire, out=50.0, back=50.0))
     best = cheapest_of_all(HIDDEN, machine)
     found = optimize(HIDDEN, machine)
     added = predict(apply(HIDDEN, found.plan), machine).us - predict(HIDDEN, machine).us
@@ -171,7 +185,7 @@ INDIRECT = parse("""
 
 @pytest.mark.parametrize("wire", ["", "bf16"])
 def test_what_only_re_runs_read_may_go_away_too(wire: str) -> None:
-    machine = Machine(4100, out=1e6, back=10.0, wire=wire, narrow=50.0, widen=50.0)
+    machine = Machine(4100, link=Link(out=1e6, back=10.0), cast=Cast(dtype=wire, out=50.0, back=50.0))
     best = cheapest_of_all(INDIRECT, machine)
     found = optimize(INDIRECT, machine)
     added = predict(apply(INDIRECT, found.plan), machine).us - predict(INDIRECT, machine).us
@@ -199,19 +213,19 @@ TWICE = parse("""
 
 @pytest.mark.parametrize("rate", [0.2, 0.4, 0.6])
 def test_what_came_back_for_a_re_run_is_there_once(rate: float) -> None:
-    machine = Machine(3050, out=1000.0, back=rate)
+    machine = Machine(3050, link=Link(out=1000.0, back=rate))
     best = cheapest_of_all(TWICE, machine)
     found = optimize(TWICE, machine)
     assert best is not None and 0.0 < found.any_us <= found.bound_us + SMALL <= best + 2 * SMALL
 
 
 def test_a_search_without_time_says_nothing() -> None:
-    found = optimize(TWICE, Machine(3050, out=1000.0, back=0.4), until=time.monotonic())
+    found = optimize(TWICE, Machine(3050, link=Link(out=1000.0, back=0.4)), until=time.monotonic())
     assert (found.plan, found.bound_us, found.any_us) == ((), 0.0, 0.0)
 
 
 def test_a_search_with_time_enough_is_that_without_a_clock() -> None:
-    machine = Machine(3050, out=1000.0, back=0.4)
+    machine = Machine(3050, link=Link(out=1000.0, back=0.4))
     found, timed = optimize(TWICE, machine), optimize(TWICE, machine, until=time.monotonic() + 1000.0)
     assert found.plan and (found.plan, found.bound_us, found.any_us) == (timed.plan, timed.bound_us, timed.any_us)
 
@@ -258,8 +272,8 @@ def test_a_network_is_planned_as_checkmate_plans_it(count: int, share: float) ->
 
 def test_the_budget_may_be_what_no_plan_can_lower() -> None:
     trace = layers(4)
-    found = problem.LinearProgram(ReuseGaps(trace), Machine(0))
-    least = int(found.base.max())
+    found = problem.PlanProblem(ReuseGaps(trace), Machine(0))
+    least = int(found.fixed.max())
     assert optimize(trace, Machine(least - 1)).plan == ()
     for budget in (least, least + 1):
         proposal = optimize(trace, Machine(budget))
@@ -297,13 +311,13 @@ def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.parametrize("budget", [0, 8, 9, 10**9])
 def test_degenerate_steps_are_planned_without_a_word(text: str, budget: int) -> None:
-    proposal = optimize(parse(text), Machine(budget, out=1.0, back=1.0, staging=5))
+    proposal = optimize(parse(text), Machine(budget, link=Link(out=1.0, back=1.0, staging=5)))
     assert proposal.plan == () and not math.isnan(proposal.bound_us)
 
 
 def test_costs_of_zero() -> None:
     trace = layers(3)
     free = replace(trace, ops=tuple(replace(op, us=0.0) for op in trace.ops))
-    machine = between(free, Machine(0, out=10.0, back=10.0), 0.5)
+    machine = between(free, Machine(0, link=Link(out=10.0, back=10.0)), 0.5)
     choice = make_plan(free, machine)
     assert choice.forecast.peak <= machine.budget and choice.bound_us == 0.0

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from passes import BudgetError, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
+from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep.chain import rerun_chain
-from passes.lp.problem import LinearProgram
-from passes.pipeline import PASSES, QUICK
+from passes.lp.problem import PlanProblem
+from passes.pipeline import PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
 from passes.schedule.schedule import Placement
 from passes.search import greedy
@@ -27,7 +27,7 @@ from tests.oracle.network import layers
 TRACE = layers(6)
 LEAST = predict(apply(TRACE, greedy_plan(TRACE, Machine(0))), Machine(0)).peak
 PEAK = predict(TRACE, Machine(0)).peak
-TIGHT = Machine((LEAST + PEAK) // 2, out=20.0, back=20.0)
+TIGHT = Machine((LEAST + PEAK) // 2, link=Link(out=20.0, back=20.0))
 LONG = 10**6
 MOVED = parse("""
     forward:
@@ -56,9 +56,9 @@ def peak(plan: Plan | Proposal) -> int:
     return predict(apply(TRACE, plan.plan if isinstance(plan, Proposal) else plan), TIGHT).peak
 
 
-@pytest.mark.parametrize("find", PASSES, ids=lambda find: find.__name__)
-def test_every_pass_can_be_told_when_to_end(find: Callable[..., Plan | Proposal]) -> None:
-    assert peak(find(TRACE, TIGHT, -1.0)) == PEAK  # nothing is decided
+@pytest.mark.parametrize("each", PASSES, ids=lambda each: each.name)
+def test_every_pass_can_be_told_when_to_end(each: Pass) -> None:
+    assert peak(each.find(TRACE, TIGHT, -1.0)) == PEAK  # nothing is decided
 
 
 def ticks(most: int) -> range:
@@ -80,9 +80,9 @@ def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[...,
 
 
 def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
-    slow = Machine(0, out=1.0, back=1.0)
+    slow = Machine(0, link=Link(out=1.0, back=1.0))
     first = make_candidate(ReuseGaps(MOVED), slow, dict.fromkeys("abc", Placement.OFFLOAD))
-    program = LinearProgram(ReuseGaps(MOVED), replace(slow, budget=first.peak))
+    program = PlanProblem(ReuseGaps(MOVED), replace(slow, budget=first.peak))
     times = [local_search(program, first, LONG, time.monotonic() + n).forecast.us for n in range(9)]
     assert times == sorted(times, reverse=True)
     assert times[0] == first.forecast.us > times[-1]
@@ -101,8 +101,8 @@ def test_what_fits_already_is_left_as_it_is_when_time_is_over() -> None:
         return greedy_plan(trace, machine)
 
     lines: list[str] = []
-    make_plan(TRACE, TIGHT, (by_hand, *QUICK), lines.append, seconds=2.0)
-    make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (by_hand, *PASSES), lines.append, seconds=0.0)
+    make_plan(TRACE, TIGHT, (Pass(by_hand), *QUICK), lines.append, seconds=2.0)
+    make_plan(TRACE, replace(TIGHT, budget=PEAK - 1), (Pass(by_hand), *PASSES), lines.append, seconds=0.0)
     assert [line.split()[0] for line in lines] == ["captured", "by_hand", "captured", "greedy_plan"]
 
 
@@ -121,7 +121,7 @@ def test_without_time_a_quick_pass_simulates_few_ops_of_a_long_step(
         return state
 
     monkeypatch.setattr(greedy, "make_candidate", counted)
-    monkeypatch.setattr(pipeline, "FINE", 2 * len(trace.ops))
+    monkeypatch.setattr(pipeline, "QUICK_WORK", 2 * len(trace.ops))
     with suppress(BudgetError):
         assert make_plan(trace, machine, QUICK, seconds=0.0).forecast.peak <= machine.budget
     hurried = sum(simulated)

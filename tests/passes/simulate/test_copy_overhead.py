@@ -8,14 +8,14 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import Machine, Offload, Plan, Reload, Trace, apply, make_plan, parse, predict
+from passes import Link, Machine, Offload, Plan, Reload, Trace, apply, make_plan, parse, predict
 from tests.passes.simulate.test_forecast import AWAY, MACHINE, STEP, times_of
 from tests.support.strategies import machines, planned
 
 
 def test_compute_pays_for_a_copy_where_it_begins_and_the_link_does_not() -> None:
-    machine = replace(MACHINE, call=3.0, drag=0.02)
-    assert machine.toll_us(100) == 5.0
+    machine = replace(MACHINE, link=replace(MACHINE.link, call_us=3.0, us_per_byte=0.02))
+    assert machine.link.overhead_us(100) == 5.0
     assert_expected_inline(
         times_of(predict(apply(STEP, AWAY), machine)),
         """\
@@ -38,8 +38,11 @@ back: a__in_1 45 to 55
 
 
 def test_what_compute_would_have_waited_anyway_costs_nothing() -> None:
-    slow = replace(MACHINE, out=5.0, back=2.0)
-    plain, paid = (predict(apply(STEP, AWAY), machine) for machine in (slow, replace(slow, call=3.0, drag=0.02)))
+    slow = replace(MACHINE, link=replace(MACHINE.link, out=5.0, back=2.0))
+    plain, paid = (
+        predict(apply(STEP, AWAY), machine)
+        for machine in (slow, replace(slow, link=replace(slow.link, call_us=3.0, us_per_byte=0.02)))
+    )
     assert plain.us == paid.us == 110
 
 
@@ -62,8 +65,8 @@ LONG = parse("""
 
 def test_a_plan_sends_away_what_costs_less_than_to_make_it_again() -> None:
     budget = predict(LONG, Machine(1 << 30)).peak - (1 << 20)
-    cheap = Machine(budget, out=1000.0, back=1000.0, call=50.0)
-    dear = replace(cheap, drag=0.1)  # 0.4 s a copy
+    cheap = Machine(budget, link=Link(out=1000.0, back=1000.0, call_us=50.0))
+    dear = replace(cheap, link=replace(cheap.link, us_per_byte=0.1))  # 0.4 s a copy
     sent, kept = (make_plan(LONG, machine) for machine in (cheap, dear))
     assert any(isinstance(decision, Offload) for decision in sent.plan)
     assert 99.0 < sent.bound_us <= 100.0 <= sent.forecast.us - LONG_US
@@ -79,5 +82,8 @@ def test_a_call_never_makes_a_step_faster_nor_dearer_than_all_of_them(
     both: tuple[Trace, Plan], machine: Machine, more: float
 ) -> None:
     applied = apply(*both)
-    before, after = (predict(applied, each).us for each in (machine, replace(machine, call=machine.call + more)))
+    before, after = (
+        predict(applied, each).us
+        for each in (machine, replace(machine, link=replace(machine.link, call_us=machine.link.call_us + more)))
+    )
     assert before <= after <= before + more * _copies(applied) + 1e-6

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes import KINDS, Forecast, Machine, Offload, Op, Plan, Recompute, Reload, Trace, apply, parse, predict
+from passes import KINDS, Forecast, Link, Machine, Offload, Op, Plan, Recompute, Reload, Trace, apply, parse, predict
 from passes.ir.trace import type_nbytes
 from tests.support.interpreter import run
 from tests.support.strategies import machines, planned, traces
@@ -30,7 +30,7 @@ STEP = parse("""
     return output o, gradient g
 """)
 AWAY = (Offload("a", out="b", free="c"), Reload("a", back="e", use="g"))
-MACHINE = Machine(0, out=10.0, back=10.0, staging=7)
+MACHINE = Machine(0, link=Link(out=10.0, back=10.0, staging=7))
 
 
 def bytes_of(forecast: Forecast) -> str:
@@ -111,16 +111,16 @@ g: 331 = parameter 50, gradient 50, tangent 20, output 4, activation 100, tempor
 
 def test_the_peak_is_the_first_op_with_the_most_bytes() -> None:
     forecast = predict(STEP, MACHINE)
-    assert (forecast.at, forecast.peak) == (4, 1350)
+    assert (forecast.peak_index, forecast.peak) == (4, 1350)
     assert str(forecast) == "1350 bytes at c, 70 us"
     even = predict(parse("a = f()  # makes a:8\nb = f()  # makes b:8"), MACHINE)
-    assert (even.at, even.peak) == (0, 8)
+    assert (even.peak_index, even.peak) == (0, 8)
 
 
 def test_what_is_alive_at_an_op_is_listed_with_the_largest_first() -> None:
     forecast = predict(STEP, MACHINE)
-    assert [life.storage for life in forecast.alive(forecast.at)] == ["a", "b", "c", "w"]
-    assert [life.storage for life in forecast.alive(8)] == ["a", "f", "w", "g", "d", "o"]
+    assert [life.storage for life in forecast.live_at(forecast.peak_index)] == ["a", "b", "c", "w"]
+    assert [life.storage for life in forecast.live_at(8)] == ["a", "f", "w", "g", "d", "o"]
 
 
 def test_a_step_of_nothing_needs_nothing() -> None:
@@ -153,7 +153,7 @@ back: a__in_1 40 to 50
 
 def test_compute_waits_for_a_slow_link_in_both_directions() -> None:
     assert_expected_inline(
-        times_of(predict(apply(STEP, AWAY), replace(MACHINE, out=5.0, back=2.0))),
+        times_of(predict(apply(STEP, AWAY), replace(MACHINE, link=replace(MACHINE.link, out=5.0, back=2.0)))),
         """\
 0 a
 10 b
@@ -178,7 +178,7 @@ def test_copies_of_one_direction_queue_and_those_of_two_do_not() -> None:
         Offload("a", out="b", free="c"), Offload("b", out="c", free="o"), Reload("b", back="e", use="f"), Reload("a", back="e", use="g"),
     )  # fmt: skip
     assert_expected_inline(
-        times_of(predict(apply(STEP, plan), replace(MACHINE, out=4.0))),
+        times_of(predict(apply(STEP, plan), replace(MACHINE, link=replace(MACHINE.link, out=4.0)))),
         """\
 0 a
 10 b
@@ -211,9 +211,11 @@ def test_without_a_far_tier_the_clock_still_runs() -> None:
 @given(planned(), machines())
 def test_every_byte_is_foreseen(both: tuple[Trace, Plan], machine: Machine) -> None:
     applied = apply(*both)
-    staging = machine.staging if any(isinstance(decision, Offload | Reload) for decision in both[1]) else 0
+    staging = machine.link.staging if any(isinstance(decision, Offload | Reload) for decision in both[1]) else 0
     forecast = predict(applied, machine)
-    assert list(forecast.total) == [nbytes + staging for nbytes in run(applied, machine.window, machine.ahead).nbytes]
+    assert list(forecast.total) == [
+        nbytes + staging for nbytes in run(applied, machine.streaming.window, machine.streaming.update_staging).nbytes
+    ]
     assert forecast.peak == max(forecast.total)
     assert all((nbytes >= 0).all() for nbytes in forecast.by_kind.values())
 
@@ -222,9 +224,9 @@ def test_every_byte_is_foreseen(both: tuple[Trace, Plan], machine: Machine) -> N
 def test_bytes_do_not_depend_on_time(both: tuple[Trace, Plan], machine: Machine, other: Machine) -> None:
     applied = apply(*both)
     slow = replace(applied, ops=tuple(replace(op, us=3 * op.us + 1) for op in applied.ops))
-    same = replace(other, staging=machine.staging, window=machine.window, ahead=machine.ahead)
+    same = replace(other, link=replace(other.link, staging=machine.link.staging), streaming=machine.streaming)
     here, there = predict(applied, machine), predict(slow, same)
-    assert here.lives == there.lives
+    assert here.lifetimes == there.lifetimes
     assert list(here.total) == list(there.total)
 
 
@@ -249,32 +251,34 @@ def test_nothing_passes_a_wait_before_its_copy_has_ended(both: tuple[Trace, Plan
                 there = op if op.fn == "memgraph.reload.default" else forecast.trace.op[op.reads[0]]
                 nbytes = forecast.trace.nbytes[there.holds[0]]
                 assert begin <= copy.begin
-                assert end == begin + (machine.call + machine.drag * nbytes)
+                assert end == begin + (machine.link.call_us + machine.link.us_per_byte * nbytes)
             case "memgraph.free.default" | "memgraph.wait.default":
                 assert end == max(begin, copies[op.reads[0]].end)
             case "memgraph.narrow.default":
                 wide = forecast.trace.nbytes[forecast.trace.op[op.reads[0]].holds[0]]
-                assert end == begin + wide / machine.narrow and wide == 2 * op.nbytes
+                assert end == begin + wide / machine.cast.out and wide == 2 * op.nbytes
             case "memgraph.widen.default":
-                assert end == begin + op.nbytes / machine.widen
+                assert end == begin + op.nbytes / machine.cast.back
             case _ if op.phase == "update":
                 least = max(op.us, far_us(forecast.trace, op, machine))
                 assert end - begin >= least * (1 - 1e-9) - 1e-6
-                assert machine.turns or machine.ahead or end - begin == pytest.approx(least)
+                assert (
+                    machine.link.half_duplex or machine.streaming.update_staging or end - begin == pytest.approx(least)
+                )
             case _:
                 assert end == begin + op.us
     for op in forecast.trace.ops:
-        if op.fn == "memgraph.reload.default" and not forecast.trace.op[op.reads[0]].far:
+        if op.fn == "memgraph.reload.default" and not forecast.trace.op[op.reads[0]].offloaded:
             assert copies[op.name].begin >= copies[op.reads[0]].end
 
 
 def far_us(trace: Trace, op: Op, machine: Machine) -> float:
     """How long the links take for what an update reads in the far tier, and writes there."""
     reads = [trace.op[read] for read in op.reads]
-    inputs = sum(type_nbytes(read.type) for read in reads if read.far)
+    inputs = sum(type_nbytes(read.type) for read in reads if read.offloaded)
     left = sum(type_nbytes(trace.op[read.reads[0]].type) for read in reads if read.fn == "memgraph.offload.default")
-    written = sum(type_nbytes(read.type) for read in reads if read.far and read.fn != "gradient")
-    return (inputs + left) / (machine.back or 1.0) + written / (machine.out or 1.0)
+    written = sum(type_nbytes(read.type) for read in reads if read.offloaded and read.fn != "gradient")
+    return (inputs + left) / (machine.link.back or 1.0) + written / (machine.link.out or 1.0)
 
 
 @given(planned(), machines())
@@ -282,14 +286,17 @@ def test_time_is_never_less_than_that_of_any_queue(both: tuple[Trace, Plan], mac
     applied = apply(*both)
     forecast = predict(applied, machine)
     assert forecast.us >= sum(op.us for op in applied.ops)
-    if not any(op.fn.startswith("memgraph.") or op.far for op in applied.ops):
+    if not any(op.fn.startswith("memgraph.") or op.offloaded for op in applied.ops):
         assert forecast.us == sum(op.us for op in applied.ops)
 
 
 @given(planned(), st.sampled_from((0.5, 3.0)), st.sampled_from((3.0, 100.0)))
 def test_a_faster_link_never_costs_time(both: tuple[Trace, Plan], slow: float, fast: float) -> None:
     applied = apply(*both)
-    assert predict(applied, Machine(0, out=fast, back=fast)).us <= predict(applied, Machine(0, out=slow, back=slow)).us
+    assert (
+        predict(applied, Machine(0, link=Link(out=fast, back=fast))).us
+        <= predict(applied, Machine(0, link=Link(out=slow, back=slow))).us
+    )
 
 
 @given(traces(), machines())

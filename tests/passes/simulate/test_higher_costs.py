@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes import Machine, PlanResult, Recompute, apply, parse, predict
-from passes.simulate.choice import with_higher_costs
+from passes.simulate.plan_result import with_higher_costs
 
 MACHINE = Machine(1 << 30)
 STEP = parse("""

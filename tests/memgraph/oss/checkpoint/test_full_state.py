@@ -123,7 +123,7 @@ def _only_after_consolidation(rank: int) -> list[str]:
         on(module, ours, 1)
     said.append(refusal(StateError, ours.state_dict))
     said.append(refusal(StateError, ours.consolidate_state_dict, 7))
-    ours.updates.is_torn = rank == 1
+    ours.sharded_step.is_half_updated = rank == 1
     said.append(refusal(StateError, ours.consolidate_state_dict))
     return said
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from memgraph import StateError
 from memgraph.oss.checkpoint.reshard import Overlap, overlaps, rows_of
 from memgraph.oss.checkpoint.state_outline import Kind, fill_outline, kinds, outline, tensors
-from passes.shards import Item, Piece, Sizes, shards
+from passes.shards import BucketSizes, ParamSpec, ShardRange, make_buckets
 from tests.memgraph.oss.checkpoint.test_full_state import same
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
@@ -28,7 +28,9 @@ def test_every_element_of_a_piece_is_in_the_rows_of_one_rank(
     like = like.permute(*reversed(range(len(shape)))) if turned else like
     kind = Kind(torch.float32, tuple(like.shape), like.stride())
     pieces = [
-        each for bucket in shards([Item(like.numel(), 4, 0)], ranks, Sizes(64, 16, piece * 4)) for each in bucket.pieces
+        each
+        for bucket in make_buckets([ParamSpec(like.numel(), 4, 0)], ranks, BucketSizes(64, 16, piece * 4))
+        for each in bucket.shards
     ]
     found = sorted(overlaps(pieces, rows_of(kind, ranks)), key=lambda overlap: overlap.begin)
     assert [one.end for one in found[:-1]] == [other.begin for other in found[1:]]
@@ -51,7 +53,7 @@ def test_rows_are_those_that_torch_cuts(shape: list[int], ranks: int) -> None:
 
 def test_what_goes_where() -> None:
     rows = rows_of(Kind(torch.float32, (4, 2), (2, 1)), 2)
-    first, second = Piece(0, 0, 6, 0, 0), Piece(0, 6, 8, 1, 6)
+    first, second = ShardRange(0, 0, 6, 0, 0), ShardRange(0, 6, 8, 1, 6)
     assert list(overlaps([first, second], rows)) == [
         Overlap(first, 0, 0, 4),
         Overlap(first, 1, 4, 6),

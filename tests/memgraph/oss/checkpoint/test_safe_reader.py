@@ -116,7 +116,7 @@ def test_a_name_with_dots_leads_nowhere(tmp_path: Path, name: str) -> None:
 
 def _without_exchange(rank: int, path: Path, moment: str, rate: float) -> None:
     """Save where two folders can't have each other's name at once, and let rank 0 die at a moment of that."""
-    watchdog.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
+    watchdog.SILENCE = 2.4  # seconds of silence; a connection that is closed is heard at once
     plain = os.rename
 
     def rename(one: Any, other: Any) -> None:
@@ -130,7 +130,7 @@ def _without_exchange(rank: int, path: Path, moment: str, rate: float) -> None:
     module, ours = trained("Adam", 1)
     ours.param_groups[0]["lr"] = rate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "_exchanged", lambda *_: False)
+        patch.setattr(sharded_checkpoint, "_exchange_names", lambda *_: False)
         patch.setattr(os, "rename", rename)
         if moment == "after":
             patch.setattr(shutil, "rmtree", remove)

@@ -214,7 +214,7 @@ def test_a_folder_that_is_of_another_training_is_refused_on_all_ranks(tmp_path: 
 
 
 def _interrupted(rank: int, path: Path, victim: int, where: str) -> str:
-    watchdog.CALM = 2.4  # seconds of silence; a connection that is closed is heard at once
+    watchdog.SILENCE = 2.4  # seconds of silence; a connection that is closed is heard at once
     module, ours = trained("Adam", 1)
     if not path.exists():
         memgraph.save_sharded(path, module, ours)
@@ -237,7 +237,7 @@ def _kill_in(where: str) -> None:
 
 @pytest.mark.parametrize(
     "victim, where",
-    [pytest.param(1, "write_data", marks=SLOW), pytest.param(0, "finish", marks=SLOW), (0, "_exchanged")],
+    [pytest.param(1, "write_data", marks=SLOW), pytest.param(0, "finish", marks=SLOW), (0, "_exchange_names")],
 )
 def test_a_save_that_is_interrupted_leaves_the_one_before(victim: int, where: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"

@@ -125,7 +125,7 @@ def test_a_state_that_the_plain_optimizer_fails_with_is_refused_with_what_it_is_
     assert "on rank 0; step 3.0" in told["another step"]
     assert "ranks disagree on the state of parameter 2 in the state dict: step 2.0, exp_avg" in told["another value"]
     assert "the state dict: fits on rank 0; ArithmeticError: no on rank 1. Load the same" in told["a hook"]
-    assert told["memory"] == "the state could not be taken: ArithmeticError: no on rank 1; the optimizer is as it was"
+    assert told["memory"] == "the state could not be loaded: ArithmeticError: no on rank 1; the optimizer is as it was"
     assert (
         told["Adafactor"] == "'row_var' of parameter 0 is float32[4], which does not fit into Adafactor's float32[7, 1]"
     )

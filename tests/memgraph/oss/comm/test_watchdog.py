@@ -18,16 +18,19 @@ from memgraph.oss.step import ShardedStep
 from tests.memgraph.oss.test_steps import groups, net, train
 from tests.support.ranks import on_ranks
 
-SECONDS, CALM = 5.0, 3.2  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
+SECONDS, SILENCE = (
+    5.0,
+    3.2,
+)  # of waiting and of silence, once the ranks have met: until then a busy machine may take long
 
 
 def _left(rank: int, victim: int, how: str) -> tuple[str, tuple[int, ...], str]:
     """What a survivor sees of a rank that goes in the middle of a step."""
-    watchdog.CALM = CALM
+    watchdog.SILENCE = SILENCE
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
-    optimizer.watch.limit = SECONDS
+    optimizer.watchdog.limit = SECONDS
     if rank == victim:
         _go_when_updating(how)
     with pytest.raises(CollectiveError) as caught:
@@ -85,7 +88,7 @@ def test_rank_0_is_named_that_takes_the_store_with_it(how: str) -> None:
 def _apart(rank: int) -> tuple[tuple[int, ...], str]:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
-    optimizer.watch.limit = 1.5  # after which both are heard
+    optimizer.watchdog.limit = 1.5  # after which both are heard
     with pytest.raises(CollectiveError) as caught:
         optimizer.consolidate_state_dict() if rank == 1 else train(module, optimizer, 1)
     return caught.value.ranks, str(caught.value)
@@ -119,7 +122,7 @@ def _late(rank: int, seconds: float) -> str:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 1)
-    optimizer.watch.limit, optimizer.watch.calm = 6.0, 2.4  # as with a timeout of 6 s
+    optimizer.watchdog.limit, optimizer.watchdog.silence = 6.0, 2.4  # as with a timeout of 6 s
     if rank == 1:
         time.sleep(seconds)
     try:

@@ -12,8 +12,7 @@ import torch
 from torch import nn, optim
 
 import memgraph
-from memgraph.oss.compiled.step_memory import _bucket_nbytes
-from memgraph.oss.offloaded_states import shard_parts
+from memgraph.oss.compiled.step_memory import _update_nbytes, shard_parts
 from memgraph.profile.memory_meter import measure_peak
 from tests.memgraph.oss.test_offloaded_states import BYTES, Chain, batches, is_kept, train
 from tests.support.ranks import on_ranks
@@ -56,7 +55,7 @@ def _counts_its_states() -> bool:
     sizes = []
     for count in (1, 2):
         ours = memgraph.OSS([nn.Parameter(torch.ones(5, 7))], Means, count=count)
-        sizes.append(sum(_bucket_nbytes(ours, laid)[0] for laid in ours.pieces.laid))
+        sizes.append(sum(_update_nbytes(ours, laid)[0] for laid in ours.layout.buckets))
     return sizes[1] == 2 * sizes[0]
 
 
@@ -87,7 +86,7 @@ def _evaluates(gather: str) -> bool:
     def trained(budget: int) -> tuple[Any, memgraph.OSS]:
         module = Chain()
         ours = memgraph.OSS(module.parameters(), optim.SGD, gather=gather, lr=0.1)
-        ours.near = None
+        ours.comm.shared_memory = None
         return memgraph.compile(module, budget, optimizer=ours, time_limit=0.0), ours
 
     batch = batches()()
@@ -104,7 +103,7 @@ def _frozen_first() -> bool:
     """A small parameter that comes first in its bucket is frozen."""
     parameters = [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(512, 256))]
     ours = memgraph.OSS(parameters, optim.AdamW, bucket_bytes=1 << 20)
-    first = {laid.bucket.items[0] for laid in ours.pieces.laid}
+    first = {laid.bucket.params[0] for laid in ours.layout.buckets}
     before = [part.nbytes for part in shard_parts(ours)]
     parameters[0].requires_grad_(False)
     return first == {0} and before == [part.nbytes for part in shard_parts(ours)] and sum(before) > BYTES

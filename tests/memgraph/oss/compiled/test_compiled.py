@@ -246,7 +246,7 @@ def _refused(rank: int) -> None:
         scaler.step(optimizer)
     ours = memgraph.GradScaler("cpu")
     ours.scale(torch.ones(()))
-    with pytest.raises(ShardError, match="of which a GradScaler sees nothing: train without one"):
+    with pytest.raises(ShardError, match=r"which a GradScaler .*: train without one"):
         ours.step(optimizer)
     optimizer.zero_grad()
     net.first.weight.sum().backward()
@@ -262,7 +262,7 @@ def _apart(rank: int) -> None:
         model(torch.zeros(4 + rank, dtype=torch.int64))
     model(torch.zeros(4, dtype=torch.int64)).backward()
     model.zero_grad()
-    with pytest.raises(AgreementError, match=rf"rank {rank} has a .*something else have ranks \[{1 - rank}\]"):
+    with pytest.raises(AgreementError, match=rf"rank {rank} is about to run a .*ranks \[{1 - rank}\]"):
         model(torch.zeros(4 + rank, dtype=torch.int64)).backward()
     model(torch.zeros(4, dtype=torch.int64)).backward()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 
 import memgraph
 from memgraph.errors import AgreementError, CollectiveError, ShardError
-from memgraph.oss.compiled.insert_all_gather import arrivals
+from memgraph.oss.compiled.insert_all_gather import forward_buckets
 from memgraph.oss.pending_gathers import ForwardGather
 from memgraph.profile.memory_meter import measure_peak
 from tests.memgraph.oss.compiled.test_compiled import BYTES, KINDS, ROOM, Net, batches, same
@@ -34,7 +34,7 @@ def compiled(budget: int = ROOM, kind: str = "AdamW", near: bool = False, **opti
     """A module whose forward gathers: by messages, or as ranks that read each other's memory."""
     net, (cls, given) = Net(), KINDS[kind]
     optimizer = memgraph.OSS(net.parameters(), cls, bucket_bytes=BYTES, gather="forward", **given, **options)
-    optimizer.near = optimizer.near if near else None
+    optimizer.comm.shared_memory = optimizer.comm.shared_memory if near else None
     return net, memgraph.compile(net, budget, optimizer=optimizer, time_limit=0.0), optimizer
 
 
@@ -61,7 +61,7 @@ def _training(rank: int) -> tuple[str, str]:
     train(plain, theirs, batches(rank, True), 5, 2)
     batch = batches(rank, True)
     train(model, optimizer, batch, 3, 2)
-    assert optimizer.awaited.buckets == set(range(len(optimizer.pieces.laid)))
+    assert optimizer.pending_gathers.buckets == set(range(len(optimizer.layout.buckets)))
     measured_anew(model)
     train(model, optimizer, batch, 2, 2)
     optimizer.gather()
@@ -84,7 +84,7 @@ def _between(rank: int, folder: Path) -> None:
     batch = batches(rank, True)
     train(plain, theirs, batches(rank, True), 2)
     train(model, optimizer, batch, 2)
-    for laid in optimizer.pieces.laid:
+    for laid in optimizer.layout.buckets:
         for other, views in enumerate(laid.views):
             assert all(view.isnan().all() == (other != rank) for view in views if view.numel())
     with pytest.raises(ShardError, match=r"state_dict\(\) reads parameters 0 to .* call optimizer.gather\(\) before"):
@@ -100,8 +100,8 @@ def _between(rank: int, folder: Path) -> None:
     optimizer.consolidate_state_dict(None)  # of what is this rank's own
     state = optimizer.state_dict()["state"]
     assert all(torch.equal(state[i]["exp_avg"], one["exp_avg"]) for i, one in theirs.state_dict()["state"].items())
-    for one in arrivals(optimizer, dict(ours.named_parameters())):
-        _, taken = measure_peak(ForwardGather(optimizer.awaited, [one.bucket]).all)
+    for one in forward_buckets(optimizer, dict(ours.named_parameters())):
+        _, taken = measure_peak(ForwardGather(optimizer.pending_gathers, [one.bucket]).all)
         assert taken is not None and taken.peak <= one.room
     optimizer.gather()  # finds nothing to do
     assert same(ours, plain) and all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
@@ -114,7 +114,7 @@ def _between(rank: int, folder: Path) -> None:
     train(model, optimizer, batches(rank, True), 1)
     memgraph.save_sharded(folder / "run", model, optimizer)  # gathers
     train(model, optimizer, batches(rank, True), 1)
-    optimizer.updates.is_torn = True
+    optimizer.sharded_step.is_half_updated = True
     with pytest.raises(ShardError, match="a step failed when some parameters were updated"):
         optimizer.gather()
     memgraph.load_sharded(folder / "run", model, optimizer)  # mends that
@@ -175,7 +175,7 @@ def _apart(rank: int) -> None:
     ours, model, optimizer = compiled()
     batch = batches(rank, True)
     train(model, optimizer, batch, 2)
-    with pytest.raises(AgreementError, match=rf"rank {rank} has a .*something else have ranks \[{1 - rank}\]"):
+    with pytest.raises(AgreementError, match=rf"rank {rank} is about to run a .*ranks \[{1 - rank}\]"):
         if rank:
             optimizer.gather()
         else:
@@ -223,7 +223,7 @@ def _in_parts() -> bool:
         model = memgraph.compile(net, ROOM, optimizer=one, time_limit=0.0, microbatches=2, reduction="mean")
         for count in (4, 8):
             memgraph.plan(net, torch.ones(count, 6), torch.eye(6), budget=ROOM, optimizer=one)
-            assert not one.awaited.buckets
+            assert not one.pending_gathers.buckets
             model(torch.ones(count, 6), torch.eye(6)).backward()
             one.step()
             one.zero_grad()
@@ -289,8 +289,8 @@ def _refused(rank: int) -> None:
         ({"gather": "later"}, "give one of 'step', 'forward'"),
         ({"bucket_bytes": "4MB"}, "bucket_bytes is a str, '4MB'; give a number of bytes"),
         ({"bucket_bytes": 0}, "bucket_bytes=0; give a number of bytes"),
-        ({"gather": "forward", "optim": optim.LBFGS}, "LBFGS asks for losses in its step"),
-        ({"gather": "forward", "wire_dtype": torch.float16}, "float16 may have to be sent anew"),
+        ({"gather": "forward", "optim": optim.LBFGS}, "LBFGS evaluates losses in its step"),
+        ({"gather": "forward", "wire_dtype": torch.float16}, "float16 may have to be sent a second time"),
     ]
     for options, match in refused:
         with pytest.raises(ShardError, match=match):

@@ -19,24 +19,24 @@ from memgraph.graph.captured import Captured
 from memgraph.graph.partition import partition
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
-from memgraph.oss.compiled.insert_all_gather import Arrival, insert_all_gathers
+from memgraph.oss.compiled.insert_all_gather import ForwardBucket, insert_all_gathers
 from memgraph.runtime.step_run import StepRun
-from passes import Machine, Trace
+from passes import Machine, Network, Trace
 from passes.order.comm_order import place_collectives
 from passes.order.microbatch_order import slice_microbatches
 from tests.memgraph.graph.test_law import holds, thorough
 from tests.support.law_models import Subject, corrected, price, subject
 
 
-def arriving(its: Subject) -> list[Arrival]:
+def arriving(its: Subject) -> list[ForwardBucket]:
     """Every other parameter in a bucket alone, the rest by threes in packed ones, the last first."""
     named = list(its.model.named_parameters())
-    found = [Arrival(i, (name,), p.numel(), 0) for i, (name, p) in enumerate(named[::2])]
+    found = [ForwardBucket(i, (name,), p.numel(), 0) for i, (name, p) in enumerate(named[::2])]
     rest = named[1::2][::-1]
     for begin in range(0, len(rest), 3):
         some = dict(rest[begin : begin + 3])
         size = sum(parameter.numel() for parameter in some.values())
-        found.append(Arrival(len(found), tuple(some), size, room=4 * size))
+        found.append(ForwardBucket(len(found), tuple(some), size, room=4 * size))
     return found
 
 
@@ -48,7 +48,10 @@ def stepped(name: str, adds: bool = False, at_once: bool = False) -> tuple[Captu
     return (
         captured,
         graph,
-        slice_microbatches(place_collectives(summarize(graph, price), at_once), Machine(0, strain=float(at_once))),
+        slice_microbatches(
+            place_collectives(summarize(graph, price), at_once),
+            Machine(0, network=Network(interference=float(at_once))),
+        ),
     )
 
 

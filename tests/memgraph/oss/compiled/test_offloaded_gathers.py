@@ -52,7 +52,7 @@ def _training(rank: int, messages: bool) -> str:
     train(*plain, batches(), 5)
     batch = batches()
     train(model, ours, batch, 3)
-    assert ours.awaited.buckets == set(range(len(ours.pieces.laid)))
+    assert ours.pending_gathers.buckets == set(range(len(ours.layout.buckets)))
     assert lacking(model)
     measured_anew(model)
     train(model, ours, batch, 2)
@@ -71,14 +71,14 @@ def _interrupted(rank: int, messages: bool) -> list[str]:
         train(model, ours, batch, before)
         assert bool(lacking(model)) == bool(before)
         model(batch()).backward()
-        assert ours.awaited.able
+        assert ours.pending_gathers.by_forward
         for times in (after, 0):
             with (
                 failing(name, code, rank == 1, times),
                 pytest.raises(SpillError, match=f"{os.strerror(code)}.* on rank 1"),
             ):
                 ours.step()
-            assert not ours.awaited.buckets
+            assert not ours.pending_gathers.buckets
             assert not lacking(model)
             ours.gather()
         ours.step()

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from passes import Machine, Trace
 from passes.analysis.reuse_gaps import ReuseGaps
-from passes.lp import model, problem
-from passes.lp.relax import write
+from passes.lp import memory_rows, model, problem
 from passes.search.optimize import optimize
 from tests.passes.search.test_optimize import SMALL, assert_no_keep_set_beats_the_bound, best_that_moves_once, between
 from tests.support.strategies import machines, traces
@@ -17,8 +16,8 @@ from tests.support.strategies import machines, traces
 
 @pytest.fixture(autouse=True)
 def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "LONG", 0)
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
+    monkeypatch.setattr(memory_rows, "LONG", 0)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
 
 
 @given(traces(max_forward=14), st.floats(0.0, 1.0))
@@ -36,7 +35,7 @@ def test_no_plan_that_moves_each_value_once_beats_the_bound(trace: Trace, machin
 @given(traces(max_forward=14), machines((0.5, 100.0)), st.floats(0.0, 1.0))
 def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) -> None:
     """With the rows of all positions, and without those that are left out."""
-    assume(len(ReuseGaps(trace).maker) > 0)
+    assume(len(ReuseGaps(trace).producer) > 0)
     machine = between(trace, machine, share)
     bound, full = _least(trace, machine, 0), _least(trace, machine, len(trace.ops))
     assert (bound is None) >= (full is None)
@@ -45,9 +44,9 @@ def test_the_program_says_no_less(trace: Trace, machine: Machine, share: float) 
 
 def _least(trace: Trace, machine: Machine, long: int) -> float | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "LONG", long)
-        written = model.PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), machine.budget)
+        patch.setattr(memory_rows, "LONG", long)
+        written = model.PlanModel(problem.PlanProblem(ReuseGaps(trace), machine), machine.budget)
         for position in range(len(trace.ops)):
-            write(written, position)
-        solved = written.linear.solve()
+            written.memory.add(position)
+        solved = written.lp.solve()
     return solved.us if solved else None

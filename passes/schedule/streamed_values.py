@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..analysis.host_update import hosted_states
+from ..analysis.host_update import host_updated_states
 from ..analysis.reuse_gaps import ReuseGaps
 from ..ir.decisions import HOST, Decision, Offload, Stream
 from ..ir.machine import Machine
@@ -58,7 +58,7 @@ class StreamedValues:
 
     def begin(self) -> list[Decision]:
         """What says that the values are far, and which states are updated there."""
-        there = hosted_states(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
+        there = host_updated_states(self.gaps.trace, self.machine, {*self.ahead, *self.sent})
         values = [self.streamable.inputs[storage] for storage in self.ahead]
         return [Stream(value, HOST if value in there else "") for value in values]
 
@@ -75,7 +75,7 @@ class StreamedValues:
         """For each op (by index) before the update what it reads of what is far."""
         if not self.ahead:
             return {}
-        found = {i: tuple(filter(self.knows, values)) for i, values in self.streamable.visits.items()}
+        found = {i: tuple(filter(self.knows, values)) for i, values in self.streamable.reads.items()}
         return {i: values for i, values in found.items() if values}
 
     def passed(self, index: int) -> None:
@@ -92,7 +92,7 @@ class StreamedValues:
         begins, last = self.gaps.begins, self.last[storage]
         # What is fetched when it is used leaves room in between, however slow the link: only views take no time.
         waits = self.ahead[storage] and storage not in self.passing
-        worth = self.gaps.trace.nbytes[storage] / self.machine.back if waits else 0.0
+        worth = self.gaps.trace.nbytes[storage] / self.machine.link.back if waits else 0.0
         if begins[index] - begins[last] > worth and not self._is_one_slice(last, index):
             self.there[storage] = set()
             return False
@@ -144,15 +144,15 @@ class StreamedValues:
     def leave(self) -> list[Decision]:
         """What sends the gradients to their homes."""
         ops, begins = self.gaps.trace.ops, self.gaps.begins
-        outs = sorted((self.streamable.ended[storage], storage) for storage in self.sent)
+        outs = sorted((self.streamable.last_use[storage], storage) for storage in self.sent)
         room = AHEAD * max((self.gaps.trace.nbytes[storage] for _, storage in outs), default=0)
         idle, decisions = 0.0, list[Decision]()
         for k, (out, storage) in enumerate(outs):
-            idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.out
+            idle = max(idle, begins[out + 1]) + self.gaps.trace.nbytes[storage] / self.machine.link.out
             ended = max(out, bisect.bisect_left(begins, idle) - 1)
             value, free = self.streamable.gradients[storage], out
             if self.sent[storage]:
-                free = min(ended, self._crowded(outs[k:], room), self.streamable.leaves_by(value))
+                free = min(ended, self._crowded(outs[k:], room), self.streamable.offload_deadline(value))
             decisions.append(Offload(value, ops[out].name, ops[max(out, free)].name))
         return decisions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes import Machine, Reload, parse
+from passes import Link, Machine, Reload, parse
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.schedule.schedule import Placement, schedule
 
@@ -19,7 +19,7 @@ STEP = parse("""
     g = mm(e, t)  # f32[8, 4] | makes g:128 | 10.0 us
     return output o, gradient g
 """)
-SLOW = Machine(0, out=0.1, back=0.1)  # 640 us for w, which is away for 30
+SLOW = Machine(0, link=Link(out=0.1, back=0.1))  # 640 us for w, which is away for 30
 
 
 def fetches(fate: Placement, machine: Machine) -> list[tuple[str, str]]:
@@ -32,7 +32,7 @@ def test_a_slow_link_fetches_ahead_once() -> None:
 
 
 def test_a_fast_link_fetches_ahead_for_each_use() -> None:
-    assert fetches(Placement.OFFLOAD, Machine(0, out=6.4, back=6.4)) == [("t", "t"), ("e", "g")]
+    assert fetches(Placement.OFFLOAD, Machine(0, link=Link(out=6.4, back=6.4))) == [("t", "t"), ("e", "g")]
 
 
 def test_what_is_fetched_when_it_is_used_comes_for_each_use() -> None:

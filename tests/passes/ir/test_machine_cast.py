@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from passes import Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
+from passes import Cast, Link, Machine, Offload, Reload, Trace, apply, check, make_plan, parse, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
-from passes.ir.wire import narrowed
+from passes.ir.machine import cast_type
 from passes.lp import problem
 from passes.search.greedy import greedy_plan
 from passes.search.optimize import optimize
@@ -36,12 +36,12 @@ STEP = parse("""
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
 
 
 def machine(rate: float, wire: str = "bf16", cast: float = 4000.0) -> Machine:
-    return Machine(140_000, out=rate, back=rate, wire=wire, narrow=cast, widen=cast)
+    return Machine(140_000, link=Link(out=rate, back=rate), cast=Cast(dtype=wire, out=cast, back=cast))
 
 
 def sent(trace: Trace, machine: Machine) -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_what_is_cast_takes_half_the_bytes_on_its_way_and_its_own_are_gone_at_on
     forecast = predict(applied, machine(80.0))
     a, wire, rest = 40_000, 20_000, 80_000  # of b and c
     held = {
-        op.name: sum(life.nbytes for life in forecast.alive(i) if life.nbytes >= wire)
+        op.name: sum(life.nbytes for life in forecast.live_at(i) if life.nbytes >= wire)
         for i, op in enumerate(applied.ops)
         if op.name.startswith(("a", "b", "c", "q", "t", "h", "i"))
     }
@@ -98,12 +98,13 @@ def test_the_greedy_pass_casts_as_well() -> None:
     plan = greedy_plan(STEP, slow)
     assert any(isinstance(decision, Offload) and decision.wire for decision in plan)
     assert predict(apply(STEP, plan), slow).peak <= slow.budget
-    without = predict(apply(STEP, greedy_plan(STEP, replace(slow, wire=""))), slow)
+    without = predict(apply(STEP, greedy_plan(STEP, replace(slow, cast=replace(slow.cast, dtype="")))), slow)
     assert predict(apply(STEP, plan), slow).us <= without.us
 
 
 def test_the_far_tier_needs_room_for_what_is_sent_only() -> None:
-    small = replace(machine(80.0), capacity=80_000)  # 20000 + 20000 + 40000
+    fast = machine(80.0)
+    small = replace(fast, link=replace(fast.link, capacity=80_000))  # 20000 + 20000 + 40000
     plan = greedy_plan(STEP, small)
     assert predict(apply(STEP, plan), small).peak <= small.budget
 
@@ -129,7 +130,7 @@ def test_it_is_the_same_plan_every_time() -> None:
     ],
 )
 def test_only_float32_is_cast(type: str, wire: str, found: str) -> None:
-    assert narrowed(type, wire) == found
+    assert cast_type(type, wire) == found
 
 
 def test_what_a_view_takes_for_another_type_is_not_cast() -> None:
@@ -140,5 +141,5 @@ def test_what_a_view_takes_for_another_type_is_not_cast() -> None:
 
 def test_a_storage_that_no_value_is_all_of_is_not_cast() -> None:
     piece = replace(STEP, ops=tuple(replace(op, type="f32[9]") if op.name == "a" else op for op in STEP.ops))
-    assert "a" not in ReuseGaps(piece).root
+    assert "a" not in ReuseGaps(piece).whole_value
     assert "a" not in sent(piece, machine(80.0))

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from passes import (
     BudgetError,
+    Link,
     Machine,
     Offload,
     Plan,
     PlanResult,
     Reload,
     Stream,
+    Streaming,
     Trace,
     apply,
     check,
@@ -26,7 +28,7 @@ from passes import (
 )
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.ir import decisions
-from passes.lp import problem, residents
+from passes.lp import problem, state_vars
 from passes.lp.model import PlanModel
 from passes.lp.relax import relax
 from passes.order.early_updates import update_early
@@ -44,10 +46,10 @@ SINGLE = (Placement.KEEP, Placement.RECOMPUTE, Placement.OFFLOAD, Placement.OFFL
 
 @pytest.fixture(autouse=True)
 def _small_homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem, "SMALLEST_TRIP", 1)
-    monkeypatch.setattr(decisions, "WORKSPACE", 0)
-    monkeypatch.setattr(greedy, "SMALLEST_HOME", 1)
-    monkeypatch.setattr(residents, "SMALLEST_HOME", 1)
+    monkeypatch.setattr(problem, "SMALLEST_OFFLOAD", 1)
+    monkeypatch.setattr(decisions, "CAST_WORKSPACE", 0)
+    monkeypatch.setattr(greedy, "SMALLEST_STREAMED", 1)
+    monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
 
 
 @st.composite
@@ -104,19 +106,41 @@ def trainings(draw: st.DrawFn, most: int = 4, inside: bool = False) -> Trace:
 
 
 def homes(staging: tuple[int, ...] = (0, 100, 2000)) -> st.SearchStrategy[Machine]:
-    link = st.sampled_from((1.0, 30.0, 1000.0))
+    rate = st.sampled_from((1.0, 30.0, 1000.0))
     return st.builds(
-        Machine, st.just(0), out=link, back=link, staging=st.sampled_from(staging), homes=st.just(True),
-        window=st.sampled_from((0, 300, 2000)), call=st.sampled_from((0.0, 3.0)), drag=st.sampled_from((0.0, 0.01)),
-        stepping=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
-        ahead=st.sampled_from((0, 200, 1500)), turns=st.booleans(),
-    ).map(lambda machine: replace(machine, ahead=0, turns=False) if machine.stepping else machine)  # fmt: skip
+        Machine,
+        st.just(0),
+        link=st.builds(
+            Link,
+            rate,
+            rate,
+            st.sampled_from(staging),
+            st.sampled_from((0.0, 3.0)),
+            st.sampled_from((0.0, 0.01)),
+            st.booleans(),
+        ),
+        streaming=st.builds(
+            Streaming,
+            st.just(True),
+            window=st.sampled_from((0, 300, 2000)),
+            update_staging=st.sampled_from((0, 200, 1500)),
+            host_update_rate=st.sampled_from((0.0, 2.0, 50.0, 2000.0)),
+        ),
+    ).map(_without_windows_in_backward)
+
+
+def _without_windows_in_backward(machine: Machine) -> Machine:
+    """The machine as it is where the host updates states."""
+    if not machine.streaming.host_update_rate:
+        return machine
+    streaming = replace(machine.streaming, update_staging=0)
+    return replace(machine, streaming=streaming, link=replace(machine.link, half_duplex=False))
 
 
 def fates_of(gaps: ReuseGaps, machine: Machine) -> dict[str, list[Placement]]:
     """The fates of every storage with which each value moves once."""
     single = {storage: [f for f in fates if f in SINGLE] for storage, fates in all_fates(gaps, machine).items()}
-    return single | {storage: [Placement.KEEP, *STATE_OFFLOADED] for storage in gaps.streamable.value}
+    return single | {storage: [Placement.KEEP, *STATE_OFFLOADED] for storage in gaps.streamable.values}
 
 
 @given(trainings(), homes(), st.data())
@@ -131,7 +155,11 @@ def test_no_plan_that_streams_beats_the_bound_of_a_budget_that_it_just_fits(
         if isinstance(decision, Reload):
             back = data.draw(st.integers(gaps.index[decision.back], gaps.index[decision.use]))
             plan[i] = replace(decision, back=trace.ops[back].name)
-        elif isinstance(decision, Stream) and machine.stepping and trace.op[decision.value].fn == "state":
+        elif (
+            isinstance(decision, Stream)
+            and machine.streaming.host_update_rate
+            and trace.op[decision.value].fn == "state"
+        ):
             plan[i] = replace(decision, on=data.draw(st.sampled_from(("", "host"))))
     holds(trace, machine, tuple(plan))
 
@@ -148,13 +176,13 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
     assume(plan)
     captured, forecast = predict(trace, machine), predict(apply(trace, plan), machine)
     note("\n".join(map(str, plan)))
-    model = PlanModel(problem.LinearProgram(ReuseGaps(trace), machine), forecast.peak)
+    model = PlanModel(problem.PlanProblem(ReuseGaps(trace), machine), forecast.peak)
     relaxed, choice = relax(model), PlanResult(plan, captured, forecast)
     assert relaxed is not None
     assert relaxed.any_us <= forecast.us - captured.us + SMALL
     if choice.is_single:
-        assert relaxed.solved is not None
-        assert relaxed.solved.us - model.tie <= forecast.us - captured.us + SMALL
+        assert relaxed.solution is not None
+        assert relaxed.solution.us - model.columns.tie_us <= forecast.us - captured.us + SMALL
 
 
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))
@@ -176,7 +204,7 @@ def none_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     for may in choices.values():
         many *= len(may)
     assume(many < 5000)
-    found = problem.LinearProgram(gaps, machine)
+    found = problem.PlanProblem(gaps, machine)
     least, most = int(found.floor.max()), found.captured.peak
     machine = replace(machine, budget=least + int((most - least) * share))
     best = best_of(gaps, choices, machine)
@@ -198,7 +226,7 @@ def test_copies_that_are_timed_otherwise_change_no_value(
     timed, after = retime_copies(gaps, replace(machine, budget=int(forecast.peak * share)), plan, forecast)
     applied = apply(trace, timed)
     check(applied)
-    plain, ran = run(trace, machine.window), run(applied, machine.window)
+    plain, ran = run(trace, machine.streaming.window), run(applied, machine.streaming.window)
     assert (ran.computed, ran.handed) == (plain.computed, plain.handed)
     assert after.peak == predict(applied, machine).peak
     assert after.us <= forecast.us + SMALL or after.peak < forecast.peak
@@ -231,7 +259,7 @@ CHAIN = parse(
 
 
 def test_a_chain_is_planned_near_what_is_proven() -> None:
-    machine, lines = Machine(0, out=20.0, back=20.0, homes=True, window=500), []
+    machine, lines = Machine(0, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500)), []
     for budget in (16_000, 12_000, 8_000, 6_000, 4_000, 3_000):
         machine = replace(machine, budget=budget)
         quick = predict(apply(CHAIN, greedy.greedy_plan(CHAIN, machine)), machine)
@@ -253,20 +281,22 @@ def test_a_chain_is_planned_near_what_is_proven() -> None:
 
 
 def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> None:
-    machine = Machine(1000, out=20.0, back=20.0, homes=True, window=500)
-    floor = int(problem.LinearProgram(ReuseGaps(CHAIN), machine).floor.max())
-    with pytest.raises(BudgetError, match=f"No plan can do with less than {floor} bytes"):
+    machine = Machine(1000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, window=500))
+    floor = int(problem.PlanProblem(ReuseGaps(CHAIN), machine).floor.max())
+    with pytest.raises(BudgetError, match=f"No plan can use less than {floor} bytes"):
         make_plan(CHAIN, machine)
 
 
 def test_where_only_states_may_live_far_nothing_else_does() -> None:
-    machine = Machine(0, out=20.0, back=20.0, homes=True, only_states=True, window=500)
+    machine = Machine(
+        0, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
+    )
     for budget in (16_000, 12_000, 9_500):
         machine = replace(machine, budget=budget)
         for plan in (greedy.greedy_plan(CHAIN, machine), make_plan(CHAIN, machine).plan):
             applied = apply(CHAIN, plan)
             assert predict(applied, machine).peak <= budget
-            assert {op.fn for op in applied.ops if op.far} <= {"state"}
+            assert {op.fn for op in applied.ops if op.offloaded} <= {"state"}
             assert all(applied.op[value].fn == "mm" for kind, value in applied.outputs if kind == "gradient")
     with pytest.raises(BudgetError):
         make_plan(CHAIN, replace(machine, budget=8_000))
