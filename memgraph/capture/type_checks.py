@@ -27,7 +27,7 @@ STANDARD = str(Path(dis.__file__).parent) + os.sep
 PACKAGES = ("site-packages", "dist-packages")  # which may be in a folder of the standard library's
 
 CHECKS = frozenset({"type", "id", "is_", "is_not"})  # names of the functions that check; the last two of `operator`
-SINGLETONS = (None, True, False, ...)  # a number is none of these, and neither is its stand-in
+SINGLETONS = (None, True, False, ...)  # neither a number nor its stand-in is one of these
 
 
 class TypeChecks:
@@ -94,7 +94,7 @@ def _is_singleton(value: object) -> bool:
 def _contains(value: object, kind: type, depth: int = 3) -> bool:
     """Return True for a value of this class, and for a container or a plain object that has one.
 
-    Functions and classes have none of a call's numbers; attributes of modules are known by their names.
+    Functions and classes hold no number of a call, and attributes of modules are found by name.
     """
     if type(value) is kind:
         return True

@@ -31,7 +31,7 @@ Steps = MutableMapping[Key, Step]
 
 
 class FloatKeys:
-    """Which floats of one module's calls are inputs of a step, and which can't be."""
+    """The floats of one module's calls: those that are inputs of a step, and those that can't be."""
 
     def __init__(self, attributes: AttributeGuard, captures: CaptureCache) -> None:
         self.attributes, self.captures = attributes, captures

@@ -450,9 +450,7 @@ def test_a_step_of_plain_floats_is_given_none() -> None:
     assert [len(call.args[3]) > 0 for call in called.call_args_list] == [False, False, True, True]
 
 
-def test_a_step_with_floats_that_was_let_go_is_not_captured_again(
-    captures: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_step_with_floats_is_not_captured_again(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "PLANS", 1)
     monkeypatch.setattr(compiled_module, "NODES", 0)
     ours = Module(scaled)
