@@ -91,7 +91,7 @@ class Training:
         """The report, the budget in bytes, and by how much the step was predicted to be longer than as it is."""
         assert self.compiled is not None
         plan = self.compiled.plan
-        return str(plan), plan.budget, plan.predicted_us / plan.choice.captured.us - 1
+        return str(plan), plan.budget, plan.longer
 
     def digest(self) -> str:
         return digest(self.model.parameters())

@@ -211,7 +211,7 @@ class CompiledModule(ModuleProxy):
             self._kinds.forget(args, kwargs)
         elif capture is not None:
             self._warn_of_kinds(args, kwargs)
-        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.overhead
+        seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
 

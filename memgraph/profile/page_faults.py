@@ -44,7 +44,8 @@ def page_faults_us(forecast: Forecast, machine: Machine) -> float:
 def fresh_nbytes(trace: Trace) -> dict[str, int]:
     """Bytes of new pages that ops take, by the op's name.
 
-    Those of the largest blocks are in the op's own price, and those of a copy are written by who copies.
+    Those of the largest blocks are new in eager too, and in the op's own price; those of a copy are written by who
+    copies.
     """
     ends: defaultdict[int, list[str]] = defaultdict(list)
     for life in lifetimes(trace):
@@ -78,6 +79,10 @@ def _measure() -> float:
 
 
 def _fill_new() -> None:
+    value = torch.empty(NBYTES // 4)  # as torch allocates: with huge pages, if it is told to ask for them
+    if _is_new(value):
+        value.fill_(1.0)
+        return
     with mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         value = torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
         del value  # a view of it would keep the mapping from being closed

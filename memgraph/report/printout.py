@@ -45,8 +45,8 @@ def _verdict(report: ReportData) -> str:
         *_held(report),
         *_several(report),
         *_adding(report),
-        f"time: forecast {ms(report.forecast.us)}, {report.overhead:+.1%}; "
-        f"as it is, the step takes {ms(plain.us)} and needs {mb(plain.peak)}",
+        f"time: forecast {ms(report.predicted_us)}, {report.longer:+.1%}; "
+        f"as it is, the step takes {ms(report.as_it_is_us)} and needs {mb(plain.peak)}",
         *_exchanged(report),
         *_compiled(report),
         *([report.recorded] if report.recorded else []),
@@ -127,7 +127,8 @@ def _taken(report: ReportData) -> list[str]:
     """Compare measured times with forecasts: the first timed step, and the median of recent ones."""
     lines = []
     if report.pages_us:
-        lines.append(f"predicted {ms(report.predicted_us)}, with {ms(report.pages_us)} for new pages")
+        without = f"without them it is {ms(report.forecast.us)}, {report.overhead:+.1%}"
+        lines.append(f"of that {ms(report.pages_us)} are for new pages; {without}")
     if report.measured_us is not None:
         repriced = report.repriced_us
         own = "" if repriced is None else f"; forecast with the times of its own ops {ms(repriced)}"

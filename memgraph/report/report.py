@@ -35,6 +35,10 @@ class Report(ReportData):
         staging = int(self.forecast.by_kind["staging"].max(initial=0))
         return replace(self, unmeasured="", measured=resident + allocated + staging)
 
+    def after(self, first: Report) -> Report:
+        """Return the report of a plan that replaces the one of `first`, with what stays true of the step."""
+        return replace(self, adding=first.adding, plain_us=first.as_it_is_us)
+
     def with_update(self, nbytes: int) -> Report:
         """Return the report after the optimizer's step, which used `nbytes` for gradients, states and workspace."""
         resident = sum(op.nbytes for op in self.forecast.trace.ops if op.fn in ("parameter", "buffer", "input"))

@@ -26,6 +26,8 @@ class ReportData:
             without the time between the two; None while there are fewer.
         flight_us: forecast of those steps in microseconds; set together with `recent_us`.
         pages_us: microseconds that page faults add to the step and `forecast` leaves out.
+        plain_us: microseconds of eager's step by the prices that ops had before any step ran. Later prices contain page
+            faults, which only a plan brings. 0 if the prices of `choice` are those.
         planned_us: microseconds of capture, pricing and planning.
         counted: True if an optimizer was given, so that its states are part of the forecast.
         beyond: reason why the measured step exceeded its forecast, if it did.
@@ -49,6 +51,7 @@ class ReportData:
     recent_us: float | None = None
     flight_us: float = 0.0
     pages_us: float = 0.0
+    plain_us: float = 0.0
     planned_us: float = 0.0
     counted: bool = True
     beyond: str = ""
@@ -67,6 +70,16 @@ class ReportData:
     def predicted_us(self) -> float:
         """Forecast of a step in microseconds, page faults included, before any step has run."""
         return self.forecast.us + self.pages_us
+
+    @property
+    def as_it_is_us(self) -> float:
+        """Microseconds of eager's step: without a plan, in a process that keeps freed memory."""
+        return self.plain_us or self.choice.captured.us
+
+    @property
+    def longer(self) -> float:
+        """Forecast of the time added to eager's step, page faults included: 0.1 is 10 %."""
+        return self.predicted_us / self.as_it_is_us - 1 if self.as_it_is_us else 0.0
 
     @property
     def plan(self) -> Plan:

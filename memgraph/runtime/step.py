@@ -253,7 +253,7 @@ class Step:
         """Return the step with a better plan that takes this one's place, and continues its history."""
         parts = replace(parts, accumulated_plan=self.parts.accumulated_plan)
         history = StepHistory(self.history.looks, self.history.steps)
-        report = replace(report, adding=self.report.adding)
+        report = report.after(self.report)
         step = Step(parts, report, replan=replan, on_measured=self._on_measured, history=history, warned=self.warned)
         if self.parts.state_slots is not None:
             self.parts.state_slots.release_to(parts.state_slots)

@@ -19,7 +19,7 @@ import torch
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from <malloc.h>
 RETURNED = 128 * 1024  # from this size on, freed memory goes back to the system at once
-KEPT = 4 << 20  # the same while ops are priced
+KEPT = 32 << 20  # the same while ops are priced: glibc takes no more, and comes to this by itself in eager
 CPU = torch.device("cpu")
 HEADROOM = 1 << 30  # bytes of a GPU
 CUDA_BLOCK = 512  # bytes; what the caching allocator rounds up to
@@ -137,8 +137,8 @@ def returns_freed_memory() -> bool:
 
 @contextmanager
 def keeping_freed_memory() -> Iterator[None]:
-    """Let freed blocks of less than KEPT stay, if they would go back: what is timed meanwhile shall not depend on what
-    gaps there are between others."""
+    """Let freed blocks of less than KEPT stay, if they would go back: what is timed meanwhile is what eager takes, and
+    does not depend on what gaps there are between others."""
     if not _returns:
         yield
         return
@@ -147,6 +147,14 @@ def keeping_freed_memory() -> Iterator[None]:
         yield
     finally:
         _return_from(RETURNED)
+        trim_freed_memory()  # what was kept lies below blocks that stay, perhaps
+
+
+def trim_freed_memory() -> None:
+    """Give all pages of freed memory back to the system, those in gaps as well."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _return_from(nbytes: int) -> bool:

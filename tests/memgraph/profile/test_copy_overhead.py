@@ -13,6 +13,7 @@ from memgraph.profile import copy_overhead, machine_profile
 from memgraph.profile.copy_overhead import CopyOverhead, measure_copy_overhead
 from memgraph.profile.link_bandwidth import Link
 from memgraph.profile.machine_profile import measure_links
+from memgraph.report.tables import ms
 from memgraph.system import measurement_cache
 from passes import Machine
 
@@ -57,7 +58,8 @@ def test_a_report_tells_the_first_prediction_from_the_one_after_a_step() -> None
     report = replace(report, pages_us=2000.0)
     first = report.forecast.us + 2000.0
     assert report.predicted_us == first
-    assert f"predicted {first / 1e3:.1f} ms, with 2.0 ms for new pages" in str(report)
+    assert f"time: forecast {ms(first)}, {first / report.forecast.us - 1:+.1%}; as it is" in str(report)
+    assert f"of that 2.0 ms are for new pages; without them it is {ms(report.forecast.us)}, +0.0%" in str(report)
     after = replace(report, measured_us=5000.0, repriced_us=4000.0)
     assert after.predicted_us == first
     assert "took 5.0 ms; forecast with the times of its own ops 4.0 ms" in str(after)

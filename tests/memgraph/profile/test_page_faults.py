@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import memgraph
 from memgraph.profile import page_faults
-from memgraph.profile.page_faults import page_faults_us
+from memgraph.profile.memory_meter import resident_bytes
+from memgraph.profile.page_faults import fresh_nbytes, page_faults_us
 from passes import Machine, parse, predict
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +26,7 @@ STEP = """
     d = tangent()  # makes d:4
     a = mm(w)  # f32[250000] | makes a:1000000 | 10.0 us
     b = relu(a)  # f32[16] | makes b:64 | 10.0 us | workspace 2000000
-    c = mm(b)  # f32[4000000] | makes c:16000000 | 10.0 us
+    c = mm(b)  # f32[10000000] | makes c:40000000 | 10.0 us
     o = sum(c)  # f32[1] | makes o:4 | 10.0 us
     backward:
     e = expand(d)  # f32[250000] | makes e:1000000 | 10.0 us
@@ -36,11 +43,83 @@ return_freed_memory()
 print(new_nbytes(parse('''{STEP}''')))
 """
 
+KEPT_PAGES = """
+import resource, torch
+from memgraph.device import keeping_freed_memory, return_freed_memory
+return_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+with keeping_freed_memory():
+    for _ in range(10):
+        torch.empty(2 << 20).fill_(1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
 
 def test_values_of_the_size_that_goes_back_at_once_take_new_pages() -> None:
     """In a process of its own, in which nothing large was freed before; `c` is so large that its own price has them."""
     told = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT, check=True)
     assert told.stdout == "{'a': 1000000, 'b': 2000000, 'e': 1000000, 'g': 4000000}\n"
+
+
+def test_what_is_timed_while_freed_memory_is_kept_takes_no_new_pages() -> None:
+    """As in eager, whose freed blocks of this size stay; the first of them is made of new pages."""
+    pages = int(child(KEPT_PAGES))
+    assert pages < 3 * (8 << 20) // resource.getpagesize()
+
+
+def test_the_new_pages_of_a_step_are_those_that_the_system_gives() -> None:
+    """Values of 8 MiB, which eager reuses: where they were taken for pages that are in an op's own price, a tenth of
+    what the step takes was told."""
+    told, given = map(int, child("from tests.memgraph.profile.test_page_faults import step; step()").split())
+    assert 0.8 * given < told < 1.2 * given
+
+
+def step() -> None:
+    """Print how many new pages a planned step was foretold to take, and how many a later one took."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, x = Layers(), torch.ones(2048, 1024)
+    plain, there = memgraph.plan(model, x, budget=1 << 34).peak, resident_bytes([*model.parameters(), x])
+    compiled = memgraph.compile(model, 2 * there + (plain - 2 * there) * 7 // 10, offload=None)
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model.zero_grad()
+        compiled(x).backward()
+    given = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    trace = compiled.plan.forecast.trace
+    assert compiled.plan.decisions
+    print(sum(fresh_nbytes(trace).values()) // mmap.PAGESIZE, given)
+
+
+class Layers(nn.Module):
+    """Values of 8 MiB, and little to compute on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(1024) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return x.square().mean()
+
+
+def child(code: str) -> str:
+    """What a process of its own prints."""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_plan_that_takes_anothers_place_is_compared_with_the_same_step() -> None:
+    """The later one's ops were timed in a step, with the new pages that only a plan brings."""
+    first = memgraph.plan(nn.Linear(4, 4), torch.ones(2, 4), budget=1 << 30)
+    first = replace(first, pages_us=first.forecast.us, adding=3)
+    assert first.longer == 1.0
+    slow = replace(first.choice, captured=replace(first.choice.captured, us=9e9))
+    later = replace(first, choice=slow, pages_us=0.0, adding=0).after(first)
+    assert (later.as_it_is_us, later.adding) == (first.choice.captured.us, 3)
+    assert later.after(later).as_it_is_us == first.choice.captured.us
 
 
 def test_a_step_is_longer_by_its_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
