@@ -48,14 +48,14 @@ def rows(device: torch.device, load: Load = USUAL) -> list[Figure]:
     """Both directions, not yet run on a GPU; there is none on a CPU, where nothing runs beside anything."""
     if device.type != "cuda":
         return []
-    slab = PinnedBlock(load.nbytes, device, CudaPinnedAllocator())
+    block = PinnedBlock(load.nbytes, device, CudaPinnedAllocator())
     there = torch.empty(load.nbytes, dtype=torch.uint8, device=device)
     a, b = (torch.randn(load.width, load.width, dtype=torch.bfloat16, device=device) for _ in range(2))
     into = torch.empty_like(a)
     compute = partial(_products, a, b, into, load.products)
     found = [figure for way, stream in zip(("out", "back"), copy_streams(torch.cuda, device), strict=True)
-             for figure in _direction(way, stream, slab.bytes, there, compute, load)]  # fmt: skip
-    slab.close()
+             for figure in _direction(way, stream, block.bytes, there, compute, load)]  # fmt: skip
+    block.close()
     return found
 
 

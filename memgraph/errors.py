@@ -2,7 +2,7 @@
 
     except memgraph.BudgetError as error:    model = memgraph.compile(model, error.smallest)
 
-`SpillError` stands with the disk, in `spill.py`, and `PinnedError` with pinned memory, in `slab.py`.
+`SpillError` is in `storage/spill_file.py`, and `PinnedError` in `storage/pinned_pool.py`.
 """
 
 from __future__ import annotations

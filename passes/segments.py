@@ -1,12 +1,12 @@
-"""Let neighbouring lines be one.
+"""Fuse neighbouring ops of a trace into segments, which are compiled as one.
 
     y = add(x, r)                                      seg = memgraph.segment(x, r, w, b)
     n = native_layer_norm(y, w, b)            ->       y = getitem(seg)
     n_0 = getitem(n)                                   n_0 = getitem(seg)
     v = view(n_0)                                      v = view(n_0)
 
-A segment reads values from before it, and gives those of its values that others want: one for each storage.  Views that
-others want are made again behind it.
+A segment reads values from before it, and returns those of its values that other ops read: one for each storage.  Views
+that other ops read are recreated behind it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ LEAST, MOST = 2, 64  # ops that compute, in one segment
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring ops by their names, the values from before them that they read, and those that others want of them;
-    `views` are those of its ops that others want, and which nobody has to compute."""
+    """Neighbouring ops by name, the values from before them that they read, and those that other ops read.
+
+    `views` are its ops that other ops read and that compute nothing.
+    """
 
     name: str
     ops: tuple[str, ...]
@@ -38,25 +40,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a segment takes: microseconds, and bytes that it allocates and frees meanwhile."""
+    """The microseconds of a segment, and the bytes that it allocates and frees while it runs."""
 
     us: float
     workspace: int = 0
 
 
 def find_segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]:
-    """The longest segments of ops that are `fusible`, and of views."""
+    """Return the longest segments of views and ops that are `fusible`."""
     readers = _readers(trace)
-    torn = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values that are several
-    found: list[Segment] = []
-    for mine, lines in groupby(trace.ops, lambda op: _place(op, fusible)):
-        if mine is not None:
-            found += _cut(list(lines), readers, torn)
-    return tuple(found)
+    tuples = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values with items
+    segments: list[Segment] = []
+    for key, lines in groupby(trace.ops, lambda op: _place(op, fusible)):
+        if key is not None:
+            segments += _cut(list(lines), readers, tuples)
+    return tuple(segments)
 
 
 def fuse_segments(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
-    """The step in which each chosen segment is one line, at its price."""
+    """Return the step in which each chosen segment is one op, at its price."""
     first = {segment.ops[0]: segment for segment in chosen}
     inside = {name for segment in first.values() for name in segment.ops}
     renamed: dict[str, str] = {}
@@ -70,23 +72,23 @@ def fuse_segments(trace: Trace, chosen: Iterable[Segment], prices: Mapping[str, 
 
 
 def affordable_segments(
-    trace: Trace, machine: Machine, found: Sequence[Segment], prices: Mapping[str, Price]
+    trace: Trace, machine: Machine, segments: Sequence[Segment], prices: Mapping[str, Price]
 ) -> tuple[Segment, ...]:
-    """Those that are faster than their ops, and whose line is within the budget.
+    """Return the segments that are faster than their ops, and whose op fits the budget.
 
-    At other lines the step holds with segments what it holds without.
+    At other ops the step needs with segments what it needs without.
     """
-    faster = [each for each in found if prices[each.name].us < sum(trace.op[name].us for name in each.ops)]
+    faster = [each for each in segments if prices[each.name].us < sum(trace.op[name].us for name in each.ops)]
     forecast = predict(fuse_segments(trace, faster, prices), machine)
     lines = zip(forecast.trace.ops, forecast.total, strict=True)
     over = {op.name for op, nbytes in lines if nbytes > machine.budget}
     return tuple(each for each in faster if each.name not in over)
 
 
-def spread_segment_times(trace: Trace, found: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
-    """The step in which the ops of a segment that is faster than they are take its time, each by its part."""
+def spread_segment_times(trace: Trace, segments: Iterable[Segment], prices: Mapping[str, Price]) -> Trace:
+    """Return the step in which the ops of each segment share its time, if it is faster than they are."""
     us: dict[str, float] = {}
-    for segment in found:
+    for segment in segments:
         alone = sum(trace.op[name].us for name in segment.ops)
         if prices[segment.name].us < alone:
             us |= {name: trace.op[name].us * prices[segment.name].us / alone for name in segment.ops}
@@ -94,7 +96,7 @@ def spread_segment_times(trace: Trace, found: Iterable[Segment], prices: Mapping
 
 
 def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None:
-    """What the ops of one segment have in common; None for an op that is in none."""
+    """Return what the ops of one segment have in common; None for an op that is in none."""
     if op.is_input or op.phase == "update" or is_runtime(op.fn):
         return None
     if op.once or op.draws or not (is_view(op) or fusible(op)):
@@ -103,84 +105,84 @@ def _place(op: Op, fusible: Callable[[Op], bool]) -> tuple[str, int, int] | None
 
 
 def is_view(op: Op) -> bool:
-    """Whether it only gives what is there another form."""
+    """Return True if an op only views storages of others."""
     return not op.makes and bool(op.holds)
 
 
-def _cut(lines: list[Op], readers: Mapping[str, Sequence[str]], torn: set[str]) -> Iterator[Segment]:
-    """The segments of a run of lines: none too long, and no value that is several half inside."""
+def _cut(lines: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> Iterator[Segment]:
+    """Yield the segments of a run of lines: none is too long, and none separates a tuple from its items."""
     begin = 0
     while begin < len(lines):
         run = _first(lines[begin:])
         end = begin + len(run)
-        while (bad := _half(run, readers, torn)) is not None:
+        while (bad := _half(run, readers, tuples)) is not None:
             end, run = begin + bad + 1, run[:bad]
-        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, readers, torn)).outputs:
+        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, readers, tuples)).outputs:
             yield segment
         begin = end
 
 
 def _first(lines: list[Op]) -> list[Op]:
-    """The first lines, with as many ops that compute as a segment may have."""
+    """Return the first lines, with as many ops that compute as a segment may have."""
     computing = [i for i, op in enumerate(lines) if not is_view(op)]
     return lines[: computing[MOST]] if len(computing) > MOST else lines
 
 
-def _half(run: list[Op], readers: Mapping[str, Sequence[str]], torn: set[str]) -> int | None:
-    """The first op of a run that makes a value that is several for others, or takes its part of another's."""
+def _half(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> int | None:
+    """Return the first op whose items are taken out behind the run, or that takes an item of an op before it."""
     names = {op.name for op in run}
     for i, op in enumerate(run):
         taken = op.fn == "getitem" and op.reads[0] not in names
-        if taken or (op.name in torn and not names.issuperset(readers[op.name])):
+        if taken or (op.name in tuples and not names.issuperset(readers[op.name])):
             return i
     return None
 
 
-def _segment(run: list[Op], readers: Mapping[str, Sequence[str]], torn: set[str]) -> Segment:
+def _segment(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> Segment:
     names = {op.name for op in run}
     outside = [op for op in run if not names.issuperset(readers[op.name])]
     made = {storage.name for op in run for storage in op.makes}
-    wanted = dict.fromkeys(held for op in outside for held in op.holds if held in made)
-    bearer: dict[str, str] = {}  # of each storage, the first value that is all of it
+    read_later = dict.fromkeys(held for op in outside for held in op.holds if held in made)
+    whole: dict[str, str] = {}  # of each storage, the first value that is all of it
     for op in run:
-        if op.name not in torn and (op.makes or op.fn == "getitem"):
+        if op.name not in tuples and (op.makes or op.fn == "getitem"):
             for held in op.holds:
-                bearer.setdefault(held, op.name)
-    gives = tuple(bearer[held] for held in wanted)
-    views = _with_sources(run, [op for op in outside if op.name not in gives], set(gives))
-    ops = _needed(run, gives)
+                whole.setdefault(held, op.name)
+    outputs = tuple(whole[held] for held in read_later)
+    views = _with_sources(run, [op for op in outside if op.name not in outputs], set(outputs))
+    ops = _needed(run, outputs)
     reads = dict.fromkeys(read for op in run if op.name in ops for read in op.reads if read not in names)
-    return Segment(f"{run[0].name}_segment", tuple(op.name for op in run), tuple(reads), gives, views)
+    return Segment(f"{run[0].name}_segment", tuple(op.name for op in run), tuple(reads), outputs, views)
 
 
-def _with_sources(run: list[Op], views: list[Op], gives: set[str]) -> tuple[str, ...]:
-    """The views, and the views of the run that these are made of."""
-    wanted = {op.name for op in views}
+def _with_sources(run: list[Op], views: list[Op], outputs: set[str]) -> tuple[str, ...]:
+    """Return the views, with the views of the run that they are made of."""
+    needed = {op.name for op in views}
     for op in reversed(run):
-        if op.name in wanted:
-            wanted |= {read for read in op.reads if read not in gives}
-    return tuple(op.name for op in run if op.name in wanted)
+        if op.name in needed:
+            needed |= {read for read in op.reads if read not in outputs}
+    return tuple(op.name for op in run if op.name in needed)
 
 
-def _needed(run: list[Op], gives: Iterable[str]) -> set[str]:
-    """The ops that have to run for what is given."""
-    wanted = set(gives)
+def _needed(run: list[Op], outputs: Iterable[str]) -> set[str]:
+    """Return the ops that have to run for the outputs."""
+    needed = set(outputs)
     for op in reversed(run):
-        if op.name in wanted:
-            wanted |= set(op.reads)
-    return wanted
+        if op.name in needed:
+            needed |= set(op.reads)
+    return needed
 
 
 def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]) -> Iterator[Op]:
-    """What stands in a segment's place; `renamed` learns the names that its storages have now."""
+    """Yield the ops in the place of a segment, and add the new names of its storages to `renamed`."""
     ops = [trace.op[name] for name in segment.outputs]
-    one = trace.op[segment.ops[0]]
+    first = trace.op[segment.ops[0]]
     made = tuple(Storage(f"{segment.name}.{i}", trace.nbytes[op.holds[0]]) for i, op in enumerate(ops))
     renamed |= {op.holds[0]: storage.name for op, storage in zip(ops, made, strict=True)}
     yield Op(
-        segment.name, SEGMENT, segment.reads, made, tuple(storage.name for storage in made), one.phase,
-        price.us, price.workspace, microbatch=one.microbatch, slice=one.slice, type=", ".join(op.type for op in ops),
-        where=one.where,
+        segment.name, SEGMENT, segment.reads, made, tuple(storage.name for storage in made), first.phase,
+        price.us, price.workspace, microbatch=first.microbatch, slice=first.slice,
+        type=", ".join(op.type for op in ops), where=first.where,
     )  # fmt: skip
     for op, storage in zip(ops, made, strict=True):
         yield Op(
@@ -195,11 +197,11 @@ def _holding(op: Op, renamed: Mapping[str, str]) -> Op:
 
 
 def _readers(trace: Trace) -> Mapping[str, Sequence[str]]:
-    """Who reads each value; the caller is one of them, by the name of "return"."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    """Map each value to the ops that read it; "return" stands for the caller."""
+    readers: defaultdict[str, list[str]] = defaultdict(list)
     for op in trace.ops:
         for read in op.reads:
-            found[read].append(op.name)
+            readers[read].append(op.name)
     for _, value in trace.outputs:
-        found[value].append("return")
-    return found
+        readers[value].append("return")
+    return readers

@@ -16,8 +16,8 @@ MEMGRAPH = (
     {"memgraph.storage"},
     {"memgraph.kernels", "memgraph.guards"},
     {"memgraph.report", "memgraph.tensors"},
-    {"memgraph.errors"},
     {"memgraph.system"},
+    {"memgraph.errors"},
 )
 OSS = (
     {"memgraph.oss.compiled"},

@@ -222,7 +222,7 @@ class CompiledModule(ModuleProxy):
 
     def _unplanned(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
         """Return what to do when gradients arrive for other outputs than planned."""
-        if len(captured.differentiable) == len(captured.tangents) and not captured.hoped:
+        if len(captured.differentiable) == len(captured.tangents) and not captured.speculative_outputs:
             return lambda tangents: []
         if self._planner.state.fused_update is not None:
             return _refuse_unplanned

@@ -51,69 +51,43 @@ def compile(
     kind of call (shapes, dtypes, `training`, autocast, ...) is captured and planned before it runs; the logger
     "memgraph" says so at level INFO.
 
+    `docs/options.md` says more about each option.
+
     Args:
         model: any module on one device.  It is not changed, and shares parameters, buffers and `state_dict()`.
         budget: bytes of the device for the whole step: parameters, buffers, inputs, gradients, activations, workspace
             and copies; with `optimizer` also its states and its update.  "8GB", "8GiB", an int, a float in (0, 1] of
-            the device's memory, or None for what is free now.  Not counted are the interpreter, the libraries, and
-            what the caller's code allocates between forward and backward; `loss` counts that of a loss.
-        optimizer: an optimizer of `model`'s parameters, which is counted; it becomes `model.optimizer`.  A copy or a
-            pickle of the compiled module has none, since it would update the old parameters.
+            the device's memory, or None for what is free now.  The interpreter, the libraries and memory that the
+            caller allocates between forward and backward are not counted.
+        optimizer: an optimizer of `model`'s parameters, which is counted.
         loss: becomes part of the step.  A call then returns `loss(model(*args, **kwargs), target)` if it has a keyword
             `target`, otherwise `loss(model(*args, **kwargs))`.
         offload: where activations may be offloaded: "disk" (from a CPU), "host" (from a GPU), "auto" for the one that
             the device has, or None.
         spill_dir: the folder of the nameless file that "disk" uses; by default the temporary folder.
         plan: a saved plan, its JSON text, the path of a file with it, or a list of them, one for each kind of call.
-            No plan is searched for then, and a call that none of them fits is refused.  A step that fits without a
-            plan runs without one.
+            No plan is searched for then, and a call that fits no given plan is refused.
         time_limit: seconds after capture after which planning takes the best plan so far; 0 runs the quick, greedy
-            pass only.  If the limit is reached, the plan depends on the speed of the machine.
-        wire_dtype: torch.bfloat16 allows rounding float32 activations while they are offloaded, where that pays: half
-            the bytes to copy, and gradients that are no longer bit-equal.  The plan chooses the values, the report
-            names them, and the same saved plan gives the same gradients.  With None nothing is rounded.
-        microbatches: the number of parts in which `model` takes its batch.  Arguments with as many rows (dimension 0)
-            as the first tensor among them are split, outputs with a row for each row are concatenated, and `loss` is
-            computed on the whole.  Gradients are those of the whole batch up to rounding, and bit-equal to a loop over
-            the parts.  A batch of fewer rows has as many parts.  A model whose rows depend on each other (batch norm in
-            training, a mean over the batch), or that changes buffers, is refused.  Random numbers are drawn in another
-            order than for the whole batch.
-        reduction: "mean" or "sum", for scalars that `model` returns: how those of the parts combine.  With it, `loss`
-            is computed in parts as well.  A mean is over rows, or of one of torch's cross entropies, returned as it
-            is, over the targets that count.
-        accumulate: whether backward may find gradients to add to, as in a loop that accumulates them or zeroes them
-            with `set_to_none=False`.  True plans each step for that from the first call on, and refuses a budget
-            without room for it.  None plans the first call without, checks whether one with gradients fits as well, and
-            warns with the bytes if it does not.  False does not check; such a call is planned when it comes.
-        forwards: the number of forwards that are open at once, before the backward of the first: 2 for a siamese loss,
-            for chosen and rejected answers, for real and generated pictures.  Each is planned for its share, so that
-            together they keep the budget.  Not with `fuse_update`, `cuda_graphs=True`, `plan` or OSS.
-        fuse_update: update each parameter of `optimizer` in backward, as soon as its gradient is complete, so that a
-            full set of gradients never exists.  `optimizer.step()` is called as usual, and finds nothing to do.  The
-            loss has to be what the module returns, and is differentiated unscaled.  Whatever else needs gradients,
-            as `clip_grad_norm_` of the compiled module, GradScaler or accumulation, raises a FusedError; torch's own
-            `clip_grad_norm_` and `clip_grad_value_` see no gradients, and silently clip nothing.  After an error in
-            mid backward only some parameters are updated, and calls are refused until an earlier state is loaded into
-            model and optimizer.
-        host_update: behind a GPU, update optimizer states that are offloaded to the host there, with their parameters
-            and gradients, where the plan finds that faster than reloading them: by the optimizer's own step on host
-            tensors, with its fused CPU kernel if it has one and neither `fused` nor `foreach` was chosen.  CPU kernels
-            round differently from the GPU's, so parameters are no longer bit-equal to those of the plain optimizer.
-            On a CPU nothing changes.
-        lower: "inductor" compiles the ops between matrix products and memory ops with Inductor, where that is faster
-            and keeps the budget; gradients are then eager's up to rounding.  The first call of a kind takes seconds to
-            minutes for it, and says so before.  None compiles nothing.  "auto" is None on a CPU; on a GPU it is
-            "inductor", but segments that can't be compiled run op by op, after a warning.
-        strict: on a GPU, let torch's allocator refuse this process more than the budget, so that anything beyond it,
-            or a wrong forecast, is an OutOfMemoryError.
-        pinned: on a GPU, the most bytes of host memory that may be pinned in all, by any model, when a step of this one
-            pins some: written as a budget, a float being a share of the host's memory.  A plan offloads no more than
-            that.  None takes the variable MEMGRAPH_PINNED, or half of the host's memory.
-        cuda_graphs: on a GPU, True records each step from its third run on, forward and backward as one CUDA graph
-            each, so that ops are not launched one by one.  The recording's memory stays between steps, is planned for,
-            and is freed when a step of another kind runs.  A step that no graph can hold is refused.  "auto" records a
-            step if that is possible and fits beside a plan made without it; otherwise the report says why not.  While a
-            gradient of the last step is held, or several runs are open, the step runs op by op.
+            pass only.
+        wire_dtype: torch.bfloat16 allows rounding float32 activations while they are offloaded, where that pays;
+            gradients are then no longer bit-equal.  With None nothing is rounded.
+        microbatches: the number of parts in which `model` takes its batch.  Gradients are those of the whole batch up
+            to rounding, and bit-equal to a loop over the parts.
+        reduction: "mean" or "sum", for scalars that `model` returns: how those of the parts combine.
+        accumulate: whether backward may find gradients to add to.  True plans each step for that; None checks whether
+            such a step fits as well, and warns if it does not; False plans such a call when it comes.
+        forwards: the number of forwards that are open at once, before the backward of the first.
+        fuse_update: update each parameter of `optimizer` in backward, as soon as its gradient is complete.  Whatever
+            else needs gradients raises a FusedError; torch's own `clip_grad_norm_` silently clips nothing.
+        host_update: behind a GPU, update optimizer states on the host where that is faster than reloading them; CPU
+            kernels round differently.
+        lower: "inductor" compiles ops between matrix products with Inductor, where that is faster and keeps the budget;
+            gradients are then eager's up to rounding.  None compiles nothing; "auto" is None on a CPU.
+        strict: on a GPU, let torch's allocator refuse this process more than the budget.
+        pinned: on a GPU, the most bytes of host memory that may be pinned, written as a budget.  None takes the
+            variable MEMGRAPH_PINNED, or half of the host's memory.
+        cuda_graphs: on a GPU, True records each step from its third run on as CUDA graphs, and refuses one that can't
+            be recorded; "auto" runs such a step op by op.
 
     Returns:
         A module that shares everything with `model` but its forward.  `.plan` is the Report of the latest call,
@@ -199,7 +173,7 @@ def _refuse_optimizer(model: nn.Module, options: CompileOptions) -> None:
         return
     owned = set(model.parameters())
     if not any(parameter in owned for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("none of the optimizer's parameters is the model's; make it of model.parameters()")
+        raise ValueError("the optimizer has no parameter of the model; make it of model.parameters()")
     if isinstance(optimizer, OSS) and options.lower == "inductor" and not optimizer.comm.is_alone:
         raise ShardError('lower="inductor" is not built for steps that ranks plan together; leave it out')
     if isinstance(optimizer, OSS) and options.forwards > 1:

@@ -1,9 +1,9 @@
-"""A module and the arguments of one call -> the graph of a whole step.
+"""Capture a call of a module as the graph of a whole step.
 
     model(x, labels=y)   ->   parameters, buffers, x, y, tangents -> forward ops, backward ops -> outputs, gradients
 
-The call is traced on fake tensors, forward and backward at once, then made functional, then put in order.  Everything
-that is not a tensor is written into the graph as it was in this call: a caller that reuses a graph must compare.
+The call is traced on fake tensors, forward and backward at once, then made functional, then put in order. All that is
+not a tensor is a constant of the graph: a caller that reuses the graph must compare it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import CaptureError
+from ..graph.accumulate_grads import sum_grads_early
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.nodes import returned_values
-from ..graph.sums import sum_grads_early
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
@@ -57,18 +57,18 @@ def capture(
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
 ) -> Captured:
-    """The step of `module(*args, **kwargs)`; no real tensor is read or written.
+    """Capture the step of `module(*args, **kwargs)`; no real tensor is read or written.
 
-    With `grad` it includes the backward from those differentiable outputs that are `wanted`; or from all, where these
-    are a guess, and a forward that is run again for the others would make other values of them.  `floats` of the call
-    become inputs of the graph instead of constants.
+    With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
+    the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
+    the graph instead of constants.
 
     Raises:
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
     captured = _captured(module, args, kwargs, grad, wanted, floats)
-    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.hoped
+    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
     return _captured(module, args, kwargs, grad, select_all, floats)
@@ -92,9 +92,11 @@ def _captured(
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
-    hoped = _hoped(graph, tangents) if wanted is select_losses else ()
-    captured = Captured(graph, *found, hoped, sources=joint.sources, custom=joint.custom, rewritten=joint.rewritten)
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    captured = Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+    )  # fmt: skip
     if floats is None:
         return captured
     special_values = tuple(floats.trace.special_values)
@@ -102,18 +104,18 @@ def _captured(
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The real tensors for the placeholders of a captured call, without the tangents."""
+    """Return the real tensors for the placeholders of a captured call, without the tangents."""
     return Call.of(module, args, kwargs).tensors
 
 
-def _hoped(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
-    made = returned_values(graph.graph)
-    single = {place for place in tangents if made[place].meta["val"].numel() == 1}
-    return tuple(place for place in tangents if place not in single) if single else ()
+def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
+    outputs = returned_values(graph.graph)
+    scalars = {place for place in tangents if outputs[place].meta["val"].numel() == 1}
+    return tuple(place for place in tangents if place not in scalars) if scalars else ()
 
 
 def _refuse_shared(call: Call, changed: dict[int, fx.Node]) -> None:
-    """What forward changes must have no second name: the graph would not see the change under it."""
+    """Raise if forward changes a tensor that shares memory with another: the graph would not see the change there."""
     storages = [tensor.untyped_storage()._cdata for tensor in call.tensors]
     for i in changed:
         for j, role in enumerate(call.inputs):

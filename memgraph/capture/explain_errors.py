@@ -1,8 +1,7 @@
-"""What torch says when a step can't be traced -> a `CaptureError` that says where, and what to change.
+"""Turn what torch raises while a step is traced into a `CaptureError` with source line and advice.
 
-Only what comes from tracing is translated; an error of the user's own forward stays what it is.  Where an op fails on
-fake tensors, it is run on real ones: if it fails there as well, as shapes that don't fit do, eager would have said so,
-and only the place is added.  Torch's log of what fake tensors see is kept quiet.
+Errors of the user's own forward stay as they are. An op that fails on fake tensors runs once more on real ones: if it
+fails there as well, as with shapes that do not fit, eager would have failed too, and only the source line is added.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,163 +27,135 @@ from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
 
-VALUE = (
-    "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), which no input's value may decide",
-    "compute with torch.where or a mask, decide by shapes and Python arguments, or do this outside of the module",
+
+class Explanation(NamedTuple):
+    """Reason and advice for errors of these types, or with one of these texts."""
+
+    patterns: tuple[type[Exception] | str, ...]
+    reason: str
+    advice: str
+
+
+# The first match counts.
+EXPLANATIONS = (
+    Explanation(
+        ("aten._pack_padded_sequence",),
+        "pack_padded_sequence makes a result whose shape depends on the lengths",
+        "give the recurrent layer the padded batch, and mask what follows the ends",
+    ),
+    Explanation(
+        ("aten._ctc_loss",),
+        "how much memory ctc_loss takes depends on the values of the lengths",
+        "return the log-probabilities, and compute ctc_loss outside of the module",
+    ),
+    Explanation(
+        ("aten._grouped_mm",),
+        "torch describes this op for bfloat16 alone",
+        "give it tensors of bfloat16, for transformers' experts by model.to(torch.bfloat16) (autocast does not do it); "
+        'their config.experts_implementation = "batched_mm" takes any dtype, but copies the weights of an expert for '
+        "each token that it gets, which is many times the bytes",
+    ),
+    Explanation(
+        ("aten._nested_tensor_from_mask",),
+        "an encoder makes a nested tensor of what is not padding, whose shape depends on the mask",
+        "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
+    ),
+    Explanation(
+        ("There was no rule registered for HigherOrderOperator",),
+        "an op that takes functions (torch.cond, while_loop, flex_attention) can't be planned: which of them run may "
+        "depend on a tensor's value",
+        "compute both branches and choose with torch.where, or do this outside of the module",
+    ),
+    Explanation(
+        (".numpy() is not supported",),
+        "a tensor becomes a numpy array, but a captured step has only torch ops",
+        "compute with torch ops; or make an op of what needs numpy, with torch.library.custom_op, register_fake and "
+        "register_autograd",
+    ),
+    Explanation(
+        (
+            DataDependentOutputException,
+            GuardOnDataDependentSymNode,
+            "get value out of a tracing tensor",
+            "is not supported for tensor subclasses",
+        ),
+        "Python asks for a tensor's value (`if`, `while`, `.item()`, `int()`), but tracing has no values of inputs",
+        "compute with torch.where or a mask, decide by shapes and Python arguments, or do this outside of the module",
+    ),
+    Explanation(
+        (DynamicOutputShapeException,),
+        "the shape of a result depends on a tensor's values (`nonzero`, `unique`, a boolean index)",
+        "use a mask, torch.where, or a result of fixed size",
+    ),
+    Explanation(
+        (UnsupportedOperatorException, "no fake impl registered", "Cannot access data pointer of Tensor"),
+        "an op can't be run without data: nothing says what it would make",
+        "register a fake implementation for it with torch.library.register_fake, which makes an empty tensor of the "
+        "shape, dtype and strides of its result; make a function that is no torch op one by torch.library.custom_op",
+    ),
+    Explanation(
+        ("argument of type: <class 'torch._C.Generator'>",),
+        "an op draws from a torch.Generator of the module's own, which torch can trace from 2.13 on",
+        "take a newer torch, or draw from the default generator",
+    ),
+    Explanation(
+        ("modified by an inplace operation",),
+        "backward needs a tensor that was changed in place since, as it would in eager",
+        "clone it before it is changed",
+    ),
+    Explanation(
+        ("leaf Variable that requires grad",),
+        "forward changes in place a leaf that requires a gradient (a parameter, or an input that is no op's result), "
+        "which autograd refuses in eager as well",
+        "clone it first, or use the op that does not work in place (inplace=False)",
+    ),
 )
-SHAPE = (
-    "the shape of a result depends on a tensor's values (`nonzero`, `unique`, a boolean index)",
-    "use a mask, torch.where, or a result of fixed size",
-)
-NO_FAKE = (
-    "an op can't be run without data: nothing says what it would make",
-    "register a fake implementation for it with torch.library.register_fake, which makes an empty tensor of the shape, "
-    "dtype and strides of its result; a function that is no op of torch yet becomes one by torch.library.custom_op",
-)
-NUMPY = (
-    "a tensor becomes a numpy array, and a captured step is made of torch's ops alone",
-    "compute with torch's ops; or make an op of what needs numpy, with torch.library.custom_op, register_fake and "
-    "register_autograd",
-)
-AVERAGE = (
+CUMULATIVE_AVERAGE = Explanation(
+    (),
     "with momentum=None it averages over all batches, by a count whose value Python asks for",
-    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn takes it away for its pass and, as it "
-    "has failed, has not given it back: set it again, and give update_bn the plain module, which shares its buffers",
+    "give it a momentum, e.g. momentum=0.1; torch.optim.swa_utils.update_bn removes it for its pass and, as it "
+    "has failed, has not restored it: set it again, and give update_bn the plain module, which shares its buffers",
 )
-PACKED = (
-    "pack_padded_sequence makes a result whose shape depends on the lengths",
-    "give the recurrent layer the padded batch, and mask what lies behind the ends",
-)
-LENGTHS = (
-    "how much memory ctc_loss takes depends on the values of the lengths",
-    "return the log-probabilities, and compute ctc_loss outside of the module",
-)
-GROUPED = (
-    "torch describes this op for bfloat16 alone",
-    "give it tensors of bfloat16, for transformers' experts by model.to(torch.bfloat16) (autocast does not do it); "
-    'their config.experts_implementation = "batched_mm" takes any dtype, but copies the weights of an expert for each '
-    "token that it gets, which is many times the bytes",
-)
-NESTED = (
-    "an encoder makes a nested tensor of what is not padding, whose shape depends on the mask",
-    "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
-)
-UNDESCRIBED = (
+NO_DESCRIPTION = Explanation(
+    (),
     "torch fails to describe what an op makes, though the op itself runs",
     "compute it with other ops, or give it what torch can describe (another dtype or layout, say)",
 )
-GENERATOR = (
-    "an op draws from a torch.Generator of the module's own, which torch can trace from 2.13 on",
-    "take a newer torch, or draw from the default generator",
+NO_USER_CODE = Explanation(
+    (), "torch fails where no line of the model's own runs", "leave out of the module what needs this"
 )
-LEAF = (
-    "forward changes in place a leaf that requires a gradient (a parameter, or an input that no op has made), which "
-    "autograd refuses in eager as well",
-    "clone it first, or take the op that does not work in place (inplace=False)",
-)
-TAKES_FUNCTIONS = (
-    "an op that takes functions (torch.cond, while_loop, flex_attention) can't be planned: which of them run may "
-    "depend on a tensor's value",
-    "compute both branches and choose with torch.where, or do this outside of the module",
-)
-MISCALLED = re.compile(r"forward\(\) (missing|takes|got) ")
-APART = re.compile("found (at least )?two (different )?devices")
-UNTRACED = ("torch fails where no line of the model's own runs", "leave out of the module what needs this")
-BY_TYPE: tuple[tuple[type[Exception], tuple[str, str]], ...] = (
-    (DataDependentOutputException, VALUE),
-    (GuardOnDataDependentSymNode, VALUE),
-    (DynamicOutputShapeException, SHAPE),
-    (UnsupportedOperatorException, NO_FAKE),
-)
-BY_OP = (
-    ("aten._pack_padded_sequence", PACKED),
-    ("aten._ctc_loss", LENGTHS),
-    ("aten._grouped_mm", GROUPED),
-    ("aten._nested_tensor_from_mask", NESTED),
-)
-BY_TEXT = (
-    ("There was no rule registered for HigherOrderOperator", TAKES_FUNCTIONS),
-    ("get value out of a tracing tensor", VALUE),
-    (".numpy() is not supported", NUMPY),
-    ("is not supported for tensor subclasses", VALUE),
-    ("no fake impl registered", NO_FAKE),
-    ("Cannot access data pointer of Tensor", NO_FAKE),
-    ("argument of type: <class 'torch._C.Generator'>", GENERATOR),
-    (
-        "modified by an inplace operation",
-        ("backward needs what has been changed in place since, as it would in eager", "clone it before it is changed"),
-    ),
-    ("leaf Variable that requires grad", LEAF),
-)
-
-
+WRONG_ARGUMENTS = re.compile(r"forward\(\) (missing|takes|got) ")
+TWO_DEVICES = re.compile("found (at least )?two (different )?devices")
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
 def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
-    """Raise a CaptureError in the place of what torch raises for a step of `module` that can't be captured."""
-    LOG.addFilter(_is_harmless)
+    """Raise a CaptureError instead of torch's error for a step of `module` that can't be captured."""
+    LOG.addFilter(_is_below_error)
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
         running = module_running(error.__traceback__, module)
-        reason = _reason(error, running[1] if running else None) or _hidden(error, mode)
         place = source_line(error.__traceback__)
         if running:
             place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
-        if reason is None:
+        explanation = _explain(error, running[1] if running else None) or _explain_failed_op(error, mode)
+        if explanation is None:
             if type(error) is RuntimeError and is_torchs(error.__traceback__):
                 error.args = (f"{error}\nat {place}",)
             raise
-        what, change = reason
-        raise CaptureError(f"the step can't be captured at {place}: {what}\n{change}\ntorch says: {error}") from error
+        _, reason, advice = explanation
+        raise CaptureError(f"the step can't be captured at {place}: {reason}\n{advice}\ntorch says: {error}") from error
     finally:
         mode.failed = None  # it holds all frames of the trace
-        LOG.removeFilter(_is_harmless)
-
-
-def _is_harmless(record: logging.LogRecord) -> bool:
-    """Whether a line of the log may stay: what is an error is raised as well."""
-    return record.levelno < logging.ERROR
-
-
-def _reason(error: Exception, running: nn.Module | None) -> tuple[str, str] | None:
-    if isinstance(error, DataDependentOutputException) and isinstance(running, _NormBase) and running.momentum is None:
-        return AVERAGE
-    for op, reason in BY_OP:
-        if op in str(error):
-            return reason
-    for kind, reason in BY_TYPE:
-        if isinstance(error, kind):
-            return reason
-    for text, reason in BY_TEXT:
-        if text in str(error):
-            return reason
-    return None
-
-
-def _hidden(error: Exception, mode: ConstantFakeMode) -> tuple[str, str] | None:
-    """The reason, if it is torch that can't do without data what it does in eager."""
-    if not is_torchs(error.__traceback__):
-        return None
-    failed = mode.failed
-    if failed is None or failed.error is not error:
-        return UNTRACED if not is_users(error.__traceback__) and not _is_miscalled(error) else None
-    if not failed.runs():
-        return None
-    return next((reason for op, reason in BY_OP if op in str(failed.op)), UNDESCRIBED)
-
-
-def _is_miscalled(error: Exception) -> bool:
-    """Whether Python refuses the arguments of a call, before a line of the model's own runs."""
-    return type(error) is TypeError and MISCALLED.search(str(error)) is not None
+        LOG.removeFilter(_is_below_error)
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """A module's backward hooks would run once, while it is captured, and never again."""
+    """Raise if a module has backward hooks: they would run once, while it is captured, and never again."""
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(
@@ -193,16 +164,47 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def is_elsewhere(error: RuntimeError) -> bool:
-    """Whether torch says that tensors lie on two devices; torch 2.11 has no type of its own for that."""
-    return not isinstance(error, CaptureError) and APART.search(str(error)) is not None
+def is_device_mismatch(error: RuntimeError) -> bool:
+    """Return True if tensors were on two devices; torch 2.11 has no error type for that."""
+    return not isinstance(error, CaptureError) and TWO_DEVICES.search(str(error)) is not None
 
 
-def elsewhere(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> CaptureError:
-    """What torch says of inputs that are not where the model is."""
-    given = [leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    there = ", ".join(sorted({str(other) for other in given if other != device})) or "several devices"
+def device_mismatch(
+    error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> CaptureError:
+    """Return the error for inputs that are not on the model's device."""
+    devices = {leaf.device for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)} - {device}
+    names = ", ".join(sorted(map(str, devices))) or "several devices"
     return CaptureError(
-        f"an input lies on {there}, but {device} is wanted, where the model is: "
-        f"move it with .to({str(device)!r})\ntorch says: {error}"
+        f"an input is on {names}, but the model is on {device}: move it with .to({str(device)!r})\ntorch says: {error}"
     )
+
+
+def _is_below_error(record: logging.LogRecord) -> bool:
+    """Errors are raised as well, so they need no log."""
+    return record.levelno < logging.ERROR
+
+
+def _explain(error: Exception, running: nn.Module | None) -> Explanation | None:
+    if isinstance(error, DataDependentOutputException) and isinstance(running, _NormBase) and running.momentum is None:
+        return CUMULATIVE_AVERAGE
+    return _find(str(error), error)
+
+
+def _explain_failed_op(error: Exception, mode: ConstantFakeMode) -> Explanation | None:
+    """Explain what torch can't trace, though it runs in eager."""
+    if not is_torchs(error.__traceback__):
+        return None
+    failed = mode.failed
+    if failed is None or failed.error is not error:
+        is_call = type(error) is TypeError and WRONG_ARGUMENTS.search(str(error)) is not None
+        return None if is_users(error.__traceback__) or is_call else NO_USER_CODE
+    return _find(str(failed.op)) or NO_DESCRIPTION if failed.runs() else None
+
+
+def _find(text: str, error: Exception | None = None) -> Explanation | None:
+    for explanation in EXPLANATIONS:
+        for pattern in explanation.patterns:
+            if pattern in text if isinstance(pattern, str) else isinstance(error, pattern):
+                return explanation
+    return None

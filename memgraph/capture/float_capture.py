@@ -79,7 +79,7 @@ def _description(captured: Captured, values: FloatValues) -> list[object]:
     """Return all that a capture consists of, with these values of its float inputs."""
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in captured.leaves]
     roles = captured.inputs, captured.outputs, captured.spec, captured.differentiable, captured.tangents
-    rest = captured.hoped, dict(captured.sources), captured.custom, dict(captured.rewritten)
+    rest = captured.speculative_outputs, dict(captured.sources), captured.has_custom_functions, dict(captured.rewritten)
     return [leaves, *roles, *rest, *_ops(captured.graph.graph, values)]
 
 

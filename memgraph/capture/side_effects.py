@@ -1,11 +1,11 @@
-"""What forward leaves in the attributes of its module: a captured step leaves nothing, so it has to make no difference.
+"""Refuse forwards whose next call depends on attributes that this one has set.
 
-    self.width = x.shape[-1]                            the same every time, and nobody asks: fine
-    self.count = getattr(self, "count", 0) + 1          another each time: a CaptureError
-    first = not hasattr(self, "done"); self.done = True the second call is another one: a CaptureError
+    self.width = x.shape[-1]                            the same in every call, and never read: allowed
+    self.count = getattr(self, "count", 0) + 1          differs in every call: a CaptureError
+    first = not hasattr(self, "done"); self.done = True the second call differs: a CaptureError
 
-Where forward has left something behind, it is traced once more with that in place.  If it then does the same and leaves
-the same, so will every call.
+A captured step runs no Python, so it sets no attributes. If forward sets any, it is traced a second time with them in
+place. If that gives the same graph and the same attributes, every call does.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
-from ..guards.attribute_snapshot import AttributeSnapshot
+from ..guards.attribute_snapshot import AttributeSnapshot, stored_tensor_error
 
-# A trace: its graph, all else that it returns, and what it has left.
-TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]
+TraceRecord = tuple[fx.GraphModule, object, AttributeSnapshot]  # graph, other results, attributes after forward
 
 
 def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Callable[[], TraceRecord]) -> None:
-    """Raise if the next call would be another one for what the first trace has left behind."""
+    """Raise if attributes that the first trace set change the next call."""
     name = before.changed(first[2])
     if name is None:
         return
@@ -36,48 +35,41 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
     try:
         second = trace()
     except Exception as error:
-        raise _unsettled(name) from error
-    other = first[2].changed(second[2])
-    if other is not None or first[1] != second[1] or not _is_same(first[0], second[0]):
-        raise _unsettled(other or name)
+        raise _changed_call_error(name) from error
+    changed = first[2].changed(second[2])
+    if changed is not None or first[1] != second[1] or not _is_same_graph(first[0], second[0]):
+        raise _changed_call_error(changed or name)
 
 
-def stored_tensor_error(name: str) -> CaptureError:
-    """The error about a tensor that forward leaves on its module."""
+def _changed_call_error(name: str) -> CaptureError:
     return CaptureError(
-        f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
-        "as a buffer of its shape and dtype before the first step"
+        f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
+        "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
+        "module once before it is compiled"
     )
 
 
-def _unsettled(name: str) -> CaptureError:
-    return CaptureError(
-        f"forward changes {name}, and the next call is another one for it, but a captured step runs no Python: make it "
-        "a buffer (register_buffer, a tensor), or change it outside of forward; if the first call alone makes it, run "
-        "the plain module once before it is compiled"
-    )
-
-
-def _is_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two graphs do the same, whatever their nodes are called."""
-    if _ops(one.graph) != _ops(other.graph):
+def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    """Compare ops and constants; names of nodes may differ."""
+    if _ops(first.graph) != _ops(second.graph):
         return False
-    pairs = zip(one.graph.find_nodes(op="get_attr"), other.graph.find_nodes(op="get_attr"), strict=True)
-    return all(is_same_constant(getattr(one, str(a.target)), getattr(other, str(b.target))) for a, b in pairs)
+    pairs = zip(first.graph.find_nodes(op="get_attr"), second.graph.find_nodes(op="get_attr"), strict=True)
+    return all(is_same_constant(getattr(first, str(a.target)), getattr(second, str(b.target))) for a, b in pairs)
 
 
 def _ops(graph: fx.Graph) -> list[object]:
-    place = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    read = [map_arg((node.args, node.kwargs), place.__getitem__) for node in graph.nodes]
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    arguments = [map_arg((node.args, node.kwargs), number.__getitem__) for node in graph.nodes]
     targets = ["" if node.op == "get_attr" else node.target for node in graph.nodes]
-    return [(node.op, target, repr(args)) for node, target, args in zip(graph.nodes, targets, read, strict=True)]
+    return [(node.op, target, repr(args)) for node, target, args in zip(graph.nodes, targets, arguments, strict=True)]
 
 
-def is_same_constant(one: Any, other: Any) -> bool:
+def is_same_constant(first: Any, second: Any) -> bool:
     """Return True if two constants of graphs are the same, bit by bit."""
-    if one is other:
+    if first is second:
         return True
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or FakeTensor in (type(one), type(other)):
+    tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    if not tensors or FakeTensor in (type(first), type(second)):
         return False
     with _disable_current_modes():
-        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        return first.dtype == second.dtype and first.stride() == second.stride() and torch.equal(first, second)

@@ -1,19 +1,25 @@
-"""A user's `torch.utils.checkpoint`, made to do nothing while a step is captured.
+"""Make torch's special cases behave in a trace as in eager.
 
-Traced as it is, its recomputation would be written into the graph, where it draws fresh dropout masks: wrong gradients
-without an error.  memgraph decides itself what to recompute.  The functions behind `checkpoint` are replaced, not that
-name: others hold partials of it.
+    torch.utils.checkpoint in the model      ->   calls its function: memgraph decides what to recompute
+    TransformerEncoderLayer, eval, no_grad   ->   one aten._transformer_encoder_layer_fwd, as in eager
+    torch.linalg.svdvals(x), no gradient     ->   aten._linalg_svd(x, compute_uv=False), as in eager
+
+A traced checkpoint would draw new dropout masks when it recomputes: wrong gradients without an error. Fused layers and
+decompositions without vectors give other bits; torch avoids them in a trace, which might need their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint as theirs
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn.modules import activation
 
 from ..errors import CaptureError
 
@@ -23,29 +29,73 @@ GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_witho
 
 @contextmanager
 def without_checkpoint() -> Iterator[None]:
-    """Both of checkpoint's modes only call the function."""
-    there = [name for name in GENERATORS if hasattr(theirs, name)]
-    if not there or not hasattr(theirs, "CheckpointFunction"):
+    """Let both modes of checkpoint only call the function.
+
+    The functions behind `checkpoint` are replaced, not that name: others hold partials of it.
+    """
+    generators = [name for name in GENERATORS if hasattr(torch_checkpoint, name)]
+    if not generators or not hasattr(torch_checkpoint, "CheckpointFunction"):
         raise CaptureError(
             f"torch.utils.checkpoint of torch {torch.__version__} is not laid out as memgraph knows it; "
             "a checkpoint in the model would give wrong gradients"
         )
-    replaced: dict[str, Any] = {"CheckpointFunction": _Plain} | dict.fromkeys(there, _nothing)
-    with mock.patch.multiple(theirs, **replaced):
+    replaced: dict[str, Any] = {"CheckpointFunction": _PlainCall} | dict.fromkeys(generators, _run_plainly)
+    with mock.patch.multiple(torch_checkpoint, **replaced):
         yield
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """A generator in the place of the one that runs around a checkpointed function."""
+def _run_plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Replaces the generator that runs around a checkpointed function."""
     yield
 
 
-class _Plain:
-    """In the place of the autograd Function of the reentrant mode."""
+class _PlainCall:
+    """Replaces the autograd Function of the reentrant mode."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         # In the reentrant mode nothing inside gets a gradient unless one of the arguments asks for one.
-        asked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
+        requires_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return function(*args)
+
+
+@contextmanager
+def eager_fast_paths() -> Iterator[None]:
+    """Let attention and encoder layers choose their fused kernels as outside of a trace."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.overrides, "has_torch_function", _is_overridden))
+        if hasattr(activation, "_is_make_fx_tracing"):
+            stack.enter_context(mock.patch.object(activation, "_is_make_fx_tracing", lambda: False))
+        yield
+
+
+def _is_overridden(tensors: Iterable[object]) -> bool:
+    """Return True if a class overrides torch's functions; the mode of the trace does not count."""
+    kinds = {type(tensor) for tensor in tensors} - {Tensor}
+    off = torch._C._disabled_torch_function_impl
+    return any(getattr(kind, "__torch_function__", off) is not off for kind in kinds)
+
+
+@contextmanager
+def eager_value_decompositions() -> Iterator[None]:
+    """Compute singular values and eigenvalues without vectors where eager does, which gives other bits."""
+    svdvals, eigvalsh = torch.linalg.svdvals, torch.linalg.eigvalsh
+
+    def singular(A: Tensor, *, driver: str | None = None, **kwargs: Any) -> Tensor:
+        if kwargs or _needs_vectors(A):
+            return svdvals(A, driver=driver, **kwargs)
+        return torch.ops.aten._linalg_svd(A, False, False, driver=driver)[1]
+
+    def eigen(A: Tensor, UPLO: str = "L", **kwargs: Any) -> Tensor:
+        if kwargs or _needs_vectors(A):
+            return eigvalsh(A, UPLO, **kwargs)
+        return torch.ops.aten._linalg_eigh(A, UPLO, False)[0]
+
+    with mock.patch.object(torch.linalg, "svdvals", singular), mock.patch.object(torch.linalg, "eigvalsh", eigen):
+        yield
+
+
+def _needs_vectors(matrix: object) -> bool:
+    """Return True if a gradient needs them, or if the matrix is a real one, of another thread."""
+    return not isinstance(matrix, FakeTensor) or (matrix.requires_grad and torch.is_grad_enabled())

@@ -1,70 +1,153 @@
-"""What forward may read of a module in Python, attribute by attribute, so that two moments can be compared.
+"""The Python attributes of a module at one moment: compare them, restore them, and refuse what forward changed there.
 
-before = Contents(module);  ...;  before.changed(Contents(module))   ->   "layers.0.count"
+    before = AttributeSnapshot(module);  ...;  before.changed(AttributeSnapshot(module))   ->   "layers.0.count"
+
+Capture runs forward on fake tensors, and must leave the module as it was.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from .module_attributes import HOOKS, STATE, UNREAD, AttributeWalk, IdentityKey
+from ..errors import CaptureError
+from .module_attributes import HOOKS, IGNORED, STATE, AttributeWalk, IdentityKey
 from .module_proxy import all_submodules
 
-NOTED = {"_flat_weights", "_flat_weight_refs"}  # by a recurrent layer, of its weights, for itself
+RNN_CACHES = {"_flat_weights", "_flat_weight_refs"}  # a recurrent layer's own lists of its weights
+CONTAINERS = (dict, OrderedDict, list)
+RESTORED = (*CONTAINERS, set, deque)
+COUNTERS = (bool, int, float, str)
 
 
 class AttributeSnapshot:
-    """All of it as it is now.  `containers` are the lists, dicts and sets that lie there, however deep.
+    """The attributes of all submodules, with copies of the containers in them, at any depth.
 
-    Tensors among `given`, the inputs of a call or of its trace, count by their place: every trace has others.
+    The tensors `inputs` of a call or its trace are compared by position: every trace has others.
     """
 
-    def __init__(self, module: nn.Module, given: Sequence[Tensor] = ()) -> None:
-        self._walk = AttributeWalk({id(tensor): place for place, tensor in enumerate(given)})
-        parts = all_submodules(module)
-        # Each is opened below, and nowhere else.
-        self._walk.numbers |= {id(part): place for place, (_, part) in enumerate(parts)}
-        self.named = {f"{path}.{name}".lstrip("."): what for path, part in parts for name, what in self._of(part)}
-
-    @property
-    def containers(self) -> list[Any]:
-        walk = self._walk
-        return [held for notes in (walk.listed, walk.mapped, walk.sets) for held, *_ in notes]
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
+        self.modules = all_submodules(module)
+        self.attributes = [dict(vars(part)) for _, part in self.modules]
+        self._walk = AttributeWalk({id(tensor): position for position, tensor in enumerate(inputs)})
+        # So that the walk opens no submodule: each is described below.
+        self._walk.numbers |= {id(part): number for number, (_, part) in enumerate(self.modules)}
+        self.tokens = {_path(path, name): token for path, part in self.modules for name, token in self._describe(part)}
+        direct = [value for attributes in self.attributes for value in attributes.values() if type(value) in CONTAINERS]
+        containers = (value for value in (*direct, *self._walk.containers) if type(value) in RESTORED)
+        self.copies = {id(container): (container, container.copy()) for container in containers}
 
     def changed(self, later: AttributeSnapshot) -> str | None:
-        """The first attribute that is new, gone or another."""
-        for name in (*later.named, *self.named):
-            if self.named.get(name) != later.named.get(name):
-                return name
-        return None
+        """Return the first attribute that was added, removed or changed."""
+        names = (*later.tokens, *self.tokens)
+        return next((name for name in names if self.tokens.get(name) != later.tokens.get(name)), None)
 
     def has_fakes(self, name: str) -> bool:
-        """Whether a tensor of a trace lies there."""
-        tokens: Any = self.named.get(name)
+        """Return True if an attribute holds a tensor of a trace."""
+        tokens: Any = self.tokens.get(name)
         tokens = tokens if isinstance(tokens, tuple) else ()
-        return any(isinstance(token, IdentityKey) and isinstance(token.held(), FakeTensor) for token in tokens)
+        return any(isinstance(token, IdentityKey) and isinstance(token.target(), FakeTensor) for token in tokens)
 
-    def _of(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
-        walk, unread = self._walk, remade(part) | (UNREAD - {*STATE, *HOOKS})
+    @contextmanager
+    def restored(self) -> Iterator[AttributeSnapshot]:
+        """Restore the module at the end of the block."""
+        try:
+            yield self
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Put back every attribute and every container that changed."""
+        for (_, module), before in zip(self.modules, self.attributes, strict=True):
+            if not _is_same(vars(module), before):
+                vars(module).clear()
+                vars(module).update(before)
+        for container, before in self.copies.values():
+            if not _is_same(container, before):
+                container.clear()
+                container.extend(before) if isinstance(container, list | deque) else container.update(before)
+
+    def refuse_leaks(self, inputs: set[int]) -> None:
+        """Raise if forward changed a number on the module, or left a fake tensor there that is not in `inputs` (ids).
+
+        A captured step would do neither.
+        """
+        for (path, module), before in zip(self.modules, self.attributes, strict=True):
+            _refuse_changed(vars(module), before, _path(path, "{}"))
+            for name, value in before.items():
+                if type(value) in CONTAINERS:
+                    _, copy = self.copies[id(value)]
+                    _refuse_changed(dict(_items(value)), dict(_items(copy)), _path(path, name) + "[{!r}]")
+        for path, module in self.modules:
+            for name, tensor in attached_values(module):
+                if isinstance(tensor, FakeTensor) and id(tensor) not in inputs:
+                    raise stored_tensor_error(_path(path, name))
+
+    def _describe(self, part: nn.Module) -> Iterator[tuple[str, Hashable]]:
+        walk, ignored = self._walk, _weights_set_by_hooks(part) | (IGNORED - {*STATE, *HOOKS})
         if isinstance(part, nn.RNNBase):
-            unread |= NOTED
-        for name, held in vars(part).items():
+            ignored |= RNN_CACHES
+        for name, value in vars(part).items():
             begin = len(walk.tokens)
             if name == "_modules":
-                yield from ((key, IdentityKey(child)) for key, child in held.items())
+                yield from ((key, IdentityKey(child)) for key, child in value.items())
             elif name in STATE:
-                yield from ((key, True) for key in held)
-            elif name not in unread:
-                walk.open_state(held, hooks=True) if name in HOOKS else walk.describe(held, 1)
+                yield from ((key, True) for key in value)
+            elif name not in ignored:
+                walk.describe_state(value, by_identity=True) if name in HOOKS else walk.describe(value, 1)
                 yield name, tuple(walk.tokens[begin:])
 
 
-def remade(part: nn.Module) -> set[str]:
-    """The weights that a hook of torch.nn.utils (spectral_norm, prune) makes anew each time: they are nobody's news."""
+def attached_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield attributes, and the items of containers among them, with the attribute's name."""
+    ignored = _weights_set_by_hooks(module)
+    for name, value in vars(module).items():
+        if type(value) in CONTAINERS:
+            for key, item in _items(value):
+                yield (str(key) if name in STATE else name), item
+        elif name not in ignored:
+            yield name, value
+
+
+def stored_tensor_error(name: str) -> CaptureError:
+    """Return the error for a tensor that forward stores on its module."""
+    return CaptureError(
+        f"forward stores a tensor in {name}, as no captured step can: return it, or register {name} "
+        "as a buffer of its shape and dtype before the first step"
+    )
+
+
+def _weights_set_by_hooks(part: nn.Module) -> set[str]:
+    """Hooks of torch.nn.utils (spectral_norm, prune) compute these weights before each forward."""
     hooks = part._forward_pre_hooks.values()
-    names = {getattr(hook, where, None) for hook in hooks for where in ("name", "_tensor_name")}
+    names = {getattr(hook, attribute, None) for hook in hooks for attribute in ("name", "_tensor_name")}
     return {name for name in names if isinstance(name, str)}
+
+
+def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> None:
+    for key, old in before.items():
+        new = now.get(key)
+        if type(old) in COUNTERS and type(new) in COUNTERS and repr(old) != repr(new):
+            raise CaptureError(
+                f"forward changes {label.format(key)} from {old!r} to {new!r}, but a captured step runs no Python: "
+                "make it a buffer (register_buffer, a tensor), or change it outside of forward"
+            )
+
+
+def _path(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Return True if two containers hold the same objects."""
+    pairs = zip(_items(now), _items(before), strict=False)
+    return len(now) == len(before) and all((a[0] is b[0] or a[0] == b[0]) and a[1] is b[1] for a, b in pairs)

@@ -1,9 +1,9 @@
-"""What forward may read of a module besides its tensors: attributes, containers and objects in them, and hooks.
+"""Attributes of a module that forward may read, as a hashable key.
 
     self.scale, self.config.act, self.tables["x"]   ->   a key that is equal as long as these are
 
-Everything is walked once, into a key and a list of what to look at. Later calls only compare which objects lie where,
-and walk again if one of them is another.
+A walk describes attributes, containers, objects in them, and hooks, and records a check for each. Later calls run the
+checks, which compare identities, and walk again only if one fails.
 """
 
 from __future__ import annotations
@@ -16,54 +16,64 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-DEPTH = 5  # so deep below a module objects are opened; further down they are equal only to themselves
-CONTENT = 1 << 20  # bytes of an array that are compared
-ATOMS = (
+MAX_DEPTH = 5  # below a module; objects further down are compared by identity
+MAX_ARRAY_NBYTES = 1 << 20  # larger arrays are compared by identity
+CONSTANTS = (
     bool, int, float, complex, str, bytes, range, types.NoneType, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-WHOLE = (
+OPAQUE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
     functools.partial, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("_parameters", "_buffers")
-# What transformers' `save_pretrained` writes into a configuration: of what class the model was, and of what dtype.
-SAVED = frozenset({"architectures", "dtype"})
-# Of what torch itself puts on every module, the rest says nothing about what forward does.
-UNREAD = frozenset(vars(nn.Module())) - {"training", "_modules"}
+# transformers' `save_pretrained` writes these into a configuration.
+WRITTEN_BY_SAVE = frozenset({"architectures", "dtype"})
+# The other attributes that torch sets on every module do not affect forward.
+IGNORED = frozenset(vars(nn.Module())) - {"training", "_modules"}
 
 
 class IdentityKey:
-    """Stands for an object in a key: equal for that object only, and not for a later one at its address."""
+    """A key that is equal for one object only, and not for a later one at its address."""
 
     def __init__(self, thing: Any) -> None:
         self.number = id(thing)
         try:
-            self.held: Callable[[], Any] = weakref.ref(thing)  # a key shall keep no tensor alive
+            self.target: Callable[[], Any] = weakref.ref(thing)  # so that a key keeps no tensor alive
         except TypeError:
-            self.held = lambda: thing
+            self.target = lambda: thing
 
     def __hash__(self) -> int:
         return self.number
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, IdentityKey) and (mine := self.held()) is not None and mine is other.held()
-        )
+        if self is other:
+            return True
+        return isinstance(other, IdentityKey) and (own := self.target()) is not None and own is other.target()
 
     def __repr__(self) -> str:
-        return f"Same({self.held()!r:.60})"
+        return f"IdentityKey({self.target()!r:.60})"
+
+
+class Check(NamedTuple):
+    """A function that reads part of a module, and its result at the time of the walk."""
+
+    read: Callable[[], object]
+    expected: object
+
+    def is_stale(self) -> bool:
+        return self.read() != self.expected
 
 
 class AttributeGuard:
-    """The Python side of a module; `key` is what a captured graph depends on."""
+    """The attributes of a module; a captured graph depends on their `key`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -83,178 +93,177 @@ class AttributeGuard:
 
 
 class AttributeWalk:
-    """One walk, and what has to be looked at to know whether another would find the same.
+    """The tokens of one walk, and the checks that tell whether another would give the same.
 
-    `inputs` are the places of tensors, by their id, that count by these and not by who they are.
+    `inputs` maps the id of a tensor to its position. Such a tensor is described by position, not by identity.
     """
 
     def __init__(self, inputs: Mapping[int, int] | None = None) -> None:
         self.inputs = inputs or {}
         self.tokens: list[Hashable] = []
-        self.numbers: dict[int, int] = {}  # of each thing, by its id; a second way to it says only that
-        self.kept: list[Any] = []  # so that no id is used again
-        self.lent: list[weakref.ref[Any]] = []  # the same for tensors, which are not to be kept alive
-        self.empty: list[Any] = []
-        self.named: list[tuple[dict[str, Any], int, Callable[[Any], tuple[Any, ...]], tuple[int, ...]]] = []
-        self.listed: list[tuple[Iterable[Any], tuple[int, ...]]] = []
-        self.mapped: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[int, ...] | None]] = []
-        self.sets: list[tuple[set[Any], frozenset[Any]]] = []
-        self.arrays: list[tuple[Any, Hashable]] = []
-        self.slotted: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = []
-        self.floats: dict[int, tuple[Any, Any]] = {}  # by index in the key: its dict, and its key there
+        self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
+        self.containers: list[Any] = []
+        self.floats: dict[int, tuple[Any, Any]] = {}  # position in the key -> the dict that contains it, its key there
+        self._checks: list[Check] = []
+        self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
+        self._alive: list[Any] = []  # so that no id is reused
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """All that was found."""
         return tuple(self.tokens)
 
     def is_stale(self) -> bool:
-        """Whether anything that was found lies elsewhere now, or has other contents."""
-        if any(self.empty):
-            return True
+        """Return True if anything that was read has changed."""
         try:
-            for held, count, get, ids in self.named:
-                if len(held) != count or tuple(map(id, get(held))) != ids:
-                    return True
-        except KeyError:
+            return any(self._empty) or any(check.is_stale() for check in self._checks)
+        except KeyError:  # an attribute was deleted
             return True
-        return self._is_stale_inside()
-
-    def _is_stale_inside(self) -> bool:
-        return (
-            any(tuple(map(id, things)) != ids for things, ids in self.listed)
-            or any(
-                tuple(held) != keys or (ids is not None and tuple(map(id, held.values())) != ids)
-                for held, keys, ids in self.mapped
-            )
-            or any(held != before for held, before in self.sets)
-            or any(_content(array) != before for array, before in self.arrays)
-            or any(_slot_ids(thing, names) != ids for thing, names, ids in self.slotted)
-            or any(ref() is None for ref in self.lent)
-        )
 
     def describe(self, thing: Any, depth: int) -> None:
-        """Note a thing, so deep below a module, and what is in it."""
+        """Append the tokens of a thing and of its contents."""
         kind = type(thing)
-        if kind in ATOMS:
+        if kind in CONSTANTS:
             # 0.0 == -0.0, nan != nan, and 1 == True.
             self.tokens.append((kind, repr(thing) if kind in (float, complex) else thing))
         elif id(thing) in self.numbers:
-            self.tokens.append(("again", self.numbers[id(thing)]))
+            self.tokens.append(("described", self.numbers[id(thing)]))
         else:
             self.numbers[id(thing)] = len(self.numbers)
-            self._open(thing, depth)
+            self._describe_new(thing, depth)
 
-    def _open(self, thing: Any, depth: int) -> None:
-        if isinstance(thing, Tensor):
-            # The graph reads the tensor itself, whatever it holds by then.
-            self.lent.append(weakref.ref(thing))
-            if id(thing) in self.inputs:
-                self.tokens.append(("input", self.inputs[id(thing)]))
-                return
-            self.tokens += [IdentityKey(thing), (tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad)]
-            return
-        self.kept.append(thing)
-        if isinstance(thing, nn.Module):
-            self._open_module(thing, depth)
-        elif _is_array(thing):
-            self.arrays.append((thing, _content(thing)))
-            self.tokens += [IdentityKey(type(thing)), self.arrays[-1][1]]
-        elif depth >= DEPTH or isinstance(thing, WHOLE) or _is_torchs(thing):
-            self.tokens.append(IdentityKey(thing))
-        else:
-            self._open_object(thing, depth)
-
-    def _open_module(self, module: nn.Module, depth: int) -> None:
-        held = vars(module)
-        names = tuple(name for name in held if name not in UNREAD)
-        self._note(held, (*names, *(name for name in (*STATE, *HOOKS) if name in held)))
-        self.tokens += [IdentityKey(type(module)), names]
-        for name in (*STATE, *HOOKS):
-            self.open_state(held.get(name), hooks=name in HOOKS)
-        for name in names:
-            # Submodules are as deep as the module itself: their own attributes count from there.
-            self._describe_modules(held[name]) if name == "_modules" else self._describe_entry(held, name, depth + 1)
-
-    def _describe_entry(self, held: dict[Any, Any], name: Any, depth: int) -> None:
-        """Describe an entry of a dict, and note where a float is."""
-        if type(held[name]) is float:
-            self.floats[len(self.tokens)] = held, name
-        self.describe(held[name], depth)
-
-    def open_state(self, held: dict[Any, Any] | None, hooks: bool) -> None:
-        """Hooks count by who they are; parameters and buffers by name, for their tensors are in the key already."""
-        if not held:
-            self.empty.append(held)
+    def describe_state(self, values: dict[Any, Any] | None, by_identity: bool) -> None:
+        """Append hooks by identity. Parameters and buffers count by name: the key of a call has their tensors."""
+        if not values:
+            self._empty.append(values)
             self.tokens.append(0)
             return
-        values = tuple(held.values()) if hooks else ()
-        self.kept += values
-        self.mapped.append((held, tuple(held), tuple(map(id, values)) if hooks else None))
-        self.tokens.append(tuple(map(IdentityKey, values)) if hooks else tuple(held))
-
-    def _describe_modules(self, held: dict[str, nn.Module | None]) -> None:
-        if not held:
-            self.empty.append(held)
+        if by_identity:
+            self._check_mapping(values)
+            self.tokens.append(tuple(map(IdentityKey, values.values())))
         else:
-            self.mapped.append((held, tuple(held), tuple(map(id, held.values()))))
-            self.tokens.append(tuple(held))
-            for module in held.values():
-                self.describe(module, 0)
+            self.containers.append(values)
+            self._check(lambda: tuple(values))
+            self.tokens.append(tuple(values))
 
-    def _note(self, held: dict[str, Any], names: tuple[str, ...]) -> None:
-        get = itemgetter(*names)
-        found = get(held)
-        self.kept += [thing for thing in found if not isinstance(thing, Tensor)]
-        self.named.append((held, len(held), get, tuple(map(id, found))))
+    def _describe_new(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, Tensor):
+            self._describe_tensor(thing)
+            return
+        self._alive.append(thing)
+        if isinstance(thing, nn.Module):
+            self._describe_module(thing, depth)
+        elif _is_array(thing):
+            self._check(lambda: _array_content(thing))
+            self.tokens += [IdentityKey(type(thing)), _array_content(thing)]
+        elif depth >= MAX_DEPTH or isinstance(thing, OPAQUE) or _is_from_torch(thing):
+            self.tokens.append(IdentityKey(thing))
+        else:
+            self._describe_object(thing, depth)
 
-    def _open_object(self, thing: Any, depth: int) -> None:
-        """A container, or any object that has attributes; both, if it is both."""
+    def _describe_tensor(self, tensor: Tensor) -> None:
+        """The graph reads the tensor itself, so its values do not matter."""
+        reference = weakref.ref(tensor)
+        self._check(lambda: reference() is None)
+        if id(tensor) in self.inputs:
+            self.tokens.append(("input", self.inputs[id(tensor)]))
+        else:
+            layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+            self.tokens += [IdentityKey(tensor), layout]
+
+    def _describe_module(self, module: nn.Module, depth: int) -> None:
+        attributes = vars(module)
+        names = tuple(name for name in attributes if name not in IGNORED)
+        read = itemgetter(*names, *(name for name in (*STATE, *HOOKS) if name in attributes))
+        self._keep(read(attributes))
+        self._check(lambda: (len(attributes), *map(id, read(attributes))))
+        self.tokens += [IdentityKey(type(module)), names]
+        for name in (*STATE, *HOOKS):
+            self.describe_state(attributes.get(name), by_identity=name in HOOKS)
+        for name in names:
+            # Depth counts from the innermost module.
+            if name == "_modules":
+                self._describe_children(attributes[name])
+            else:
+                self._describe_item(attributes, name, depth + 1)
+
+    def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
+        """Describe an item of a dict, and record the position of a float."""
+        if type(mapping[name]) is float:
+            self.floats[len(self.tokens)] = mapping, name
+        self.describe(mapping[name], depth)
+
+    def _describe_children(self, children: dict[str, nn.Module | None]) -> None:
+        if not children:
+            self._empty.append(children)
+            return
+        self._check_mapping(children)
+        self.tokens.append(tuple(children))
+        for module in children.values():
+            self.describe(module, 0)
+
+    def _describe_object(self, thing: Any, depth: int) -> None:
+        """A container, an object with attributes, or both."""
         kind: Any = type(thing)
-        inside = isinstance(thing, dict | list | tuple | deque | set | frozenset)
-        self.tokens.append((IdentityKey(kind), len(thing)) if inside else IdentityKey(kind))
-        if isinstance(thing, dict):
-            self._open_mapping(thing, depth)
-        elif isinstance(thing, set | frozenset):
-            if isinstance(thing, set):
-                self.sets.append((thing, frozenset(thing)))
-            self.tokens.append(frozenset(map(_hashed, thing)))
-        elif inside:
-            if not isinstance(thing, tuple):
-                self.listed.append((thing, self._ids(thing)))
-            for item in thing:
-                self.describe(item, depth + 1)
-        held, slots = getattr(thing, "__dict__", None), _slots(kind)
-        if isinstance(held, dict):
-            self._open_mapping(held, depth, SAVED if _is_configuration(thing) else frozenset())
+        is_container = isinstance(thing, dict | list | tuple | deque | set | frozenset)
+        self.tokens.append((IdentityKey(kind), len(thing)) if is_container else IdentityKey(kind))
+        if is_container:
+            self._describe_container(thing, depth)
+        attributes, slots = getattr(thing, "__dict__", None), _slots(kind)
+        if isinstance(attributes, dict):
+            self._describe_mapping(attributes, depth, WRITTEN_BY_SAVE if _is_configuration(thing) else frozenset())
         if slots:
-            self.slotted.append((thing, slots, _slot_ids(thing, slots)))
+            self._check(lambda: [id(getattr(thing, name, None)) for name in slots])
             for name in slots:
                 self.describe(getattr(thing, name, None), depth + 1)
-        if not inside and held is None and not slots:
+        if not is_container and attributes is None and not slots:
             self.tokens.append(IdentityKey(thing))
 
-    def _open_mapping(self, held: dict[Any, Any], depth: int, unread: Set[str] = frozenset()) -> None:
-        self.mapped.append((held, tuple(held), self._ids(held.values())))
-        self.tokens.append(tuple(map(_hashed, held)))
-        for name, value in held.items():
-            if name not in unread:
-                self._describe_entry(held, name, depth + 1) if type(held) is dict else self.describe(value, depth + 1)
+    def _describe_container(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, dict):
+            self._describe_mapping(thing, depth)
+        elif isinstance(thing, set | frozenset):
+            if isinstance(thing, set):
+                content = frozenset(thing)
+                self.containers.append(thing)
+                self._check(lambda: thing == content)
+            self.tokens.append(frozenset(map(_item_key, thing)))
+        else:
+            if not isinstance(thing, tuple):
+                self._keep(thing)
+                self.containers.append(thing)
+                self._check(lambda: tuple(map(id, thing)))
+            for item in thing:
+                self.describe(item, depth + 1)
 
-    def _ids(self, things: Iterable[Any]) -> tuple[int, ...]:
-        things = tuple(things)
-        self.kept += [thing for thing in things if not isinstance(thing, Tensor)]
-        return tuple(map(id, things))
+    def _describe_mapping(self, mapping: dict[Any, Any], depth: int, ignored: Set[str] = frozenset()) -> None:
+        self._check_mapping(mapping)
+        self.tokens.append(tuple(map(_item_key, mapping)))
+        for name, value in mapping.items():
+            if name in ignored:
+                continue
+            if type(mapping) is dict:
+                self._describe_item(mapping, name, depth + 1)
+            else:
+                self.describe(value, depth + 1)
+
+    def _check_mapping(self, mapping: dict[Any, Any]) -> None:
+        self._keep(mapping.values())
+        self.containers.append(mapping)
+        self._check(lambda: (tuple(mapping), tuple(map(id, mapping.values()))))
+
+    def _check(self, read: Callable[[], object]) -> None:
+        self._checks.append(Check(read, read()))
+
+    def _keep(self, things: Iterable[Any]) -> None:
+        self._alive += [thing for thing in things if not isinstance(thing, Tensor)]
 
 
-def _hashed(thing: Any) -> Hashable:
-    return (type(thing), thing) if type(thing) in ATOMS else IdentityKey(thing)
+def _item_key(thing: Any) -> Hashable:
+    return (type(thing), thing) if type(thing) in CONSTANTS else IdentityKey(thing)
 
 
 def _is_configuration(thing: Any) -> bool:
-    """Whether it is what describes a model of transformers."""
-    kind = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ())
-    return isinstance(thing, kind)
+    return isinstance(thing, getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", ()))
 
 
 def _is_array(thing: Any) -> bool:
@@ -262,24 +271,18 @@ def _is_array(thing: Any) -> bool:
     return numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)
 
 
-def _content(array: Any) -> Hashable:
-    """What an array holds, or who it is, if that is much."""
-    bulk = array.nbytes > CONTENT or array.dtype.hasobject
-    return array.shape, str(array.dtype), IdentityKey(array) if bulk else array.tobytes()
+def _array_content(array: Any) -> Hashable:
+    by_identity = array.nbytes > MAX_ARRAY_NBYTES or array.dtype.hasobject
+    return array.shape, str(array.dtype), IdentityKey(array) if by_identity else array.tobytes()
 
 
-def _is_torchs(thing: Any) -> bool:
+def _is_from_torch(thing: Any) -> bool:
     """Optimizers, handles of hooks, process groups: their insides change, and forward does not read them."""
     return type(thing).__module__.partition(".")[0] == "torch"
 
 
 @functools.lru_cache(4096)
 def _slots(kind: Any) -> tuple[str, ...]:
-    """The attributes that objects of a class written in Python keep elsewhere than in a dictionary."""
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else tuple(slots))]
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for group in slots for name in ((group,) if isinstance(group, str) else tuple(group))]
     return tuple(name for name in names if not name.startswith("__") and hasattr(kind, name))
-
-
-def _slot_ids(thing: Any, names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(id(getattr(thing, name, None)) for name in names)

@@ -1,11 +1,10 @@
-"""Whether a batch may be cut: what is returned for a row may depend on that row alone, and a scalar is a mean or a sum.
+"""Check that a batch may be split: each row of the result depends on its row alone, and scalars are means or sums.
 
-    refuse_mixing(module, args, kwargs, room)      BatchNorm in training, x - x.mean(0), ...   ->   CaptureError
+    require_row_independence(module, args, kwargs, room)     BatchNorm in training, x - x.mean(0)   ->   CaptureError
 
-A few rows of the batch go through forward, and again with each of them changed in turn: nothing else of the result may
-change then.  Their number is one that no dimension has, so that a tensor with as many rows as the batch by accident is
-found out by its shape.  They go through once more twice each, and as often as fills a part and the whole batch: a row
-has to give the same wherever it stands, and among however many.
+Forward runs on a few rows, and again with each row changed: only that row of the result may change. Forward also runs
+with each row repeated, and on as many rows as a micro-batch and the batch have: position and count must not matter.
+No dimension has the number of rows, so a tensor that has as many rows as the batch by chance is found by its shape.
 """
 
 from __future__ import annotations
@@ -28,192 +27,187 @@ from ..graph.summarize import summarize
 from ..guards.module_proxy import ModuleProxy
 from ..tensors.pytree import Spec, flatten, unflatten
 from .deterministic_interpreter import DeterministicInterpreter
-from .microbatches import INSTEAD, MicroBatches, Part, is_cut, or_zero, parts_of, rows_of
-from .targets import LossTargetCounter
+from .microbatches import (
+    INSTEAD,
+    LossTargetCounter,
+    MicroBatch,
+    MicroBatches,
+    batch_size,
+    is_batched,
+    microbatch_sizes,
+    zero_if_empty,
+)  # fmt: skip
 
-RowChange = tuple[float, float]  # of the numbers in a row: a factor, and what is added
-SLIGHT: RowChange = (0.75, 0.125)
-LARGE: RowChange = (100.0, 1.0)  # enough to become the largest of the batch
+Change = tuple[float, float]  # of the numbers in a row: factor and summand
+SLIGHT: Change = (0.75, 0.125)
+LARGE: Change = (100.0, 1.0)  # enough to become the largest of the batch
 
 
 def require_row_independence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: int) -> None:
-    """Raise if a call's batch may not be cut.  It is tried only if that takes no more than `room` bytes.
+    """Raise if a call's batch may not be split. Run it only if that takes at most `room` bytes.
 
     Raises:
-        CaptureError: the module changes buffers, its rows depend on each other, or a scalar is not what was said of it.
+        CaptureError: the module changes buffers, rows depend on each other, or `reduction` does not fit a scalar.
     """
-    if not isinstance(module, MicroBatches):
-        if isinstance(module, ModuleProxy):
-            require_row_independence(
-                module._module, args, {key: kwargs[key] for key in kwargs if key != "target"}, room
-            )
-        return
-    leaves, spec = flatten((args, kwargs))
-    if len(parts_of(leaves, module._count)) > 1:
-        RowIndependenceCheck(module, leaves, spec, room).run()
+    if isinstance(module, MicroBatches):
+        leaves, spec = flatten((args, kwargs))
+        if len(microbatch_sizes(leaves, module._count)) > 1:
+            RowIndependenceCheck(module, leaves, spec, room).run()
+    elif isinstance(module, ModuleProxy):
+        kwargs = {key: value for key, value in kwargs.items() if key != "target"}
+        require_row_independence(module._module, args, kwargs, room)
 
 
 class RowIndependenceCheck:
-    """Forward of the plain module, on a few rows."""
-
     def __init__(self, module: MicroBatches, leaves: Sequence[Any], spec: Spec, room: int) -> None:
         self.module, self.leaves, self.spec, self.room = module, leaves, spec, room
-        self.rows = rows_of(leaves)
-        self.few = _unlike([*module.parameters(), *module.buffers(), *leaves])
+        self.batch, self.sizes = batch_size(leaves), microbatch_sizes(leaves, module._count)
+        self.few = _unused_size([*module.parameters(), *module.buffers(), *leaves])
+        self.name = type(module._module).__name__
 
     def run(self) -> None:
         few = self.few
-        captured, doubled = self._captured(few), self._captured(2 * few)
-        self._refuse_changes(captured)
-        self._refuse_forms(captured, doubled)
+        step, doubled = self._capture(few), self._capture(2 * few)
+        self._refuse_writes(step)
+        self._refuse_shapes(step, doubled)
         if not self._fits(doubled):
             return
-        self._refuse_dependent(captured)
-        plain = self._outputs(captured, range(few), chance=False)
-        alike = [_scalars(self._outputs(captured, [row] * few, chance=False)) for row in range(few)]
-        for size in sorted({few, 2 * few, *parts_of(self.leaves, self.module._count), self.rows}):
-            self._refuse_counted(size, captured, plain, alike)
+        self._refuse_dependent_rows(step)
+        expected = self._outputs(step, range(few), draws=False)
+        repeated = [_scalars(self._outputs(step, [row] * few, draws=False)) for row in range(few)]
+        for size in sorted({few, 2 * few, *self.sizes, self.batch}):
+            sized = {few: step, 2 * few: doubled}.get(size) or self._capture(size)
+            if self._fits(sized):
+                self._refuse_dependent_size(size, sized, expected, repeated)
+            elif _ops(sized) != _ops(step):
+                raise self._size_error(size)
 
-    def _fits(self, captured: Captured) -> bool:
-        trace = summarize(captured.graph.graph)
-        given = sum(op.nbytes for op in trace.ops if op.is_input)
-        return predict(trace, Machine(0)).peak - given <= self.room
-
-    def _refuse_dependent(self, captured: Captured) -> None:
-        """Raise if another row changes a row, or what it changes of a scalar depends on other rows."""
-        few = range(self.few)
-        plain, calm = (self._outputs(captured, few, chance=chance) for chance in (True, False))
-        for row in few:
-            self._refuse_seen(row, plain, self._outputs(captured, few, (row,)))
-            self._refuse_seen(row, calm, self._outputs(captured, few, (row,), LARGE, chance=False))
-        first, second, both = (self._outputs(captured, few, changed) for changed in ((0,), (1,), (0, 1)))
-        for zero, one, two, three in zip(plain, first, second, both, strict=True):
-            if not zero.dim() and self.module._reduction and not _near(zero + three, one + two):
-                raise self._no_reduction()
-
-    def _refuse_seen(self, row: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """Raise if more is different than the row that was changed."""
-        for zero, one in zip(before, after, strict=True):
-            is_rows = zero.shape[:1] == (self.few,)
-            if is_rows and not (_same(zero[:row], one[:row]) and _same(zero[row + 1 :], one[row + 1 :])):
+    def _refuse_writes(self, step: Captured) -> None:
+        graph = step.graph.graph
+        changed = changed_storages(graph)
+        for node, role in zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True):
+            if storages(node) & changed:
                 raise CaptureError(
-                    f"what {self._name()} returns for a row of the batch depends on other rows, as with batch norm in "
+                    f"forward changes {role.label}, and would do so in each micro-batch, as batch norm does in "
+                    f"training: {INSTEAD}, or a layer that keeps no statistics of batches"
+                )
+
+    def _refuse_shapes(self, step: Captured, doubled: Captured) -> None:
+        """Raise if the structure depends on the number of rows, or an output only seems to have rows."""
+        if step.spec != doubled.spec:
+            raise CaptureError(f"{self.name} returns results of other forms for other numbers of rows: {INSTEAD}")
+        for leaf, other in zip(step.leaves, doubled.leaves, strict=True):
+            if not isinstance(leaf, Ref) or not isinstance(other, Ref):
+                if leaf != other:
+                    raise CaptureError(
+                        f"{self.name} returns {leaf!r} for {self.few} rows and {other!r} for more: {INSTEAD}"
+                    )
+            elif (shape := _shape(leaf, step)) == _shape(other, doubled) and {*self.sizes} == {*shape[:1]}:
+                raise CaptureError(
+                    f"{self.name} returns a tensor of shape {tuple(shape)}, whose first dimension is not that of "
+                    f"the batch: return rows or scalars, or {INSTEAD}"
+                )
+
+    def _refuse_dependent_rows(self, step: Captured) -> None:
+        """Raise if a row affects another row, or if its effect on a scalar depends on other rows."""
+        rows = range(self.few)
+        drawn, expected = (self._outputs(step, rows, draws=draws) for draws in (True, False))
+        for row in rows:
+            self._refuse_effect(row, drawn, self._outputs(step, rows, (row,)))
+            self._refuse_effect(row, expected, self._outputs(step, rows, (row,), LARGE, draws=False))
+        changes = (self._outputs(step, rows, changed) for changed in ((0,), (1,), (0, 1)))
+        for before, first, second, both in zip(drawn, *changes, strict=True):
+            if not before.dim() and self.module._reduction and not _is_close(before + both, first + second):
+                raise self._reduction_error()
+
+    def _refuse_effect(self, row: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Raise if another row than the changed one differs."""
+        for old, new in zip(before, after, strict=True):
+            has_rows = old.shape[:1] == (self.few,)
+            if has_rows and not (_is_equal(old[:row], new[:row]) and _is_equal(old[row + 1 :], new[row + 1 :])):
+                raise CaptureError(
+                    f"a row that {self.name} returns depends on other rows of the batch, as with batch norm in "
                     f"training or a mean over the batch: {INSTEAD}, or compute it outside of the module"
                 )
 
-    def _refuse_counted(
-        self, size: int, captured: Captured, plain: Sequence[Tensor], alike: Sequence[dict[int, Tensor]]
+    def _refuse_dependent_size(
+        self, size: int, step: Captured, expected: Sequence[Tensor], repeated: Sequence[dict[int, Tensor]]
     ) -> None:
-        """Raise if among so many rows one is another, or a scalar is no sum of what its rows would make alone."""
-        sized = captured if size == self.few else self._captured(size)
-        if not self._fits(sized):
-            if _ops(sized) != _ops(captured):
-                raise self._counts(size)
-            return
+        """Raise if a row differs among `size` rows, or if a scalar is not the mean of those of its rows, repeated."""
         rows = [place % self.few for place in range(size)]
-        found = self._outputs(sized, rows, chance=False)
-        if len(found) != len(plain):
-            raise self._counts(size)
-        for i, (one, other) in enumerate(zip(plain, found, strict=True)):
-            if one.shape[:1] == (self.few,):
-                shaped = other.shape == (size, *one.shape[1:])
-                if not shaped or not all(_near(one[: len(some)], some) for some in other.split(self.few)):
-                    raise self._counts(size)
-            elif not one.dim() and self.module._reduction:
-                alone = torch.stack([alike[row][i] for row in rows]).sum(0) / self.few
-                if other.dim() or not _near(alone, other):
-                    raise self._no_reduction()
+        outputs = self._outputs(step, rows, draws=False)
+        if len(outputs) != len(expected):
+            raise self._size_error(size)
+        for i, (few, many) in enumerate(zip(expected, outputs, strict=True)):
+            if few.shape[:1] == (self.few,):
+                has_rows = many.shape == (size, *few.shape[1:])
+                if not has_rows or not all(_is_close(few[: len(part)], part) for part in many.split(self.few)):
+                    raise self._size_error(size)
+            elif not few.dim() and self.module._reduction:
+                mean = torch.stack([repeated[row][i] for row in rows]).sum(0) / self.few
+                if many.dim() or not _is_close(mean, many):
+                    raise self._reduction_error()
 
-    def _counts(self, size: int) -> CaptureError:
+    def _size_error(self, size: int) -> CaptureError:
         return CaptureError(
-            f"what {self._name()} returns for a row of the batch depends on how many rows there are, or where it "
-            f"stands among them ({self.few} rows compared with {size}): {INSTEAD}, or give positions as an argument "
-            "with as many rows as the batch, and divide by the number of rows outside of the module"
+            f"a row that {self.name} returns depends on how many rows there are, or where it stands among them "
+            f"({self.few} rows compared with {size}): {INSTEAD}, or give positions as an argument with as many rows "
+            "as the batch, and divide by the number of rows outside of the module"
         )
 
-    def _name(self) -> str:
-        return type(self.module._module).__name__
+    def _reduction_error(self) -> CaptureError:
+        reduction = self.module._reduction
+        return CaptureError(
+            f'reduction="{reduction}" was given, but the scalar that {self.name} returns is no {reduction} over the '
+            "rows of the batch: compute it from the outputs of all rows (loss= without reduction=, or outside), "
+            f"or {INSTEAD}"
+        )
 
-    def _captured(self, size: int) -> Captured:
-        with self._running(size):
-            module = _Sums(self.module._module, size, self.module._reduction)
+    def _fits(self, step: Captured) -> bool:
+        trace = summarize(step.graph.graph)
+        return predict(trace, Machine(0)).peak - sum(op.nbytes for op in trace.ops if op.is_input) <= self.room
+
+    def _capture(self, size: int) -> Captured:
+        with self._explained(size):
+            module = _SummedScalars(self.module._module, size, self.module._reduction)
             return capture(module, *self._call(range(size)), grad=False)
 
-    def _call(
-        self, rows: Sequence[int], changed: Sequence[int] = (), by: RowChange = SLIGHT
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = [_some(leaf, rows, changed, by) if is_cut(leaf, self.rows) else leaf for leaf in self.leaves]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, self.spec)
-        return found
+    def _call(self, rows: Sequence[int], changed: Sequence[int] = (), change: Change = SLIGHT) -> Any:
+        leaves = [
+            _select(leaf, rows, changed, change) if is_batched(leaf, self.batch) else leaf for leaf in self.leaves
+        ]
+        return unflatten(leaves, self.spec)
 
     def _outputs(
-        self,
-        captured: Captured,
-        rows: Sequence[int],
-        changed: Sequence[int] = (),
-        by: RowChange = SLIGHT,
-        chance: bool = True,
-    ) -> list[Tensor]:
-        """The tensors returned for these rows, of which some are changed; what is drawn is the same each time."""
-        tensors = operands(self.module._module, *self._call(rows, changed, by))
-        with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast(), self._running(len(rows)):
+        self, step: Captured, rows: Sequence[int], changed: Sequence[int] = (), change: Change = SLIGHT,
+        draws: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the tensors for these rows, with the same random numbers each time, or their expected values."""
+        args, kwargs = self._call(rows, changed, change)
+        inputs = operands(self.module._module, args, kwargs)
+        with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast(), self._explained(len(rows)):
             torch.manual_seed(0)
-            outputs = captured.graph(*tensors) if chance else DeterministicInterpreter(captured.graph).run(*tensors)
-            return [leaf for leaf in flatten(captured.result(outputs, tensors))[0] if isinstance(leaf, Tensor)]
+            outputs = step.graph(*inputs) if draws else DeterministicInterpreter(step.graph).run(*inputs)
+            return [leaf for leaf in flatten(step.result(outputs, inputs))[0] if isinstance(leaf, Tensor)]
 
     @contextmanager
-    def _running(self, size: int) -> Iterator[None]:
-        """Explains why fewer or more rows can't be run."""
+    def _explained(self, size: int) -> Iterator[None]:
         try:
             yield
         except CaptureError:
             raise
         except Exception as error:
-            cut = [i for i, leaf in enumerate(self.leaves) if is_cut(leaf, self.rows)]
-            names = ", ".join(f"{i} {tuple(self.leaves[i].shape)} {self.leaves[i].dtype}" for i in cut)
+            batched = [i for i, leaf in enumerate(self.leaves) if is_batched(leaf, self.batch)]
+            names = ", ".join(f"{i} {tuple(self.leaves[i].shape)} {self.leaves[i].dtype}" for i in batched)
             raise CaptureError(
-                f"{self._name()} can't run on {size} rows of its batch of {self.rows}: of its arguments those are cut "
-                f"that have as many rows as the first, which are (counted in the order of the call) {names}; expand "
-                f"others, or indices of rows, to another shape, or {INSTEAD}\n{error}"
+                f"{self.name} can't run on {size} rows of its batch of {self.batch}. Every argument with as many rows "
+                f"as the first is split, which are (counted in the order of the call) {names}: expand others, or "
+                f"indices of rows, to another shape, or {INSTEAD}\n{error}"
             ) from error
 
-    def _refuse_changes(self, captured: Captured) -> None:
-        graph = captured.graph.graph
-        changed = changed_storages(graph)
-        for node, role in zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True):
-            if storages(node) & changed:
-                raise CaptureError(
-                    f"forward changes {role.label}, which each micro-batch would do anew, as batch norm does in "
-                    f"training: {INSTEAD}, or a layer that keeps no statistics of batches"
-                )
 
-    def _refuse_forms(self, captured: Captured, doubled: Captured) -> None:
-        """Raise if the result has another form for other rows, or an output that has no rows looks as if it had."""
-        counts = set(parts_of(self.leaves, self.module._count))
-        if captured.spec != doubled.spec:
-            raise CaptureError(f"{self._name()} returns results of other forms for other numbers of rows: {INSTEAD}")
-        for one, two in zip(captured.leaves, doubled.leaves, strict=True):
-            if not isinstance(one, Ref) or not isinstance(two, Ref):
-                if one != two:
-                    raise CaptureError(
-                        f"{self._name()} returns {one!r} for {self.few} rows and {two!r} for more: {INSTEAD}"
-                    )
-            elif (shape := _shape(one, captured)) == _shape(two, doubled) and counts == {*shape[:1]}:
-                raise CaptureError(
-                    f"{self._name()} returns a tensor of shape {tuple(shape)}, whose first dimension is not that of "
-                    f"the batch: return rows or scalars, or {INSTEAD}"
-                )
-
-    def _no_reduction(self) -> CaptureError:
-        return CaptureError(
-            f'reduction="{self.module._reduction}" was given, but the scalar that {self._name()} returns is no '
-            f"{self.module._reduction} over the rows of the batch: compute it from the outputs of all rows (loss= "
-            f"without reduction=, or outside), or {INSTEAD}"
-        )
-
-
-class _Sums(ModuleProxy):
-    """A module whose scalars are sums over the rows, if they are what `reduction` says."""
+class _SummedScalars(ModuleProxy):
+    """A module whose scalars are sums over the rows, provided that they are what `reduction` says."""
 
     def __init__(self, module: nn.Module, rows: int, reduction: str | None) -> None:
         super().__init__(module)
@@ -221,26 +215,26 @@ class _Sums(ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with LossTargetCounter() as targets:
-            part = Part.of(self._module(*args, **kwargs), self._rows, targets)
+            part = MicroBatch.of(self._module(*args, **kwargs), self._rows, targets)
         pairs = zip(part.leaves, part.counts, strict=True)
-        return unflatten([self._sum(leaf, count) for leaf, count in pairs], part.spec)
+        return unflatten([self._sum(leaf, number) for leaf, number in pairs], part.spec)
 
-    def _sum(self, leaf: Any, count: Tensor | None) -> Any:
+    def _sum(self, leaf: Any, number: Tensor | None) -> Any:
         if self._reduction != "mean" or not isinstance(leaf, Tensor) or leaf.dim():
             return leaf
-        return leaf * self._rows if count is None else or_zero(leaf, count) * count
+        return leaf * self._rows if number is None else zero_if_empty(leaf, number) * number
 
 
-def _shape(leaf: Ref, captured: Captured) -> torch.Size:
-    graph = captured.graph.graph
+def _shape(leaf: Ref, step: Captured) -> torch.Size:
+    graph = step.graph.graph
     nodes = returned_values(graph) if leaf.kind == "output" else graph.find_nodes(op="placeholder")
     shape: torch.Size = leaf.of(nodes[leaf.index].meta["val"]).shape
     return shape
 
 
-def _unlike(things: Sequence[Any]) -> int:
-    """The smallest number that is no dimension of these tensors, and none that a module is likely to be about."""
-    sizes = {size for thing in things if isinstance(thing, Tensor) for size in thing.shape}
+def _unused_size(values: Sequence[Any]) -> int:
+    """Return an odd number from 5 on that is no dimension of a tensor."""
+    sizes = {size for value in values if isinstance(value, Tensor) for size in value.shape}
     return next(number for number in count(5, 2) if number not in sizes)
 
 
@@ -248,29 +242,29 @@ def _scalars(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     return {place: output for place, output in enumerate(outputs) if not output.dim()}
 
 
-def _ops(captured: Captured) -> list[Any]:
-    return [node.target for node in captured.graph.graph.nodes if node.op == "call_function"]
+def _ops(step: Captured) -> list[Any]:
+    return [node.target for node in step.graph.graph.nodes if node.op == "call_function"]
 
 
-def _some(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], by: RowChange) -> Tensor:
-    """These rows of a tensor, from the beginning again behind its last; those `changed` are others."""
-    before = leaf.detach()
-    found = before.index_select(0, torch.tensor(rows, device=leaf.device) % len(leaf))
+def _select(leaf: Tensor, rows: Sequence[int], changed: Sequence[int], change: Change) -> Tensor:
+    """Select rows of a tensor, modulo its length, and change some of them."""
+    source = leaf.detach()
+    selected = source.index_select(0, torch.tensor(rows, device=leaf.device) % len(leaf))
     for row in changed:
-        following = before[(rows[row] + 1) % len(leaf)]
-        found[row] = found[row] * by[0] + by[1] if found.is_floating_point() else following
-    return found.requires_grad_(leaf.requires_grad)
+        following = source[(rows[row] + 1) % len(leaf)]
+        selected[row] = selected[row] * change[0] + change[1] if selected.is_floating_point() else following
+    return selected.requires_grad_(leaf.requires_grad)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding of what is as large as the largest of them."""
-    if not one.is_floating_point():
-        return _same(one, other)
-    finite = one.detach()[one.isfinite()].abs()
+def _is_close(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors differ only by rounding, relative to the largest number in them."""
+    if not first.is_floating_point():
+        return _is_equal(first, second)
+    finite = first.detach()[first.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    away = ~(one - other).abs().le(torch.finfo(one.dtype).eps ** 0.5 * (1.0 + largest))
-    return _same(one[away], other[away])
+    differs = ~(first - second).abs().le(torch.finfo(first.dtype).eps ** 0.5 * (1.0 + largest))
+    return _is_equal(first[differs], second[differs])

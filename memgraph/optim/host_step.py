@@ -29,7 +29,7 @@ from ..system.device import CPU
 from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us
-from ..tensors.layout import shaped
+from ..tensors.layout import view_bytes_as
 from .elementwise import EXACT_DTYPES
 from .optimizer_clone import ClonedOptimizer, StepInput, initial_state
 from .optimizer_profiler import kernel_options
@@ -158,7 +158,7 @@ class DeviceSource(CopySource):
         return HostCopy(self.host, to_device, self._view_like(place, tensor), tensor)
 
     def _view_like(self, place: BufferSlice, tensor: Tensor) -> Tensor:
-        return shaped(self.flat[place.offset : place.offset + place.nbytes], tensor)
+        return view_bytes_as(self.flat[place.offset : place.offset + place.nbytes], tensor)
 
 
 class HostCopy(StreamCopy):

@@ -103,8 +103,8 @@ class OffloadedUpdate:
     def check_fits_on_device(self, module_nbytes: int, budget: float) -> None:
         """
         Raises:
-            UpdateError: the update can't be planned, or no state can be offloaded and all of it, with the parameters
-                and buffers of `module_nbytes`, is more than the budget.
+            UpdateError: the update can't be planned. Or no state can be offloaded, and all of it, with the parameters
+                and buffers of `module_nbytes`, is over the budget.
         """
         if self.optimizer is None or (reason := self.unsupported_reason) is None:
             return

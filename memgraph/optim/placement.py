@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import UpdateError
 from ..storage.mapped_storage import BufferLocation, BufferSlice, MappedBuffer, buffer_slice_of, tensor_spec_of
 from ..storage.transfer import offload_tensors
-from ..tensors.aliasing import overlap
-from ..tensors.layout import viewed_as
+from ..tensors.aliasing import describe_overlap
+from ..tensors.layout import alias_storage_as
 
 PARAMETER, GRADIENT = "parameter", "gradient"
 Key = tuple[str, str]  # one of the two, and the parameter's name
@@ -45,7 +45,8 @@ class StatePlacement:
         resident = [parameter for parameter in parameters if buffer_slice_of(parameter.detach()) is None]
         gradients = {name: fake for (kind, name), fake in fakes.items() if kind == GRADIENT}
         missing = {name: fake for name, fake in gradients.items() if not self._has_slice(name, fake)}
-        if resident and (shared := overlap(named | dict(self.module.named_buffers()), _parameter_names(fakes))):
+        tensors = named | dict(self.module.named_buffers())
+        if resident and (shared := describe_overlap(tensors, _parameter_names(fakes))):
             raise UpdateError(f"{shared}, or compile again, which leaves them on the device")
         if resident or missing:
             self._offload(resident, missing)
@@ -68,7 +69,7 @@ class StatePlacement:
             if self.is_referenced(name):
                 self.gradients |= self.new_buffers({name: gradient})
             mapped = self.gradients[name]
-            gradient.data = viewed_as(mapped, gradient if gradient.is_contiguous() else mapped).copy_(gradient)
+            gradient.data = alias_storage_as(mapped, gradient if gradient.is_contiguous() else mapped).copy_(gradient)
 
     def is_referenced(self, name: str) -> bool:
         """Return True if the user has a tensor over the slice of a gradient, which the next one must not overwrite."""
@@ -109,9 +110,9 @@ class StatePlacement:
             state[key] = mapped
 
     def _slice(self, kind: str, name: str, named: Mapping[str, nn.Parameter]) -> BufferSlice:
-        found = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
-        assert found is not None
-        return found
+        slice = buffer_slice_of(named[name].detach() if kind == PARAMETER else self.gradients[name])
+        assert slice is not None
+        return slice
 
 
 def _parameter_names(keys: Iterable[Key]) -> list[str]:

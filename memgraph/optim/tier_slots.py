@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from ..graph.captured import Captured
 from ..graph.nodes import returned_values, tensors
-from ..graph.summarize import FAR
+from ..graph.summarize import OFFLOADED
 from ..storage.mapped_storage import BufferSlice, buffer_slice_of
-from ..tensors.layout import viewed_as
+from ..tensors.layout import alias_storage_as
 from .offloaded_update import OffloadedStates
 from .placement import GRADIENT, PARAMETER, Key, StatePlacement, elementwise_states
 
@@ -60,7 +60,7 @@ def unread_parameters(graph: fx.Graph, captured: Captured) -> dict[Key, Tensor]:
     return {
         key: tensors(node)[0]
         for node, key in inputs
-        if FAR in node.meta and node not in reloaded and key[0] == PARAMETER
+        if OFFLOADED in node.meta and node not in reloaded and key[0] == PARAMETER
     }
 
 
@@ -137,7 +137,7 @@ class OffloadedSlots:
             if kind == GRADIENT
         }
         separate = {position: new[self._name(position)] for position in self.offloaded if self._name(position) in new}
-        return separate, {number: found for number, found in slices.items() if found}
+        return separate, {number: slice for number, slice in slices.items() if slice}
 
     def finish_backward(
         self, gradients: Sequence[Tensor], grad_sinks: Sequence[Tensor | None], separate: Mapping[int, Tensor],
@@ -149,12 +149,14 @@ class OffloadedSlots:
             name, sink = self._name(position), grad_sinks[position]
             if sink is not None and sink.grad is not None:
                 if position in separate:  # another step ran backward since this one's forward
-                    sink.grad.add_(viewed_as(separate[position], sent[number]))
+                    sink.grad.add_(alias_storage_as(separate[position], sent[number]))
                 results[position] = sink.grad
             else:
                 if sink is not None and position in separate:
                     self.placement.gradients[name] = separate[position]
-                results[position] = viewed_as(separate.get(position, self.placement.gradients[name]), sent[number])
+                results[position] = alias_storage_as(
+                    separate.get(position, self.placement.gradients[name]), sent[number]
+                )
                 if sink is not None:
                     sink.grad = results[position]
         return results

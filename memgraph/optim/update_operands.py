@@ -25,7 +25,7 @@ from ..storage.mapped_storage import (
     tensor_spec_of,
 )
 from ..storage.transfer import offload_tensors
-from ..tensors.aliasing import span_of
+from ..tensors.aliasing import address_range
 from ..tensors.layout import is_dense
 from .elementwise import is_exact
 from .optimizer_clone import ClonedOptimizer
@@ -116,10 +116,10 @@ def parameter_updates(
     optimizer: optim.Optimizer, clone: ClonedOptimizer, offloaded: ParameterPredicate, location: BufferLocation,
     gradient_order: Sequence[Tensor] = (),
 ) -> list[ParameterUpdate]:  # fmt: skip
-    """Return an update for each parameter that has a gradient, or for all of `gradient_order`, whose gradients will
-    come.
+    """Return an update for each parameter with a gradient.
 
-    Existing states of `offloaded` parameters are offloaded first.
+    If gradients come one by one, `gradient_order` has all parameters, in that order. Existing states of `offloaded`
+    parameters are offloaded first.
 
     Raises:
         SpillError: the disk does not take them.
@@ -219,7 +219,7 @@ def _refuse_shared(updates: Sequence[ParameterUpdate]) -> None:
         for name, operand in update.operands.items():
             if operand.tensor.numel():
                 what = f"{name} of shape {tuple(update.parameter.shape)}"
-                spans.append((*span_of(operand.tensor), operand.slice is not None, what))
+                spans.append((*address_range(operand.tensor), operand.slice is not None, what))
     last_end, any_offloaded = 0, False
     for begin, end, is_offloaded, what in sorted(spans):
         if begin < last_end and (is_offloaded or any_offloaded):

@@ -73,8 +73,12 @@ class WindowedUpdate:
         self, optimizer: optim.Optimizer, nbytes: int, offloaded: ParameterPredicate, location: BufferLocation,
         on_host: ParameterPredicate = no_parameters, gradient_order: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        """`nbytes`: of a window; `offloaded`: parameters whose states are; `on_host`: parameters that the host updates,
-        if their states are pinned; `gradient_order`: all parameters, in this order, if gradients come one by one.
+        """
+        Args:
+            nbytes: of a window.
+            offloaded: the parameters whose states are offloaded.
+            on_host: the parameters that the host updates, if their states are in pinned memory.
+            gradient_order: all parameters in the order of their gradients, if these come one by one.
 
         Raises:
             SpillError: the disk does not take states that have to be offloaded. Nothing has changed.
@@ -86,17 +90,14 @@ class WindowedUpdate:
         device_updates, host_updates = split_by_device(updates, self.clone, on_host, location)
         self.updates = [*device_updates, *host_updates]
         self.rows = [update.row for update in self.updates]
-        count = len(device_updates)
-        device_windows = plan_windows(self.rows[:count], nbytes, separate=bool(gradient_order))
-        self.windows = device_windows + plan_windows(self.rows[count:], nbytes, count)
-        self.first_host_window = len(device_windows)
+        device_windows = plan_windows(self.rows[: len(device_updates)], nbytes, separate=bool(gradient_order))
+        host_windows = plan_windows(self.rows[len(device_updates) :], nbytes, len(device_updates))
+        self.windows, self.first_host_window = device_windows + host_windows, len(device_windows)
         self._allocate_states(host_updates, offloaded, location)
-        device = device_updates[0].parameter.device if device_updates else None
-        size = self._window_nbytes(device_windows)
-        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in device_windows[:2]]
+        self.buffers = self._allocate_buffers(device_windows)
         self.host_step: HostStep | None = None
         if host_updates and isinstance(location, PinnedBufferAllocator):
-            self.host_step = HostStep(optimizer, location, self._window_nbytes(self.windows[len(device_windows) :]))
+            self.host_step = HostStep(optimizer, location, self._window_nbytes(host_windows))
         self.computed = self.finished = 0  # windows
         self.waited_s = 0.0  # for the tier
         self.copies: CopyLog = {write: [], read: []}
@@ -113,6 +114,11 @@ class WindowedUpdate:
         allocate_new_states(self.updates, offloaded, location)
         for update in host_updates:
             place_states_on_host(update)
+
+    def _allocate_buffers(self, windows: Sequence[Window]) -> list[Tensor]:
+        """Two buffers on the device, or fewer if there are fewer windows."""
+        device = self.updates[0].parameter.device if windows else None
+        return [torch.empty(self._window_nbytes(windows), dtype=torch.uint8, device=device) for _ in windows[:2]]
 
     def _window_nbytes(self, windows: Sequence[Window]) -> int:
         """Bytes of the largest of these."""

@@ -58,7 +58,7 @@ class CompileOptions:
     """The options of a planner; see `memgraph.compile`.
 
     Attributes:
-        plans: saved plans, one of which is used instead of a search.
+        plans: saved plans, used instead of a search.
         time_limit: seconds of planning, infinity without a limit.
         wire_dtype: the name of the type that offloaded values may be rounded to; empty for no rounding.
         pinned: the most bytes of pinned host memory; None for the default.

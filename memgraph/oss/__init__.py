@@ -1,21 +1,20 @@
-"""The sharded optimizer (ZeRO stage 1): each rank updates, and holds the state of, its share of the elements.
+"""The sharded optimizer (ZeRO stage 1): each rank updates its share of the elements, and keeps their state.
 
-    optimizer             OSS, a torch.optim.Optimizer over flat buckets
+    optimizer             OSS, a torch.optim.Optimizer over flat buckets; creates all other parts
     step                  average gradients, update shards, gather parameters, bucket by bucket
-    average_grads         reduce gradients to the ranks that own their elements
+    average_grads         average gradients, dense or sparse, for the ranks that own their elements
     sharded_grads         gradients that a compiled module reduces inside its backward
     pending_gathers       updated parameters that the next forward gathers
-    held_gradients        averaged gradients that wait for a step
-    clip_norm             clip by the norm over all ranks
+    clip_norm             clip by the norm over all ranks, and keep the averages for the next step
     grad_presence         which parameters have gradients, on all ranks
-    sparse                sparse gradients
-    interrupted           resume a step that a full disk has interrupted
     grad_scaler           a GradScaler with one scale on all ranks
     closure_optimizers    optimizers that call their closure several times (LBFGS)
     offloaded_states      optimizer states of shards on disk
+    sharded_checkpoint    save and load a training on any number of ranks
 
 `shards` cuts parameters into buckets and shards, `comm` moves them between ranks, `compiled` puts the collectives into
-the graph of a compiled module, `checkpoint` saves and loads.
+the graph of a compiled module, `checkpoint` converts states. A part takes the layout, the comm and the parts that it
+uses; only `optimizer` and what stands above it know the whole.
 """
 
 from .grad_scaler import GradScaler

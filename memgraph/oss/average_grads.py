@@ -64,7 +64,6 @@ class GradAverager:
         self.flat_grads.clear()
 
     def start(self, bucket: BucketViews) -> Grads:
-        """Start to average the gradients of a bucket."""
         if self.clipped is not None:
             clipped = self.clipped.of_bucket(bucket)
             return lambda: clipped
@@ -81,12 +80,10 @@ class GradAverager:
         return lambda: bucket.shard_grads(wait())
 
     def average_all(self, kinds: Sequence[int]) -> AveragedGrads:
-        """Average all gradients, for clipping."""
         kind = ReplicatedGrads if self.replicated else AveragedGrads
         return kind(self.layout.parameters, kinds, self._all(kinds))
 
     def assign_all(self, kinds: Sequence[int]) -> None:
-        """Set `.grad` of all of this rank's shards."""
         for bucket, grads in self._all(kinds):
             bucket.assign_grads(grads, kinds)
 
@@ -102,7 +99,6 @@ class GradAverager:
         return [(bucket, self._with_sparse(bucket, grads, kinds)) for bucket, grads in averages]
 
     def _with_sparse(self, bucket: BucketViews, grads: list[Tensor], kinds: Sequence[int]) -> list[Tensor]:
-        """Replace the gradients of whole parameters by sparse ones where these are sparse."""
         of_item = dict(zip((shard.param for shard, _ in bucket.own), grads, strict=True))
         for shard in bucket.bucket.shards:
             if kinds[shard.param] != SPARSE:

@@ -39,7 +39,7 @@ class AveragedGrads:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Note the parameters' own gradients as those of which these are the averages."""
+        """Note which gradients of the parameters these are the averages of."""
         self.seen = [(parameter.grad, _version(parameter.grad)) for parameter in self.parameters]
 
     def of_bucket(self, bucket: BucketViews) -> list[Tensor]:
@@ -106,7 +106,6 @@ class NormLimit:
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a number or its text, as torch takes "inf"."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor with several elements

@@ -65,7 +65,6 @@ class _ClosureStep:
         return int(self.comm.maximum(self.comm.tensor([word], torch.int32, self.layout.device)))
 
     def lead(self, kwargs: Group) -> None:
-        """Step on rank 0."""
         inner, (group,) = self.optimizer.optimizer, self.groups
         own = inner.param_groups[0]
         own.update({name: value for name, value in group.items() if name in inner.defaults})

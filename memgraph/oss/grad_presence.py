@@ -63,7 +63,6 @@ def exchange_presence(
 
 
 def _checksum(groups: Sequence[Group], parameters: Sequence[Tensor], call: str) -> int:
-    """Return a checksum of `_lines` that int32 can hold."""
     frozen = bytes([parameter.requires_grad for parameter in parameters])
     return zlib.crc32("\n".join([call, *_option_lines(groups)]).encode(), zlib.crc32(frozen)) >> 1
 

@@ -39,14 +39,13 @@ class OffloadedShards(OffloadedUpdate):
         deterministic = not any(is_nondeterministic(inner, *kind) for kind in kinds)
         return on_cpu and self.shard_optimizer.splits and is_elementwise(inner) and deterministic
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Do nothing: `ShardedStep` calls `update` for offloaded buckets."""
 
     def forget_interrupted(self) -> None:
         self.interrupted = None
 
     def states(self, owners: Collection[Owner]) -> list[dict[str, object]]:
-        """Return the states of the large shards of these buckets."""
         buckets, state = self.layout.buckets, self.shard_optimizer.optimizer.state
         own = [buckets[i].own for i in owners if isinstance(i, int) and i < len(buckets)]
         return [state[view] for shards in own for _, view in shards if is_large(view) and view in state]

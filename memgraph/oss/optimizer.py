@@ -5,8 +5,6 @@
     update(p, g, state)              update(shard of p, shard of G, state of shard)
                                      p from all shards
 
-    optimizer = memgraph.OSS(model.parameters(), torch.optim.AdamW, lr=3e-4)
-
 The caller's optimizer class runs on the shards. An elementwise one gives the bits that it gives on whole parameters;
 any other gets whole parameters.
 """
@@ -39,15 +37,7 @@ from .offloaded_states import OffloadedShards
 from .pending_gathers import PendingGathers
 from .sharded_grads import ShardedGradients
 from .shards.layout import ShardLayout
-from .shards.param_groups import (
-    Group,
-    check_group,
-    check_oss_arguments,
-    check_parameters,
-    copy_group,
-    copy_groups,
-    template,
-)
+from .shards.param_groups import Group, check_group, check_oss_arguments, check_parameters, copy_group, copy_groups
 from .shards.shard_optimizer import ShardOptimizer
 from .step import RELOAD, ShardedStep
 
@@ -150,18 +140,15 @@ class OSS(optim.Optimizer):
             self.shard_optimizer.add_group(self.layout, len(before), self.param_groups[-1])
 
     def _add_local_group(self, param_group: Group) -> None:
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group is a {type(param_group).__name__}; give a dict")
         added = copy_group(param_group)
         if self.averager.clipped is not None:
             raise ShardError("gradients have been clipped for the next step; call step() or zero_grad() before")
-        if self.inner is not None:  # refuse what the class refuses
-            template(self.optimizer_class, [*self.param_groups, added], self.shard_optimizer.kwargs)
+        if self.inner is not None:
+            self.shard_optimizer.try_groups([*self.param_groups, added])
         super().add_param_group(added)
         check_parameters(self.param_groups[-1]["params"])
 
     def _compare(self, groups: Sequence[Group]) -> None:
-        """Check that all ranks were given the same."""
         if not self.comm.is_alone:
             sent = f"gradients={self.gradients!r}, wire_dtype={self.comm.wire}, bucket_bytes={self.layout.bucket_bytes}"
             first, *others = parameter_lines(self.optimizer_class.__qualname__, groups)
@@ -245,9 +232,7 @@ class OSS(optim.Optimizer):
 
         with torch.no_grad():
             if self.sharded_step.is_resumable():
-                raise ShardError(
-                    "the disk has interrupted a step, which can be resumed: call step() again on all ranks"
-                )
+                raise ShardError("a disk has interrupted a step, which can be resumed: call step() again on all ranks")
             checked, error = self._prepare(check_arguments)
             limit, parallel = checked or (None, None)
             kinds, _ = self._agree(error, limit)
@@ -370,11 +355,9 @@ class OSS(optim.Optimizer):
         """
         offloaded = self.offloaded_shards
         with self.watchdog.leaving_on_error():
-            groups, incomplete = self._state_dict({}), self.sharded_step.is_incomplete
-            return {
-                **groups,
-                "state": self.states.sharded(bool(offloaded.offloaded_owners), offloaded.location, incomplete),
-            }
+            groups, on_disk = self._state_dict({}), bool(offloaded.offloaded_owners)
+            state = self.states.sharded(on_disk, offloaded.location, self.sharded_step.is_incomplete)
+            return {**groups, "state": state}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what torch.distributed.checkpoint has read into a sharded state dict; every rank has to call it.
@@ -401,7 +384,6 @@ class OSS(optim.Optimizer):
         return self.states.find_mismatch(self.param_groups, given, sharded)
 
     def _state_dict(self, state: Mapping[int, Entries]) -> dict[str, Any]:
-        """Let torch build the state dict, with its hooks."""
         before, parameters = self.state, self.layout.parameters
         self.state = defaultdict(dict, {parameters[item]: dict(entries) for item, entries in state.items()})
         try:

@@ -104,12 +104,11 @@ class PendingGathers:
         pending = [self.layout.buckets[i].bucket for i in (self.buckets if buckets is None else buckets)]
         if items := [i for bucket in pending for i in bucket.params if id(self.layout.parameters[i]) in ids]:
             raise ShardError(
-                f"{call} reads {op_name(items)}, of which other ranks have ranges that the last step has updated, and "
-                f"that are NaN here: {ADVICE}"
+                f"{call} reads {op_name(items)}, but other ranks have updated ranges of them that are NaN here: "
+                f"{ADVICE}"
             )
 
     def reset(self) -> None:
-        """Forget all buckets before the layout changes."""
         if self.buckets:
             raise ShardError(f"parameters were replaced while ranges of them were on other ranks: {ADVICE}")
         self.ever, self.by_forward = set(), set()

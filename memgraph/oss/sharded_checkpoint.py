@@ -14,7 +14,7 @@ import ctypes
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -30,8 +31,9 @@ from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..optim.validate_state import class_name
 from ..options.argument_rules import SAVE_SHARDED_RULES, check_argument
 from ..storage.spill_file import advice_for
-from .checkpoint.room import allocate_state, read_metadata, refuse_other_model
+from .checkpoint.own_state import OwnState
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
+from .checkpoint.sharded_state import empty_dtensor
 from .comm.agreement import check_agreement, report_errors
 from .comm.rank_group import all_failures
 from .comm.watchdog import shared_watchdog
@@ -41,6 +43,7 @@ Target = str | os.PathLike[str]
 T = TypeVar("T")
 ARGUMENTS, ADVICE = "the arguments", "Give the same on all ranks"
 CLASS = "optimizer_class"  # key of its name; older folders have none
+ELSEWHERE = object()  # an entry that only other ranks read
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux
 
 
@@ -91,12 +94,12 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
     optimizer.pending_gathers.gather()  # also after a step that has failed halfway
     if _is_between_names(path):
         path = _beside(path, "old")
-    metadata = _on_all_ranks(optimizer, name, lambda: read_metadata(path))
+    metadata = _on_all_ranks(optimizer, name, lambda: _read_metadata(path))
     _on_all_ranks(optimizer, name, lambda: refuse_damaged(path, rank, len(optimizer.watchdog.members)))
     _on_all_ranks(optimizer, name, optimizer.refresh_views)
     model_state = _on_all_ranks(optimizer, name, model.state_dict)
-    _on_all_ranks(optimizer, name, lambda: refuse_other_model(metadata, model_state))
-    allocated = _on_all_ranks(optimizer, name, lambda: allocate_state(optimizer.states.own, metadata))
+    _on_all_ranks(optimizer, name, lambda: _refuse_other_model(metadata, model_state))
+    allocated = _on_all_ranks(optimizer, name, lambda: _allocate_state(optimizer.states.own, metadata))
     state: dict[str, Any] = {"optimizer": allocated}
     if CLASS in metadata.state_dict_metadata:
         state[CLASS] = ""
@@ -118,7 +121,6 @@ def load_sharded(folder: Target, model: nn.Module, optimizer: OSS) -> None:
 
 
 def _check_arguments(folder: Target, model: nn.Module, optimizer: OSS) -> Path:
-    """Return the folder, which has to be the same on all ranks."""
     watchdog = optimizer.watchdog if isinstance(optimizer, OSS) else shared_watchdog()
     with nullcontext() if watchdog is None else report_errors(watchdog, ARGUMENTS, ADVICE):
         if not isinstance(optimizer, OSS):
@@ -189,6 +191,77 @@ def _is_between_names(path: Path) -> bool:
     return not path.exists() and _beside(path, "old").exists() and _beside(path, "new").exists()
 
 
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        metadata = Reader(folder).read_metadata()
+    except NotADirectoryError as error:
+        advice = "give a folder of save_sharded, or load a file with memgraph.load_state"
+        raise StateError(f"{folder} is no folder; {advice}") from error
+    except FileNotFoundError as error:
+        raise StateError(f"there is no checkpoint in {folder}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise StateError(f"{folder / METADATA} is damaged: {error}") from error
+    if not any(name.startswith("optimizer.param_groups.0.") for name in metadata.state_dict_metadata):
+        raise StateError(f"{folder} has no 'optimizer' in it; save it with save_sharded")
+    return metadata
+
+
+def _refuse_other_model(metadata: Metadata, model: Mapping[str, Any]) -> None:
+    entries = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith("model.")}
+    saved = {name[6:]: each for name, each in entries.items() if isinstance(each, TensorStorageMetadata)}
+    wanted = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
+    if strange := sorted(set(saved) ^ set(wanted)):
+        raise StateError(f"it is of another model: {strange[0]!r} is only in one of them; nothing was changed")
+    for name, tensor in wanted.items():
+        size, dtype = saved[name].size, saved[name].properties.dtype
+        if (size, dtype) != (tensor.shape, tensor.dtype):
+            kinds = f"{dtype}{list(size)} in it and {tensor.dtype}{list(tensor.shape)} in the model"
+            raise StateError(f"it is of another model: {name!r} is {kinds}; nothing was changed")
+
+
+def _allocate_state(own: OwnState, metadata: Metadata) -> dict[str, Any]:
+    """Return a state dict that torch.distributed.checkpoint fills with this rank's part of a checkpoint."""
+    owned = {shard.param for shard, _ in own.layout.own_shards()}
+    tree: dict[Any, Any] = {"state": {}, "param_groups": {}}
+    for name, entry in metadata.state_dict_metadata.items():
+        top, *path = metadata.planner_data[name]
+        if top == "optimizer" and path[0] == "param_groups":
+            _put(tree, path, None)
+        elif top == "optimizer" and path[0] == "state":
+            value = _allocate(own, entry, path, owned)
+            if value is not ELSEWHERE:
+                _put(tree, path, value)
+    return {"state": _with_lists(tree["state"]), "param_groups": _with_lists(tree["param_groups"])}
+
+
+def _allocate(own: OwnState, entry: object, path: Sequence[Any], owned: Collection[int]) -> Any:
+    """Allocate rows on each rank if an entry has its parameter's shape, else all of it on the owners."""
+    item, parameters = int(path[1]), own.layout.parameters
+    if item >= len(parameters):
+        raise StateError(f"it has a state of parameter {item}, and the optimizer has {len(parameters)}")
+    if isinstance(entry, TensorStorageMetadata):
+        shape, dtype = entry.size, entry.properties.dtype
+        if len(path) == 3 and shape == parameters[item].shape and shape.numel() and len(shape):
+            return empty_dtensor(own, item, dtype)
+        return torch.zeros(shape, dtype=dtype) if item in owned else ELSEWHERE
+    return None if item in owned else ELSEWHERE
+
+
+def _put(tree: dict[Any, Any], path: Sequence[Any], value: object) -> None:
+    *keys, last = path
+    for key in keys:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _with_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(isinstance(name, int) for name in tree):
+        return [_with_lists(tree[name]) for name in sorted(tree)]
+    return {name: _with_lists(each) for name, each in tree.items()}
+
+
 class _Writer(FileSystemWriter):
     """Torch's writer, which raises the OSError behind torch's error about the length of a file."""
 
@@ -216,7 +289,6 @@ def _read(optimizer: OSS, state: dict[str, Any], path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename the new folder to `path`, and remove the old one."""
     _sync(new)
     if not path.exists():
         os.rename(new, path)

@@ -127,8 +127,8 @@ class ShardedGradients:
 
     def drop_cleared(self) -> None:
         """Drop the shards of gradients that the caller has set to None, and zero those set to zero."""
-        gone = {parameter for parameter, grad in self.placeholders.items() if parameter.grad is not grad}
-        written = {p for p, placeholder in self.placeholders.items() if p not in gone and is_written(placeholder)}
+        removed = {parameter for parameter, grad in self.placeholders.items() if parameter.grad is not grad}
+        written = {p for p, placeholder in self.placeholders.items() if p not in removed and is_written(placeholder)}
         for parameter in written:
             if self.placeholders[parameter].ne(0).any():
                 raise ShardError(
@@ -136,10 +136,10 @@ class ShardedGradients:
                     "the ranks: clip with the optimizer's own clip_grad_norm_, or compile without optimizer="
                 )
             parameter.grad = self.placeholders[parameter] = placeholder_grad(parameter)
-        for parameter in gone:
+        for parameter in removed:
             del self.placeholders[parameter]
-        if gone or written:
-            self._zero(gone | written)
+        if removed or written:
+            self._zero(removed | written)
 
     def refuse_if_any(self) -> None:
         self.drop_cleared()
@@ -195,7 +195,7 @@ def _joined_stretches(bucket: Bucket, ranks: int) -> list[ShardRange]:
 def _workspace_nbytes(comm: BucketComm, part: int, like: Tensor) -> int:
     """Return the bytes that a reduction allocates besides what is sent and this rank's part of the mean.
 
-    On the CPU: the parts received from other ranks, in one of which the mean is computed; with a cast all of these,
+    On the CPU: the parts received from other ranks, one of them for the mean; with a cast all of these,
     what is sent, and what one of them is cast back to.
     """
     others, itemsize = comm.ranks - 1, like.element_size()

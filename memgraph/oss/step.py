@@ -89,7 +89,6 @@ class ShardedStep:
         return tuple(i for i in sorted(self.with_state) if not self.layout.parameters[i].requires_grad)
 
     def note_loaded(self) -> None:
-        """Note that the optimizer has loaded a state."""
         self.is_half_updated = False
         self.with_state.update(range(len(self.layout.parameters)))
         self.offloaded.forget_interrupted()
@@ -127,7 +126,6 @@ class ShardedStep:
         return run.loss
 
     def run(self, groups: list[Group], kinds: Sequence[int], kwargs: Group, loss: Any) -> None:
-        """Update all parameters with a gradient on any rank."""
         self.with_state.update(i for i, kind in enumerate(kinds) if kind)
         self._run(StepRun(groups, list(kinds), kwargs, loss))
 
@@ -221,7 +219,6 @@ class ShardedStep:
         self.any_failed = any_failed()
 
     def _update(self, bucket: BucketViews, grads: Sequence[Tensor], run: StepRun) -> None:
-        """Update this rank's shards of a bucket, which are all of one group."""
         views = bucket.assign_grads(grads, run.kinds)
         group = run.groups[self.layout.group_of[bucket.bucket.params[0]]]
         given = options(group) | {"params": views}
@@ -237,7 +234,6 @@ class ShardedStep:
         group.update(options(given))
 
     def _step(self, groups: list[Group], kwargs: Group) -> None:
-        """Run the caller's optimizer on these groups, unless it has failed before."""
         try:
             if self.error is None:
                 self.optimizer.step(groups, kwargs)
@@ -290,7 +286,6 @@ class TensorMark:
         self.version = _version(tensor)
 
     def is_of(self, tensor: Tensor | None) -> bool:
-        """Return True if it is this tensor, unchanged."""
         marked = self.tensor() if self.tensor is not None else None
         return marked is tensor and self.version == _version(tensor)
 

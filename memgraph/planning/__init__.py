@@ -1,8 +1,22 @@
 """From a call to a step that is ready to run.
 
-planner         capture, profile, plan, rewrite and partition, in this order
-float_keys      the step that fits a call with other floats
-capture_cache   captures of dropped steps, for calls that come again
-lowering        compile stretches of a planned graph with Inductor
-replan          plan once more with the times that the ops took inside the step
+planner            the table of contents: capture, price, plan, rewrite, assemble
+float_keys         find the step that fits a call with other floats
+capture_cache      captures of dropped steps, for calls that come again
+target             the device of a module, its budget and its tier
+optimizer_state    the changes that an optimizer makes to a step; here for no optimizer
+optimizers         the same for an optimizer that is counted, fused or sharded
+ranks              the ranks that plan together, or a rank alone
+step_graph         a call -> the graph of its step
+pricing            the graph -> its trace with prices, and the machine
+search             trace and machine -> a plan
+plan_cache         plans that were found before
+accumulated_step   does the same call fit once gradients exist?
+budget_error       the error of a call that no plan fits
+lowering           compile segments of a planned graph with Inductor
+assembly           the plan -> the parts of the step
+replan             plan again with the times that ops took inside the step
+measured_prices    those times as prices
+call_kinds         warn when calls differ each time
+progress           progress lines while a call is planned
 """

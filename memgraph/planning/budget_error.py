@@ -24,17 +24,17 @@ CAPTURES = 6  # that advice on micro-batches takes
 
 
 def budget_error(
-    error: passes.BudgetError, call: Call, step: StepGraph, later_nbytes: Callable[[], int], suggest: bool
+    error: passes.BudgetError, call: Call, graph: StepGraph, accumulated_nbytes: Callable[[], int], suggest: bool
 ) -> BudgetError:
     """Return the error to raise instead of `error`.
 
     Args:
-        later_nbytes: returns the bytes that the call needs once gradients exist; 0 if it needs no others.
+        accumulated_nbytes: returns the bytes that the call needs once gradients exist; 0 if none ever do.
         suggest: try micro-batches, for which the call is captured a few more times.
     """
     if suggest:
-        error = _with_microbatches(error, call, step)
-    needed = later_nbytes()
+        error = _with_microbatches(error, call, graph)
+    needed = accumulated_nbytes()
     if needed <= error.smallest:
         return BudgetError(str(error), error.budget, error.smallest)
     text = (
@@ -44,11 +44,11 @@ def budget_error(
     return BudgetError(f"{_with_smallest(error, needed)}\n{text}", error.budget, needed)
 
 
-def _with_microbatches(error: passes.BudgetError, call: Call, step: StepGraph) -> passes.BudgetError:
-    machine = Machine(step.target.budget, str(step.target.device))
+def _with_microbatches(error: passes.BudgetError, call: Call, graph: StepGraph) -> passes.BudgetError:
+    machine = Machine(graph.target.budget, str(graph.target.device))
     with capturing(call.module):
         return suggest_microbatches(
-            error, call.module, call.args, call.kwargs, call.outputs, step.captured.graph.graph, machine
+            error, call.module, call.args, call.kwargs, call.outputs, graph.captured.graph.graph, machine
         )
 
 
@@ -60,6 +60,6 @@ def _with_smallest(error: passes.BudgetError, smallest: int) -> str:
     return text
 
 
-def has_time_left(step: StepGraph, captured_s: float, until: float) -> bool:
+def has_time_left(graph: StepGraph, captured_s: float, until: float) -> bool:
     """Return True if a step that was captured in so many seconds can be tried in micro-batches before `until`."""
-    return len(step.graph.nodes) <= FEW or time.monotonic() + CAPTURES * captured_s < until
+    return len(graph.graph.nodes) <= FEW or time.monotonic() + CAPTURES * captured_s < until

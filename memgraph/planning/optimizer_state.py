@@ -24,7 +24,7 @@ from ..oss.pending_gathers import PendingGathers
 from ..oss.sharded_grads import ShardedGradients
 from ..runtime.step import Step
 from ..storage.mapped_storage import BufferLocation
-from ..tensors.aliasing import shared_memory
+from ..tensors.aliasing import describe_shared_memory
 from ..tensors.loss_outputs import OutputSelector
 from .ranks import Ranks
 
@@ -104,7 +104,7 @@ class OptimizerState:
 
     def with_offloaded_state(self, machine: Machine, trained: TrainedParameters) -> Machine:
         """Return the machine with room for parameters and optimizer state in the tier, if they can be offloaded."""
-        if not machine.link.out or not self.update.can_stream or shared_memory(self.module, self.optimizer):
+        if not machine.link.out or not self.update.can_stream or describe_shared_memory(self.module, self.optimizer):
             return machine
         return self._with_windows(machine, trained)
 

@@ -60,15 +60,15 @@ class Planner:
         self.state.refuse(resident_bytes(owned_tensors(self.module)), budget)
 
     def price(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> tuple[Trace, Machine]:
-        """Return what the step of a call is planned on: its trace with prices, and the machine.
+        """Return the priced trace of a call's step, and the machine that it is planned for.
 
         Raises:
             CaptureError: the module can't be captured.
             FusedError: updates run in backward, and the loss is not part of the step.
         """
         with PLANNING_LOCK, Progress() as progress:
-            step = self._capture(Call(self.module, args, kwargs, outputs), progress)
-            return Pricing(self.module, self.options, self.state, progress)(step)
+            graph = self._capture(Call(self.module, args, kwargs, outputs), progress)
+            return Pricing(self.module, self.options, self.state, progress)(graph)
 
     @property
     def keeps_captures(self) -> bool:
@@ -91,22 +91,24 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        began, call = time.perf_counter(), Call(self.module, args, kwargs, outputs, floats)
+        call = Call(self.module, args, kwargs, outputs, floats)
         with PLANNING_LOCK, forgotten_sources(), releasing_cached(self.target.device), Progress() as progress:
-            step = self._capture(call, progress, earlier)
+            began = time.perf_counter()
+            graph = self._capture(call, progress, earlier)
             captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
             progress.bound(until)
             pricing = Pricing(self.module, self.options, self.state, progress, until)
             search = PlanSearch(self.options, progress, until)
             try:
-                trace, machine = pricing(step)
+                trace, machine = pricing(graph)
                 known = earlier.accumulated_plan if earlier is not None else None
-                result = step.ranks.choose(trace, machine, replace(search, known=known))
+                result = graph.ranks.choose(trace, machine, replace(search, known=known))
             except passes.BudgetError as error:
-                suggest = self.state.fused_update is None and has_time_left(step, captured_s, until)
-                raise budget_error(error, call, step, partial(_later_nbytes, step, pricing, search), suggest) from None
-            accumulated = self._accumulated(step, pricing, search, result)
-            return self._assembled(step, machine, result, accumulated, began)
+                suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
+                needed = partial(_accumulated_nbytes, graph, pricing, search)
+                raise budget_error(error, call, graph, needed, suggest) from None
+            accumulated = self._accumulated(graph, pricing, search, result)
+            return self._step(graph, machine, result, accumulated, began)
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
         progress.phase("capturing forward and backward")
@@ -119,40 +121,40 @@ class Planner:
         return target
 
     def _accumulated(
-        self, step: StepGraph, pricing: Pricing, search: PlanSearch, result: PlanResult
+        self, graph: StepGraph, pricing: Pricing, search: PlanSearch, result: PlanResult
     ) -> AccumulatedStep:
         """Return what the same call needs when it adds to gradients; warn if that is more than the budget."""
-        if step.later is None or self.options.plans:
+        if graph.later is None or self.options.plans:
             return AccumulatedStep()
-        trace, machine = pricing(step.later)
+        trace, machine = pricing(graph.later)
         alone = self.options.forwards == 1
         tries = ((), result.plan) if alone else ()
-        accumulated = plan_accumulated(trace, machine, tries, partial(step.ranks.choose, search=search))
+        accumulated = plan_accumulated(trace, machine, tries, partial(graph.ranks.choose, search=search))
         warn_accumulation(accumulated, machine.budget)
         return accumulated if alone else replace(accumulated, plan=None)  # several forwards leave less for each
 
-    def _assembled(
-        self, step: StepGraph, machine: Machine, result: PlanResult, accumulated: AccumulatedStep, began: float
+    def _step(
+        self, graph: StepGraph, machine: Machine, result: PlanResult, accumulated: AccumulatedStep, began: float
     ) -> Step:
-        assembled = self.assemble(step, machine, result, began)
-        check = step.ranks.step_check(result.forecast.trace)
+        """Return the step that carries out a plan, with what its later runs need."""
+        assembled = self.assemble(graph, machine, result, began)
+        check = graph.ranks.step_check(result.forecast.trace)
         parts = replace(assembled.parts, rank_check=check, accumulated_plan=accumulated.plan)
         stated = assembled.lowering.restated(result, machine)
         pages_us = page_faults_us(stated.forecast, machine)
         report = replace(assembled.report, choice=stated, adding=accumulated.needed, pages_us=pages_us)
-        replanner = Replanner(
-            self.options, partial(self.assemble, step), result.captured.trace, assembled.lowering, self.state.update
-        )
-        # Measured times differ from rank to rank, and so would the plans.
-        replan = None if step.ranks.plan_together else replanner
-        return Step(parts, report, replan=replan, on_measured=self.state.on_measured)
+        assemble = partial(self.assemble, replace(graph, later=None))
+        replan = Replanner(self.options, assemble, result.captured.trace, assembled.lowering, self.state.update)
+        # Ranks measure different times, and would choose different plans.
+        later_plans = None if graph.ranks.plan_together else replan
+        return Step(parts, report, replan=later_plans, on_measured=self.state.on_measured)
 
 
-def _later_nbytes(step: StepGraph, pricing: Pricing, search: PlanSearch) -> int:
-    """Return the least bytes for which a plan was found for the same call with gradients to add to."""
-    if step.later is None:
+def _accumulated_nbytes(graph: StepGraph, pricing: Pricing, search: PlanSearch) -> int:
+    """Return the least bytes with a plan for the same call when it adds to gradients; 0 if it never does."""
+    if graph.later is None:
         return 0
     try:
-        return step.ranks.choose(*pricing(step.later), search).forecast.peak
+        return graph.ranks.choose(*pricing(graph.later), search).forecast.peak
     except passes.BudgetError as error:
         return error.smallest

@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 
 from ..capture.capture import OutputSelector, capture
-from ..capture.explain_errors import elsewhere, is_elsewhere, refuse_hooks
+from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.float_capture import FloatCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
-from ..guards.signature import has_gradients, is_read_after_backward, parameters_with_grad_hooks
+from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
@@ -111,10 +111,10 @@ def captured_call(call: Call, device: torch.device) -> Captured:
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs
             )
     except RuntimeError as error:
-        if not is_elsewhere(error):
+        if not is_device_mismatch(error):
             raise
-        raise elsewhere(error, args, kwargs, device) from error
-    mark_hooked_grads(captured, is_read_after_backward(module))
+        raise device_mismatch(error, args, kwargs, device) from error
+    mark_hooked_grads(captured, parameters_read_after_backward(module))
     return captured
 
 

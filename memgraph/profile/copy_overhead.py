@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..graph.ops import running
+from ..graph.ops import op_context
 from ..guards.signature import kernel_modes
 from ..storage.disk_tier import DiskLease, DiskTier
 from ..storage.io_threads import STAGING
@@ -71,7 +71,7 @@ def _measure(folder: Path, links: Links, copies: int) -> CopyOverhead:
     tier = DiskTier([NBYTES] * copies, folder)
     lease = tier.lease()
     sent = random_bytes(NBYTES)
-    with torch.no_grad(), torch._C._DisableAutocast(), running(lease, {}):
+    with torch.no_grad(), torch._C._DisableAutocast(), op_context(lease, {}):
         call = min(_trip_us(sent, slot) / 2 for slot in range(copies))
         drag = _drag(lease, sent, links, copies)
     lease.release()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..graph.nodes import derived_nodes, tensors
-from ..graph.result_layout import REAL, ResultLayout, _like, layouts_of
+from ..graph.nodes import fake_result, tensors
+from ..graph.result_layout import REAL, ResultLayout, _like, layout_in_storage
 from .op_profiler import is_view
 
 
@@ -27,10 +27,10 @@ def apply_profiled_layouts(
             continue
         if is_view(node):
             if not changed.isdisjoint(node.all_input_nodes):
-                node.meta["val"] = derived_nodes(node, mode)
+                node.meta["val"] = fake_result(node, mode)
                 changed.add(node)
             continue
-        real, expected = made(node), tuple(map(layouts_of, tensors(node)))
+        real, expected = made(node), tuple(map(layout_in_storage, tensors(node)))
         # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": _like(node, real, mode), REAL: True}

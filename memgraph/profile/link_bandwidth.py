@@ -101,7 +101,7 @@ def measure_casts(device: torch.device) -> Links:
     On a GPU it is also found which way is the fastest, which is what steps take from now on.
     """
     if device.type == "cuda":
-        from ..kernels.cast import tune_cast  # here, for the reason in `wire.py`
+        from ..kernels.cast import tune_cast  # here, for the reason in `wire_cast.py`
 
         tune_cast(device, narrow)
     return _found(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))

@@ -30,7 +30,7 @@ from passes import Trace
 from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
-from ..graph.result_layout import ResultLayout, layouts_of
+from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, summarize
 from ..guards.signature import kernel_modes
 from ..report.tables import mb
@@ -268,7 +268,7 @@ def _run_on(node: fx.Node, before: Callable[[], object] | None, number: int, tru
         if allocated is None:  # a profiler has been started meanwhile
             return run_unprofiled(partial(_run_on, node, before, number, truth))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] if not written_inputs(node) else []
-        made, nbytes = tuple(map(layouts_of, results)), resident_bytes(results)
+        made, nbytes = tuple(map(layout_in_storage, results)), resident_bytes(results)
         del result, results
         with keeping_freed_memory():
             us = shortest_us(run, device, before) if before else round(timed_us(run, device)[1], 1)

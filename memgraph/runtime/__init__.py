@@ -1,13 +1,17 @@
 """Run a planned step, forward and backward, and measure it.
 
-step                 a planned step, its report, and the runs that are open
+step                 a planned step, its report, and the times of its runs
+step_parts           the fixed parts of a step
 step_run             one run of a step, from the start of forward to the end of backward
 autograd_function    the autograd node whose backward runs the backward half
 tensor_roles         the role of each tensor that a step reads or makes
 concurrent_runs      runs of one module that are open at the same time
+released_outputs     plans that rely on the caller to free outputs
 eager_fallback       gradients for outputs for which no backward was planned
 cuda_graphs          record both halves as CUDA graphs and replay them
-cuda_graph_checks    reasons why a step can't be recorded
+cuda_graph_checks    check whether a step can be recorded
 measure_update       measure the optimizer's first update after a measured step
+step_history         the times of the latest steps, and when to plan again
+anomaly_mode         find the op that makes a NaN
 out_of_memory        explain an out-of-memory error of torch's allocator
 """

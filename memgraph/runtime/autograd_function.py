@@ -81,7 +81,7 @@ class StepFunction(torch.autograd.Function):
             )
         results: list[Tensor | None] = [None] * len(ctx.tensors)
         more = any(tangent is not None and i not in roles.tangents for i, tangent in enumerate(tangents))
-        if more or any(tangents[i] is None for i in this.parts.captured.hoped):
+        if more or any(tangents[i] is None for i in this.parts.captured.speculative_outputs):
             if roles.updates or not _get_current_graph_task_keep_graph():
                 this.finish(this.run)  # no backward will read what it saved
             results[:] = this.unplanned(tangents)

@@ -13,9 +13,8 @@ from torch import Tensor
 from passes import Plan, Trace
 
 from ..graph.captured import Captured, Output
-from ..graph.fuse_updates import update_nodes
-from ..graph.partition import Partition
-from ..graph.unused import drop_unused
+from ..graph.fuse_updates import updated_parameters
+from ..graph.partition import Partition, drop_unused
 from ..optim.fused_update import FusedUpdate
 from ..optim.tier_slots import OffloadedSlots
 from ..oss.pending_gathers import PendingGathers
@@ -43,7 +42,7 @@ class RankCheck:
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """What a step is made of.
+    """Everything that a step is made of.
 
     Attributes:
         roles: the role of each tensor that the step reads or makes.
@@ -75,7 +74,7 @@ class StepParts:
     @classmethod
     def of(cls, captured: Captured, halves: Partition, trace: Trace, tier: Tier | None = None) -> StepParts:
         """Return the parts of a step that runs `trace`; `replace` adds the optional ones."""
-        update_ops = update_nodes(halves.backward.graph) if halves.backward is not None else {}
+        update_ops = updated_parameters(halves.backward.graph) if halves.backward is not None else {}
         added_nbytes = [op.nbytes for op in trace.ops if op.fn == "gradient"]
         return cls(captured, halves, TensorRoles.of(captured, added_nbytes, update_ops.values()), update_ops, tier)
 
@@ -86,7 +85,9 @@ class StepParts:
             return self.halves
         if unused not in self._reduced:
             positions = [i for i, output in enumerate(self.roles.tangents) if output in unused]
-            self._reduced[unused] = replace(self.halves, backward=drop_unused(backward, self.halves.names, positions))
+            self._reduced[unused] = replace(
+                self.halves, backward=drop_unused(backward, self.halves.tangent_names, positions)
+            )
         return self._reduced[unused]
 
     def is_missing(self, role: Output, unused: frozenset[int]) -> bool:

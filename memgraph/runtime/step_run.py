@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
-from ..graph.ops import Exchange, UpdateRunner, running
+from ..graph.ops import Exchange, UpdateRunner, op_context
 from ..graph.partition import Partition
 from ..oss.pending_gathers import ForwardGather
 from ..profile.memory_meter import Allocation, Meter, resident_bytes
@@ -123,7 +123,7 @@ class StepRun:
         known = [*tensors, *values]
         of_caller = (known[i] for i in (*self.caller_inputs, *range(len(tensors), len(known))))
         self._caller_tensors = [weakref.ref(tensor) for tensor in of_caller if tensor is not None]
-        read = [known[i] if i < len(tensors) else known[i].detach() for i in self.halves.read]
+        read = [known[i] if i < len(tensors) else known[i].detach() for i in self.halves.caller_values]
         self.saved_versions = [(tensor, version_of(tensor)) for tensor in read]
         return values
 
@@ -223,13 +223,13 @@ class StepRun:
         if not finds_nan():
             return self._run(half, values)
         self.unplanned, self.clock = "torch's anomaly mode checked each gradient", None
-        return run_checked(half, values, self.halves.names)
+        return run_checked(half, values, self.halves.tangent_names)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Run a half without autocast and autograd: the graph already contains their ops."""
         with (
-            running(self.lease, self.slot_layouts, self.update, self.exchange, self.gather),
+            op_context(self.lease, self.slot_layouts, self.update, self.exchange, self.gather),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

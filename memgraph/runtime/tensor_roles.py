@@ -48,7 +48,7 @@ class TensorRoles:
             shards=tuple(role.index for role in captured.outputs if role.kind == "shard"),
             place=place,
             updates={name: place["parameter", name, -1] for name in updated},
-            exchanged={name: place["parameter", name, -1] for name in captured.exchanged},
+            exchanged={name: place["parameter", name, -1] for name in captured.reduced},
             added_nbytes=tuple(added_nbytes),
         )
 

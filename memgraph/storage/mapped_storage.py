@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..tensors.layout import is_dense, shaped
+from ..tensors.layout import is_dense, view_bytes_as
 from .spill_file import PAGE, SpillError, advice_for, spill_folder, unnamed_file, whole_pages
 
 SlotSize = tuple[int, int]  # offset, bytes
@@ -68,7 +68,7 @@ class BufferSlice:
         """View the bytes in host memory with the layout of `tensor`."""
         assert isinstance(self.mapping, Mapping)
         flat = torch.frombuffer(self.mapping, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
-        return shaped(flat, tensor)
+        return view_bytes_as(flat, tensor)
 
 
 class CopySource:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors.layout import shaped
+from ..tensors.layout import view_bytes_as
 from .async_copy import CopyLog
 from .mapped_storage import BufferSlice
 from .pinned_pool import PINNED_POOL, PinnedBlock, PinnedPool
@@ -152,7 +152,7 @@ class PinnedLease:
         if bound := self.bound.get(slot):
             return bound.view_like(tensor)
         begin = self.tier.offsets[slot]
-        return shaped(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
+        return view_bytes_as(self.block.bytes[begin : begin + self.tier.slots[slot]], tensor)
 
     def _copy(self, stream: Any, into: Tensor, of: Tensor) -> Any:
         self.last[stream] = event = copy_on_stream(self.cuda, self.device, stream, into, of)

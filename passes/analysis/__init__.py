@@ -3,5 +3,5 @@
 reuse_gaps      storages that forward makes and backward reads, and the gap between
 chain_slices    narrow places that cut forward into a chain
 streamable      state that may be offloaded
-host_update     states that the host updates
+host_update     offloaded states that the host updates
 """

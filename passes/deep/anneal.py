@@ -1,13 +1,13 @@
-"""A plan in which ops run again as often as need be, one re-run at a time: annealed, from nothing.
+"""Plan for a deep budget by annealing: add, move and remove recomputations by chance, beginning with none.
 
-    nothing again, 865 MB over   ->   {b before 8, c before 9, b before 9, ...}, fits
+    no recomputations, 865 MB over the budget   ->   {b before 8, c before 9, b before 9, ...}, fits
 
-A change is taken if the step gets better by it, or by chance if not much worse: chance ends as it cools, and what lies
-over the budget weighs more and more.  The changes: what lies there at a moment goes, and is made again for who reads it
-next; a re-run is left out; it moves to where others are that make what it reads or read what it makes; it is left out,
-and other things go in its place.  What runs again for nobody goes with the last that reads it.
+A change is kept if the step gets better by it, or by chance if not much worse.  The chance falls as it cools, and bytes
+over the budget weigh more and more.  A change frees a storage at a moment and recomputes it for its next reader; drops
+a recomputation; moves it next to others that make what it reads or read what it makes; or drops it and frees other
+storages instead.  A recomputation that nothing reads any more is dropped as well.
 
-What is kept from forward is settled while it is hot, and of that chance decides: so many begin, and the best go on.
+What forward keeps is decided while it is hot, by chance.  So many runs begin, and the best go on.
 """
 
 from __future__ import annotations
@@ -24,216 +24,214 @@ from ..lp import solver
 from ..lp.problem import PlanProblem
 from ..lp.solver import INFINITY
 from ..simulate.forecast import predict
-from .phase_lp import Pieces
+from .phase_lp import PhaseProblem
 from .rerun_state import RerunState
 
-ROUNDS = (12, 12), (4, 20), (1, 32)  # so many are cooled, each with so many tries an item
-ITEMS = 128  # with more there are no more tries
+ROUNDS = (12, 12), (4, 20), (1, 32)  # runs that are cooled, and the tries of each per storage
+MOST_STORAGES = 128  # more storages get no more tries
 REPAIRS = 3
-HOT = 2.0  # at first, in the mean time of a re-run
+START_HEAT = 2.0  # in the mean time of a recomputation
 COOLING = 2.3  # to a tenth
-LIGHT = 0.4  # at first, a byte over the budget at a moment, in the mean time of a byte's re-run; it rises a hundredfold
-STAYS = (0.0, 0.3, 1.0)  # the chance of what a re-run reads to stay until then, not to run again as well
-SWAP, MOVE, LEAVE = 0.12, 0.32, 0.75  # of the chance, up to which a change is one of these
-EAGER = 0.25  # more of it is for letting things go, where the budget is broken
-LOOKS = 20  # for something that may go
-GOES = 3  # things, for one that stays
-CHANGES = 16  # of a try; where they are more it cools in fewer
-PER_LOOK = 64  # tries, between two looks at the clock
+START_PENALTY = 0.4  # of a byte over the budget, in the mean time of recomputing a byte; it rises a hundredfold
+KEEP_CHANCES = (0.0, 0.3, 1.0)  # that what a recomputation reads is kept until then, not recomputed as well
+SWAP, MOVE, LEAVE = 0.12, 0.32, 0.75  # up to which chance a change is one of these
+EAGER = 0.25  # more chance to free a storage while the step is over the budget
+TRIES_TO_RELEASE = 20  # to find a storage that may be freed
+RELEASES_PER_SWAP = 3  # storages that are freed for a recomputation that is dropped
+CHANGES = 16  # of a try on average: with more, it cools in fewer tries
+PER_LOOK = 64  # tries between two looks at the clock
 
 
 def anneal(trace: Trace, machine: Machine, until: float = INFINITY) -> Plan:
-    """The quickest plan found that fits and recomputes only; no decisions, if none fits.
+    """Return the fastest plan found that fits and only recomputes; no decisions if none fits.
 
-    At `until`, as `time.monotonic` has it, it ends with what was found.  Without HiGHS nothing is searched here either:
-    what is greedy is there in a moment.
+    It ends at `until`, as `time.monotonic` has it.  Without HiGHS only the greedy pass plans, which is quick.
     """
     if not solver.is_installed():
         return ()
     machine = machine.without_tier
-    program = PlanProblem(ReuseGaps(trace), machine)
-    if program.floor.max(initial=0.0) > machine.budget:
+    problem = PlanProblem(ReuseGaps(trace), machine)
+    if problem.floor.max(initial=0.0) > machine.budget:
         return ()
-    drawn = [nbytes for _, nbytes, _ in program.rng_draws]  # of generators: from forward on, and twice as they are set
-    room = machine.budget - sum(drawn) - 2 * max(drawn, default=0)
+    rng_nbytes = [nbytes for _, nbytes, _ in problem.rng_draws]  # there from forward on, and twice while they are set
+    room = machine.budget - sum(rng_nbytes) - 2 * max(rng_nbytes, default=0)
     for _ in range(REPAIRS):
-        found = _annealed(Pieces(program, machine.budget), room, until)
-        plan = found.plan() if found else ()
+        state = _anneal(PhaseProblem(problem, machine.budget), room, until)
+        plan = state.plan() if state else ()
         peak = predict(apply(trace, plan), machine).peak
         if peak <= machine.budget:
             return plan
-        if found is None:
+        if state is None:
             break
-        room -= peak - machine.budget  # of crumbs
+        room -= peak - machine.budget  # of negligible storages
     return ()
 
 
-def _annealed(pieces: Pieces, room: int, until: float) -> RerunState | None:
-    """The best re-runs found that fit; None if none do."""
-    beginnings = [_Annealing(RerunState(pieces, room), seed, until) for seed in range(ROUNDS[0][0])]
+def _anneal(phase_problem: PhaseProblem, room: int, until: float) -> RerunState | None:
+    """Return the best recomputations found that fit; None if none do."""
+    runs = [_Annealing(RerunState(phase_problem, room), seed, until) for seed in range(ROUNDS[0][0])]
     for count, tries in ROUNDS:
-        beginnings = sorted(beginnings, key=lambda each: each.best_us)[:count]
-        for each in beginnings:
-            each.cool(tries * min(len(pieces.items), ITEMS))
-    best = min(beginnings, key=lambda each: each.best_us)
-    return RerunState(pieces, room).with_runs(best.best) if best.best_us < INFINITY else None
+        runs = sorted(runs, key=lambda each: each.best_us)[:count]
+        for each in runs:
+            each.cool(tries * min(len(phase_problem.storages), MOST_STORAGES))
+    best = min(runs, key=lambda each: each.best_us)
+    return RerunState(phase_problem, room).with_reruns(best.best) if best.best_us < INFINITY else None
 
 
 class _Annealing:
-    """One beginning, and the best that came of it."""
+    """One run, and the best recomputations that it found."""
 
-    def __init__(self, moments: RerunState, seed: int, until: float) -> None:
-        self.moments = moments
+    def __init__(self, state: RerunState, seed: int, until: float) -> None:
+        self.state = state
         self.random = random.Random(seed)
         self.until = until
-        makers = moments.program.producers
-        again = [o for o in moments.pieces.made if not makers[o].runs_once]
-        self.once = frozenset(o for o in moments.pieces.made if makers[o].runs_once)
-        self.items = [i for o in again for i in moments.pieces.made[o]]
-        self.us = sum(makers[o].us for o in again) / max(1, len(again)) or 1.0  # of one re-run
-        self.weight = self.us * len(self.items) / max(1, sum(moments.nbytes[i] for i in self.items))  # of a byte
-        self.changes: list[tuple[bool, int]] = []  # what was added, and what removed, since the last step was taken
-        self.changed = 0  # times
+        producers, produced = state.problem.producers, state.phase_problem.producers
+        recomputable = [o for o in produced if not producers[o].runs_once]
+        self.run_once = frozenset(o for o in produced if producers[o].runs_once)
+        self.storages = [i for o in recomputable for i in produced[o]]
+        self.us = sum(producers[o].us for o in recomputable) / max(1, len(recomputable)) or 1.0  # of one recomputation
+        self.us_per_byte = self.us * len(self.storages) / max(1, sum(state.nbytes[i] for i in self.storages))
+        self.changes: list[tuple[bool, int]] = []  # of a try: whether it was added, and its key
+        self.change_count = 0
         self.best: tuple[int, ...] = ()
         self.best_us = INFINITY
 
     def cool(self, tries: int) -> None:
-        """Melt what there is, and cool it in so many tries, or in fewer that change much."""
-        us, over = self.moments.us, self.moments.over
-        begun, tried, done = self.changed, 0, 0.0
-        while self.items and done < 1.0:
+        """Heat up, and cool in so many tries, or in fewer that change much."""
+        us, over = self.state.us, self.state.total_excess
+        first_count, tried, done = self.change_count, 0, 0.0
+        while self.storages and done < 1.0:
             if tried % PER_LOOK == 0 and self.until < INFINITY and time.monotonic() >= self.until:
                 return
             cold = _exp(COOLING * done)
             self.changes.clear()
-            self.moments.keep()
+            self.state.save()
             self._change(over > 0)
-            new = self.moments.over
-            worse = self.moments.us - us + self.weight * LIGHT / (cold * cold) * (new - over)
-            if worse > 0 and self.random.random() >= _exp(worse / (self.us * HOT * cold)):
-                self.moments.back(self.changes)
+            new = self.state.total_excess
+            worse = self.state.us - us + self.us_per_byte * START_PENALTY / (cold * cold) * (new - over)
+            if worse > 0 and self.random.random() >= _exp(worse / (self.us * START_HEAT * cold)):
+                self.state.restore(self.changes)
             else:
-                us, over = self.moments.us, new
+                us, over = self.state.us, new
                 if not over and us < self.best_us:
-                    self.best, self.best_us = tuple(self.moments.runs), us
+                    self.best, self.best_us = tuple(self.state.reruns), us
             tried += 1
-            done = max(tried / tries, (self.changed - begun) / (CHANGES * tries))
+            done = max(tried / tries, (self.change_count - first_count) / (CHANGES * tries))
 
     def _change(self, is_over: bool) -> None:
-        """One change, whatever becomes of it."""
-        kind, runs = self.random.random(), self.moments.runs
+        kind, reruns = self.random.random(), self.state.reruns
         leave = LEAVE - EAGER * is_over
-        if not runs or kind > leave:
-            self._go(self._moment(is_over))
+        if not reruns or kind > leave:
+            self._release(self._pick_moment(is_over))
         elif kind < SWAP:
             self._swap()
         elif kind < MOVE:
-            self._move(self._any(runs))
+            self._move(self._pick(reruns))
         else:
-            self._leave(self._any(runs))
+            self._drop_rerun(self._pick(reruns))
 
-    def _moment(self, is_over: bool) -> int:
-        """Some key, of those over the budget if there are any."""
+    def _pick_moment(self, is_over: bool) -> int:
+        """Return the key of a moment, over the budget if there are such."""
         if is_over:
-            places = (self.moments.beyond > 0).nonzero()[0]
-            return self.moments.keys[int(places[int(self.random.random() * len(places))])]
-        return self._any(self.moments.keys)
+            places = (self.state.excess > 0).nonzero()[0]
+            return self.state.keys[int(places[int(self.random.random() * len(places))])]
+        return self._pick(self.state.keys)
 
-    def _any(self, keys: list[int]) -> int:
+    def _pick(self, keys: list[int]) -> int:
         return keys[int(self.random.random() * len(keys))]
 
-    def _go(self, at: int) -> None:
-        """Something that lies there at a moment, and is not read then, goes, and runs again for who reads it next."""
-        moments = self.moments
-        for _ in range(LOOKS):
-            i = self._any(self.items)
-            uses, made = moments.uses[i], moments.made[i]
+    def _release(self, at: int) -> None:
+        """Free a storage at a moment that does not read it, and recompute it for its next reader."""
+        state = self.state
+        for _ in range(TRIES_TO_RELEASE):
+            i = self._pick(self.storages)
+            uses, made = state.uses[i], state.versions[i]
             place = bisect_right(uses, at)
             if place == len(uses) or (place and uses[place - 1] == at):
                 continue
             begin = made[bisect_left(made, uses[place]) - 1]
-            position = uses[place] // moments.stride
-            if begin < at and max(begin, uses[place - 1] if place else 0) // moments.stride < position:
-                self._again(moments.maker[i], position, self._stays())
+            position = uses[place] // state.stride
+            if begin < at and max(begin, uses[place - 1] if place else 0) // state.stride < position:
+                self._recompute(state.producer[i], position, self._keep_chance())
                 return
 
-    def _stays(self) -> float:
-        return STAYS[int(self.random.random() * len(STAYS))]
+    def _keep_chance(self) -> float:
+        return KEEP_CHANCES[int(self.random.random() * len(KEEP_CHANCES))]
 
-    def _again(self, o: int, position: int, stays: float) -> None:
-        """A maker runs again before an op, and what it reads as well if it is not there then, or by chance stays."""
-        moments, todo = self.moments, [o]
+    def _recompute(self, o: int, position: int, keep_chance: float) -> None:
+        """Recompute an op before another one, and what it reads, unless that is there or by chance kept until then."""
+        state, todo = self.state, [o]
         while todo:
             w = todo.pop()
-            key = position * moments.stride + w
-            if not moments.has(key):
+            key = position * state.stride + w
+            if not state.has(key):
                 self._add(key)
-                gone = (i for i in moments.reads[w] if self._is_gone(i, key))
-                todo += [moments.maker[i] for i in gone if self.random.random() >= stays]
+                absent = (i for i in state.reads[w] if self._is_absent(i, key))
+                todo += [state.producer[i] for i in absent if self.random.random() >= keep_chance]
 
-    def _is_gone(self, i: int, key: int) -> bool:
-        """Whether a re-run alone has an item wait for it, which may run again itself."""
-        moments = self.moments
-        uses, made = moments.uses[i], moments.made[i]
+    def _is_absent(self, i: int, key: int) -> bool:
+        """Return True if a storage waits for one recomputation alone, and can be recomputed itself."""
+        state = self.state
+        uses, made = state.uses[i], state.versions[i]
         begin, after = bisect_left(made, key), bisect_right(uses, key)
         if after < len(uses) and (begin == len(made) or uses[after] < made[begin]):
             return False
         before = max(made[begin - 1], uses[after - 2] if after > 1 else 0)
-        return before // moments.stride < key // moments.stride and moments.maker[i] not in self.once
+        return before // state.stride < key // state.stride and state.producer[i] not in self.run_once
 
-    def _leave(self, key: int) -> None:
-        """A re-run is left out."""
+    def _drop_rerun(self, key: int) -> None:
+        """Drop a recomputation."""
         self._remove(key)
-        self._prune(self.moments.reads[key % self.moments.stride])
+        self._prune(self.state.reads[key % self.state.stride])
 
     def _move(self, key: int) -> None:
-        """A re-run moves to another position."""
-        moments, o = self.moments, key % self.moments.stride
-        found: set[int] = set()
-        for i in (*moments.reads[o], *moments.pieces.made[o]):
-            place = bisect_left(moments.uses[i], key)
-            found.update(moments.uses[i][max(0, place - 2) : place + 3])
-            place = bisect_left(moments.made[i], key)
-            found.update(moments.made[i][max(1, place - 1) : place + 2])
-        positions = {each // moments.stride for each in found} - {key // moments.stride}
-        if places := sorted(position for position in positions if position >= moments.program.boundary):
+        """Move a recomputation to another position."""
+        state, o = self.state, key % self.state.stride
+        neighbours: set[int] = set()
+        for i in (*state.reads[o], *state.phase_problem.producers[o]):
+            place = bisect_left(state.uses[i], key)
+            neighbours.update(state.uses[i][max(0, place - 2) : place + 3])
+            place = bisect_left(state.versions[i], key)
+            neighbours.update(state.versions[i][max(1, place - 1) : place + 2])
+        positions = {each // state.stride for each in neighbours} - {key // state.stride}
+        if places := sorted(position for position in positions if position >= state.problem.boundary):
             self._remove(key)
-            self._again(o, self._any(places), self._stays())
-            self._prune([*moments.reads[o], *moments.pieces.made[o]])
+            self._recompute(o, self._pick(places), self._keep_chance())
+            self._prune([*state.reads[o], *state.phase_problem.producers[o]])
 
     def _swap(self) -> None:
-        """A re-run is left out, and others come where it is fullest then, as long as more is over the budget."""
-        before = self.moments.over
-        self._leave(self._any(self.moments.runs))
-        for _ in range(GOES):
-            if self.moments.over <= before:
+        """Drop a recomputation, and free storages where the step is fullest, while more is over the budget."""
+        before = self.state.total_excess
+        self._drop_rerun(self._pick(self.state.reruns))
+        for _ in range(RELEASES_PER_SWAP):
+            if self.state.total_excess <= before:
                 break
-            self._go(self.moments.keys[int(self.moments.beyond.argmax())])
+            self._release(self.state.keys[int(self.state.excess.argmax())])
 
-    def _prune(self, items: list[int]) -> None:
-        """Leave out the re-runs that make these items for nobody, and what ran again for them."""
-        moments, todo = self.moments, list(items)
+    def _prune(self, storages: list[int]) -> None:
+        """Drop recomputations that make these storages for no reader, and those that these read."""
+        state, todo = self.state, list(storages)
         while todo:
             i = todo.pop()
-            mine = moments.pieces.made[moments.maker[i]]
-            for key in moments.made[i][1:]:
-                if not any(moments.is_read(each, key) for each in mine):
+            produced = state.phase_problem.producers[state.producer[i]]
+            for key in state.versions[i][1:]:
+                if not any(state.is_read(each, key) for each in produced):
                     self._remove(key)
-                    todo += moments.reads[moments.maker[i]]
+                    todo += state.reads[state.producer[i]]
 
     def _add(self, key: int) -> None:
-        self.moments.add(key)
+        self.state.add(key)
         self.changes.append((True, key))
-        self.changed += 1
+        self.change_count += 1
 
     def _remove(self, key: int) -> None:
-        self.moments.remove(key)
+        self.state.remove(key)
         self.changes.append((False, key))
-        self.changed += 1
+        self.change_count += 1
 
 
 def _exp(x: float) -> float:
-    """Nearly exp(-x), by sums and products alone: the same on every machine."""
+    """Approximate exp(-x) by sums and products, which are the same on every machine."""
     power = max(0.0, 1.0 - x / 64)
     for _ in range(6):
         power *= power

@@ -1,11 +1,12 @@
-"""What lies on the device at each moment of a step in which ops run again, kept up to date as one re-run comes or goes.
+"""The bytes of a step with a set of recomputations, updated as one recomputation is added or removed.
 
-    b from 3 until 9   ->   add(b, before 8)   ->   b from 3 until 5, its last read before 8; again from 8 until 9
+    b from 3 until 9   ->   add(b, before 8)   ->   b from 3 until 5, its last read before 8; and from 8 until 9
 
-A moment is an op of the trace, or a re-run before one: its key is the op's position times `stride`, plus the index of
-the maker that runs again, or the highest of all for the op itself.  Any set of re-runs is a plan: who reads a value
-reads what was made of it last.  So time is a sum, and bytes change only between the reads of what a re-run makes and
-reads.  Crumbs (see `phases`) are there throughout.
+Any set of recomputations is a plan, as an op reads the newest version of a value.  So time is a sum, and bytes change
+only between the reads of what a recomputation makes and reads.  Negligible storages (see `phase_lp`) are always kept.
+
+A moment is an op of the trace, or a recomputation before one.  Its key is the op's position times `stride`, plus the
+index of the producer that is recomputed; for the op itself, plus the highest index.
 """
 
 from __future__ import annotations
@@ -18,136 +19,144 @@ import numpy as np
 from ..ir.decisions import Plan
 from ..lp.problem import Ints
 from ..schedule.recompute_order import RecomputeOrder
-from .phase_lp import Pieces
+from .phase_lp import PhaseProblem
 
-GROWTH = 1_000  # moments for which there is room at first beside the ops
+GROWTH = 1_000  # moments by which the arrays grow
 
 
 class RerunState:
-    """`keys` of all moments in their order, `runs` those of re-runs; `us`: what these take.
+    """A set of recomputations.
 
-    Of each item: `uses`, the keys of those that read it in backward, and `made`, the key of its last use in forward
-    and those of the re-runs that make it.
+    Attributes:
+        keys: of all moments, in order.
+        reruns: keys of the recomputations.
+        us: the time that they take.
+        uses: of each storage: keys of the moments that read it in backward.
+        versions: of each storage: key of its last use in forward, then of the recomputations that make it.
+        own_nbytes: of each producer: the bytes that it takes while it runs, besides storages.
     """
 
-    def __init__(self, pieces: Pieces, budget: int) -> None:
-        program = pieces.program
-        self.pieces = pieces
-        self.program = program
+    def __init__(self, phase_problem: PhaseProblem, budget: int) -> None:
+        problem = phase_problem.problem
+        self.phase_problem = phase_problem
+        self.problem = problem
         self.budget = budget
-        self.stride = len(program.producers) + 1
-        self.nbytes = [item.nbytes for item in program.storages]
-        self.maker = [item.producer for item in program.storages]
+        self.stride = len(problem.producers) + 1
+        self.nbytes = [each.nbytes for each in problem.storages]
+        self.producer = [each.producer for each in problem.storages]
         self.us = 0.0
-        self.runs: list[int] = []
-        self.keys = [self._key(position) for position in range(program.size)]
-        self.uses = {i: [self._key(use) for use in uses] for i, uses in pieces.uses.items()}
-        self.made = {i: [self._key(program.storages[i].last_forward)] for i in pieces.items}
-        self.views = {i: self._views(i) for i in pieces.items}
-        self.reads: dict[int, list[int]] = {o: [] for o in pieces.made}
-        for i in pieces.items:
-            for w in program.storages[i].readers:
+        self.reruns: list[int] = []
+        self.keys = [self._key(position) for position in range(problem.size)]
+        self.uses = {i: [self._key(use) for use in uses] for i, uses in phase_problem.uses.items()}
+        self.versions = {i: [self._key(problem.storages[i].last_forward)] for i in phase_problem.storages}
+        self.views = {i: self._view_uses(i) for i in phase_problem.storages}
+        self.reads: dict[int, list[int]] = {o: [] for o in phase_problem.producers}
+        for i in phase_problem.storages:
+            for w in problem.storages[i].readers:
                 if w in self.reads:
                     self.reads[w].append(i)
-        # What a maker takes while it runs beside the items.
-        self.own = {o: self._own(o) for o in pieces.made}
-        # At each moment what lies there beyond the budget, and what lay there just before it and still does.
-        self._lies = np.zeros((2, program.size + GROWTH), dtype=np.int64)
-        self._lies[0, : program.size] = program.captured.total - budget
-        self._lies[1, : program.size] = self._crossing() - budget
-        self.keep()
+        self.own_nbytes = {o: self._own_nbytes(o) for o in phase_problem.producers}
+        # At each moment, beyond the budget: the bytes, and those of them that were there just before it.
+        self._nbytes = np.zeros((2, problem.size + GROWTH), dtype=np.int64)
+        self._nbytes[0, : problem.size] = problem.captured.total - budget
+        self._nbytes[1, : problem.size] = self._crossing() - budget
+        self.save()
 
     @property
-    def beyond(self) -> Ints:
-        """The bytes beyond the budget at every moment; below 0 where there is room."""
-        return self._lies[0, : len(self.keys)]
+    def excess(self) -> Ints:
+        """The bytes beyond the budget at every moment; negative where there is room."""
+        return self._nbytes[0, : len(self.keys)]
 
     @property
-    def over(self) -> int:
-        """The bytes over the budget, summed over all moments."""
-        return int(np.add.reduce(np.maximum(self.beyond, 0)))
+    def total_excess(self) -> int:
+        """The bytes over the budget, summed over the moments."""
+        return int(np.add.reduce(np.maximum(self.excess, 0)))
 
-    def with_runs(self, keys: tuple[int, ...]) -> RerunState:
-        """The same with more re-runs."""
+    def with_reruns(self, keys: tuple[int, ...]) -> RerunState:
+        """Add recomputations; return this state."""
         for key in keys:
             self.add(key)
         return self
 
     def has(self, key: int) -> bool:
-        """Whether a re-run has this key."""
-        place = bisect_left(self.runs, key)
-        return place < len(self.runs) and self.runs[place] == key
+        """Return True if a recomputation has this key."""
+        place = bisect_left(self.reruns, key)
+        return place < len(self.reruns) and self.reruns[place] == key
 
     def add(self, key: int) -> None:
-        """One more re-run."""
+        """Add a recomputation."""
         o = key % self.stride
-        self._insert(key, self.own[o])
-        read = [(i, self.last(i, bisect_left(self.made[i], key) - 1)) for i in self.reads[o]]
-        made = [(i, version := bisect_left(self.made[i], key), self.last(i, version - 1)) for i in self.pieces.made[o]]
-        self._enter(key)
+        self._insert_moment(key, self.own_nbytes[o])
+        read = [(i, self.last_use(i, bisect_left(self.versions[i], key) - 1)) for i in self.reads[o]]
+        produced = self.phase_problem.producers[o]
+        made = [(i, version := bisect_left(self.versions[i], key), self.last_use(i, version - 1)) for i in produced]
+        self._register(key)
         for i, last in read:
-            self._change(last, key, self.nbytes[i])
+            self._add_between(last, key, self.nbytes[i])
         for i, version, last in made:
-            self._change(self.last(i, version - 1), last, -self.nbytes[i])
-            self._live(key, self.last(i, version), self.nbytes[i])
+            self._add_between(self.last_use(i, version - 1), last, -self.nbytes[i])
+            self._add_from(key, self.last_use(i, version), self.nbytes[i])
 
     def remove(self, key: int) -> None:
-        """One less."""
+        """Remove a recomputation."""
         o = key % self.stride
-        made = [(i, bisect_left(self.made[i], key)) for i in self.pieces.made[o]]
-        lasts = [(self.last(i, version - 1), self.last(i, version)) for i, version in made]
-        read = [(i, version := bisect_left(self.made[i], key) - 1, self.last(i, version)) for i in self.reads[o]]
-        self._leave(key)
+        made = [(i, bisect_left(self.versions[i], key)) for i in self.phase_problem.producers[o]]
+        lasts = [(self.last_use(i, version - 1), self.last_use(i, version)) for i, version in made]
+        read = [
+            (i, version := bisect_left(self.versions[i], key) - 1, self.last_use(i, version)) for i in self.reads[o]
+        ]
+        self._unregister(key)
         for (i, version), (before, last) in zip(made, lasts, strict=True):
-            self._live(key, last, -self.nbytes[i])
-            self._change(before, self.last(i, version - 1), self.nbytes[i])
+            self._add_from(key, last, -self.nbytes[i])
+            self._add_between(before, self.last_use(i, version - 1), self.nbytes[i])
         for i, version, last in read:
-            self._change(self.last(i, version), last, -self.nbytes[i])
-        self._delete(key)
+            self._add_between(self.last_use(i, version), last, -self.nbytes[i])
+        self._delete_moment(key)
 
-    def keep(self) -> None:
-        """Keep what lies where, for `back`."""
-        self._kept = self._lies[:, : len(self.keys)].copy()
+    def save(self) -> None:
+        """Save the bytes of all moments for `restore`."""
+        self._saved = self._nbytes[:, : len(self.keys)].copy()
 
-    def back(self, changes: list[tuple[bool, int]]) -> None:
-        """Take back what was added, or removed, since `keep`: in half the time that it takes to do the opposite."""
+    def restore(self, changes: list[tuple[bool, int]]) -> None:
+        """Undo changes (whether it was added, key) since `save`, in half the time of their opposites."""
         for added, key in reversed(changes):
-            (self._leave if added else self._enter)(key)
+            (self._unregister if added else self._register)(key)
             place = bisect_left(self.keys, key)
             if added:
                 del self.keys[place]
             else:
                 self.keys.insert(place, key)
-        self._lies[:, : len(self.keys)] = self._kept
+        self._nbytes[:, : len(self.keys)] = self._saved
 
-    def last(self, i: int, version: int) -> int:
-        """The key of the last that reads what was made of an item at a time."""
-        made, uses = self.made[i], self.uses[i]
-        begin = made[version]
-        first = bisect_right(uses, begin)
-        end = bisect_left(uses, made[version + 1]) if version + 1 < len(made) else len(uses)
+    def last_use(self, i: int, version: int) -> int:
+        """Return the key of the last moment that reads a version of a storage."""
+        versions, uses = self.versions[i], self.uses[i]
+        start = versions[version]
+        first = bisect_right(uses, start)
+        end = bisect_left(uses, versions[version + 1]) if version + 1 < len(versions) else len(uses)
         if first == end:
-            return begin
+            return start
         if views := self.views[i]:
             return max(views.get(use, use) for use in uses[first:end])
         return uses[end - 1]
 
     def is_read(self, i: int, key: int) -> bool:
-        """Whether anybody reads what the re-run with this key makes of an item."""
-        version, uses = bisect_left(self.made[i], key), self.uses[i]
-        first = bisect_right(uses, key)
-        return first < len(uses) and (version + 1 == len(self.made[i]) or uses[first] < self.made[i][version + 1])
+        """Return True if a moment reads the version of a storage that a recomputation makes."""
+        versions, uses = self.versions[i], self.uses[i]
+        version, first = bisect_left(versions, key), bisect_right(uses, key)
+        return first < len(uses) and (version + 1 == len(versions) or uses[first] < versions[version + 1])
 
     def plan(self) -> Plan:
-        """The decisions that run again what is to."""
-        gaps, items = self.program.gaps, self.program.storages
+        """Return the decisions."""
+        gaps, storages = self.problem.gaps, self.problem.storages
         every = frozenset(gaps.producer)
         reruns = RecomputeOrder(gaps, frozenset(s for s, op in gaps.producer.items() if not gaps.trace.op[op].once))
-        again: dict[int, set[str]] = {position: set() for position in gaps.reads}
-        for key in self.runs:
+        recomputed: dict[int, set[str]] = {position: set() for position in gaps.reads}
+        for key in self.reruns:
             position, o = divmod(key, self.stride)
-            again.setdefault(position, set()).update(items[i].storage for i in self.pieces.made[o])
-        for position, new in sorted(again.items()):
+            produced = (storages[i].storage for i in self.phase_problem.producers[o])
+            recomputed.setdefault(position, set()).update(produced)
+        for position, new in sorted(recomputed.items()):
             reruns.drop(every - new)
             reruns.recompute([reruns.whole_value(storage) for storage in sorted(new)], position, frozenset(new))
             reruns.recompute(gaps.reads.get(position, ()), position, frozenset(new))
@@ -156,79 +165,78 @@ class RerunState:
     def _key(self, position: int) -> int:
         return (position + 1) * self.stride - 1
 
-    def _own(self, o: int) -> int:
-        op = self.program.gaps.trace.op[self.program.producers[o].value]
-        return op.workspace + op.nbytes - sum(self.nbytes[i] for i in self.pieces.made[o])
+    def _own_nbytes(self, o: int) -> int:
+        op = self.problem.gaps.trace.op[self.problem.producers[o].value]
+        return op.workspace + op.nbytes - sum(self.nbytes[i] for i in self.phase_problem.producers[o])
 
     def _crossing(self) -> Ints:
-        change = np.zeros(self.program.size + 1, dtype=np.int64)
-        for life in self.program.captured.lifetimes:
-            # Tangents are there from the first of backward on, a re-run or not.
+        change = np.zeros(self.problem.size + 1, dtype=np.int64)
+        for life in self.problem.captured.lifetimes:
+            # Tangents are there from the first moment of backward on.
             change[life.first + (life.kind != "tangent")] += life.nbytes
             change[life.last + 1] -= life.nbytes
         return np.cumsum(change)[:-1]
 
-    def _views(self, i: int) -> dict[int, int]:
-        """Of the uses of an item that are views of it, the last that reads it so."""
-        storage, ops = self.program.storages[i].storage, self.program.gaps.trace.ops
-        views = (use for use in self.pieces.uses[i] if storage in ops[use].holds)
-        return {self._key(use): self._key(self._seen[use]) for use in views}
+    def _view_uses(self, i: int) -> dict[int, int]:
+        """Return the last read of each view of a storage that backward makes."""
+        storage, ops = self.problem.storages[i].storage, self.problem.gaps.trace.ops
+        views = (use for use in self.phase_problem.uses[i] if storage in ops[use].holds)
+        return {self._key(use): self._key(self._last_view_reads[use]) for use in views}
 
     @cached_property
-    def _seen(self) -> dict[int, int]:
+    def _last_view_reads(self) -> dict[int, int]:
         """The last position that reads each backward op, or a view of it."""
-        ops, op = self.program.gaps.trace.ops, self.program.gaps.trace.op
+        ops, op = self.problem.gaps.trace.ops, self.problem.gaps.trace.op
         last: dict[str, int] = {}
-        for position in reversed(range(self.program.boundary, self.program.size)):
-            mine = ops[position]
-            for read in mine.reads:
-                is_view = not set(op[read].holds).isdisjoint(mine.holds)
-                last[read] = max(last.get(read, 0), last.get(mine.name, position) if is_view else position)
-        return {i: last.get(ops[i].name, i) for i in range(self.program.boundary, self.program.size)}
+        for position in reversed(range(self.problem.boundary, self.problem.size)):
+            viewer = ops[position]
+            for read in viewer.reads:
+                is_view = not set(op[read].holds).isdisjoint(viewer.holds)
+                last[read] = max(last.get(read, 0), last.get(viewer.name, position) if is_view else position)
+        return {i: last.get(ops[i].name, i) for i in range(self.problem.boundary, self.problem.size)}
 
-    def _enter(self, key: int) -> None:
-        """A re-run is one of those that read and make items."""
+    def _register(self, key: int) -> None:
+        """Enter a recomputation in the lists of those that read and make storages."""
         o = key % self.stride
-        insort(self.runs, key)
-        self.us += self.program.producers[o].us
+        insort(self.reruns, key)
+        self.us += self.problem.producers[o].us
         for i in self.reads[o]:
             insort(self.uses[i], key)
-        for i in self.pieces.made[o]:
-            insort(self.made[i], key)
+        for i in self.phase_problem.producers[o]:
+            insort(self.versions[i], key)
 
-    def _leave(self, key: int) -> None:
-        """It is none of them any more."""
+    def _unregister(self, key: int) -> None:
         o = key % self.stride
-        del self.runs[bisect_left(self.runs, key)]
-        self.us -= self.program.producers[o].us
+        del self.reruns[bisect_left(self.reruns, key)]
+        self.us -= self.problem.producers[o].us
         for i in self.reads[o]:
             del self.uses[i][bisect_left(self.uses[i], key)]
-        for i in self.pieces.made[o]:
-            del self.made[i][bisect_left(self.made[i], key)]
+        for i in self.phase_problem.producers[o]:
+            del self.versions[i][bisect_left(self.versions[i], key)]
 
-    def _insert(self, key: int, own: int) -> None:
-        """A moment at which only what lies there before and behind it does, and what a re-run takes beside."""
+    def _insert_moment(self, key: int, own: int) -> None:
+        """Insert a moment with the bytes that are there before and behind it, and `own` bytes."""
         place, size = bisect_left(self.keys, key), len(self.keys)
-        if size == self._lies.shape[1]:
-            self._lies = np.concatenate((self._lies, np.zeros((2, GROWTH), dtype=np.int64)), axis=1)
-        self._lies[:, place + 1 : size + 1] = self._lies[:, place:size]
-        self._lies[0, place] = self._lies[1, place] + own
+        if size == self._nbytes.shape[1]:
+            self._nbytes = np.concatenate((self._nbytes, np.zeros((2, GROWTH), dtype=np.int64)), axis=1)
+        self._nbytes[:, place + 1 : size + 1] = self._nbytes[:, place:size]
+        self._nbytes[0, place] = self._nbytes[1, place] + own
         self.keys.insert(place, key)
 
-    def _delete(self, key: int) -> None:
+    def _delete_moment(self, key: int) -> None:
         place, size = bisect_left(self.keys, key), len(self.keys)
-        self._lies[:, place : size - 1] = self._lies[:, place + 1 : size]
+        self._nbytes[:, place : size - 1] = self._nbytes[:, place + 1 : size]
         del self.keys[place]
 
-    def _change(self, before: int, last: int, nbytes: int) -> None:
-        """So many bytes more, or less, lie there after one moment until another."""
+    def _add_between(self, before: int, last: int, nbytes: int) -> None:
+        """Add bytes, which may be negative, after one moment up to another."""
         if before < last:
-            lies = self._lies[:, bisect_right(self.keys, before) : bisect_right(self.keys, last)]
+            lies = self._nbytes[:, bisect_right(self.keys, before) : bisect_right(self.keys, last)]
             lies += nbytes
 
-    def _live(self, first: int, last: int, nbytes: int) -> None:
-        """The same from the moment on at which they are made."""
+    def _add_from(self, first: int, last: int, nbytes: int) -> None:
+        """Add bytes from the moment on that makes them up to another."""
         begin = bisect_left(self.keys, first)
-        lies = self._lies[:, begin : bisect_right(self.keys, last)]
+        lies = self._nbytes[:, begin : bisect_right(self.keys, last)]
         lies += nbytes
         lies[1, 0] -= nbytes

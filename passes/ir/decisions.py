@@ -41,10 +41,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from . import ops
 from .machine import CAST_WORKSPACE, cast_type
 from .trace import Op, Storage, Trace, type_nbytes
+
+EXTRAS = ("wire", "on")  # fields that are printed only if they are set
+
+
+def _print(decision: Any) -> str:
+    pairs = asdict(decision)
+    value = pairs.pop("value")
+    facts = ", ".join(f"{name} {fact}" for name, fact in pairs.items() if fact or name not in EXTRAS)
+    return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,7 @@ class Recompute:
     value: str
     before: str
 
-    def __str__(self) -> str:
-        return _print(self)
+    __str__ = _print
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,7 @@ class Offload:
     free: str
     wire: str = ""
 
-    def __str__(self) -> str:
-        return _print(self)
+    __str__ = _print
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,7 @@ class Reload:
     back: str
     use: str
 
-    def __str__(self) -> str:
-        return _print(self)
+    __str__ = _print
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +106,15 @@ class Stream:
     value: str
     on: str = ""
 
-    def __str__(self) -> str:
-        return _print(self)
+    __str__ = _print
 
 
 Decision = Recompute | Offload | Reload | Stream
 KINDS = {"recompute": Recompute, "offload": Offload, "reload": Reload, "stream": Stream}
-EXTRAS = ("wire", "on")  # fields that are printed only if they are set
 PLACES = {kind: tuple(field.name for field in fields(kind) if field.name not in EXTRAS) for kind in KINDS.values()}
 HOST = "host"
 Plan = tuple[Decision, ...]
 Line = Callable[[Op, str], object]
-
-
-def _print(decision: Decision) -> str:
-    pairs = asdict(decision)
-    value = pairs.pop("value")
-    facts = ", ".join(f"{name} {fact}" for name, fact in pairs.items() if fact or name not in EXTRAS)
-    return f"{type(decision).__name__.lower()} {value}" + (f": {facts}" if facts else "")
 
 
 def parse_plan(text: str) -> Plan:

@@ -1,4 +1,4 @@
-"""What a plan can fail with."""
+"""Errors of planning."""
 
 from __future__ import annotations
 

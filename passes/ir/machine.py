@@ -136,8 +136,8 @@ class Machine:
         return ", ".join(
             (
                 f"{self.device} {self.budget} bytes",
-                f"{self.tier} {link.out:.0f}/{link.back:.0f} MB/s" if link.works else "no far tier",
-                *([f"steps states at {host:.0f} MB/s"] * (host > 0)),
+                f"{self.tier} {link.out:.0f}/{link.back:.0f} MB/s" if link.works else "no tier",
+                *([f"updates states at {host:.0f} MB/s"] * (host > 0)),
                 *([f"cast to {cast.dtype} at {cast.out:.0f}/{cast.back:.0f} MB/s"] * bool(cast.dtype)),
                 *([f"net {network.rate:.0f} MB/s after {network.latency_us:.0f} us"] * (network.rate > 0)),
             )

@@ -5,7 +5,6 @@ state_vars        parameters, gradients and optimizer states that may be offload
 columns           what a plan decides, and what it costs
 model             the mathematics, and the rows for availability
 memory_rows       the bytes at an op fit the budget
-transient_rows    bytes that a recomputation takes while it runs
 bandwidth_rows    the bytes that a link carries by an op
 state_rows        offloaded state: its bytes, its copies, its updates
 occupancy         the bytes that a solution has at every op

@@ -112,6 +112,27 @@ def add_update_rows(lp: LPSolver, columns: Columns) -> None:
             lp.add_row(0.0, INFINITY, {state.staged[position]: 1.0, state.staged[before]: -1.0})
 
 
+def add_reload_rows(lp: LPSolver, columns: Columns) -> list[int]:
+    """Add rows by which a recomputation that reads offloaded state costs a reload; return their indices.
+
+    A reload serves all recomputations between two uses of the state.  Plans may share the reload of a use instead, so
+    these rows are no part of a proof.
+    """
+    problem, rows, reloads = columns.problem, list[int](), dict[tuple[int, int], int]()
+    states = {state.storage: r for r, state in enumerate(problem.states)}
+    trace = problem.gaps.trace
+    for o, producer in enumerate(problem.producers):
+        read = {storage for value in trace.op[producer.value].reads for storage in trace.op[value].holds}
+        for r in sorted(states[storage] for storage in read & states.keys()):
+            state = problem.states[r]
+            gap = sum(first <= problem.first_reruns[o] for first, _ in state.uses)
+            if (r, gap) not in reloads:
+                reloads[r, gap] = lp.add_column(state.nbytes / problem.machine.link.back)
+            terms = {columns.recompute[o]: 1.0, columns.state.offload[r]: 1.0, reloads[r, gap]: -1.0}
+            rows.append(lp.add_row(-INFINITY, 1.0, terms))
+    return rows
+
+
 def _add_host_rows(lp: LPSolver, columns: Columns, position: int, link_us: Terms) -> Terms:
     """Take from `link_us` what the links are spared where the host updates states; return the time of the host.
 

@@ -1,4 +1,4 @@
-"""A candidate plan: the placement of each storage, and what the simulator says of it."""
+"""A candidate plan: the placement of each storage, and the forecast of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schedule import Placement, schedule
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """The fates of the storages so far, in the order in which they were given up, the plan, and what it comes to."""
+    """The placements that differ from keep, in the order of their choice, the plan, and its forecast."""
 
     placements: dict[str, Placement]
     plan: Plan
@@ -24,6 +24,6 @@ class Candidate:
         return self.forecast.peak
 
 
-def make_candidate(gaps: ReuseGaps, machine: Machine, fates: dict[str, Placement]) -> Candidate:
-    plan = schedule(gaps, fates, machine)
-    return Candidate(fates, plan, predict(apply(gaps.trace, plan), machine))
+def make_candidate(gaps: ReuseGaps, machine: Machine, placements: dict[str, Placement]) -> Candidate:
+    plan = schedule(gaps, placements, machine)
+    return Candidate(placements, plan, predict(apply(gaps.trace, plan), machine))

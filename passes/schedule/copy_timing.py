@@ -1,13 +1,13 @@
-"""When copies begin and end, as somebody says who has the clock, the links and the room before him.
+"""Choose when copies begin and end, by simulating the links and the memory of a plan.
 
-    w, 10 MB, is fetched for mm_9; the link is idle from mm_5 on   ->   it begins before mm_5; or before the first op
-                                                                        from which on all have room for it
-    g, 10 MB, leaves behind mm_3; its copy ends while mm_6 runs    ->   compute waits for it behind mm_6; or before the
-                                                                        first op that has no room for it
+    w, 10 MB, is reloaded for mm_9; the link is idle from mm_5 on  ->   the reload begins before mm_5, or before the
+                                                                        first op from which on there is room for it
+    g, 10 MB, is offloaded after mm_3; the copy ends during mm_6   ->   g is freed after mm_6, or before the first op
+                                                                        that needs its bytes
 
-A link is never idle while there is room for what comes next, and nothing lies there before the link is ready for it:
-what begins too early takes the room of what is wanted first.  What runs again, leaves or lives far stays as it is; of
-what lives far some stays from one visit to the next (`staying`).
+A link is never idle while there is room for the next reload.  No reload begins before the link is ready for it, as it
+would take the room of one that is needed first.  What a plan recomputes, offloads or streams stays as it is, but some
+streamed values stay from one use to the next (`staying`).
 """
 
 from __future__ import annotations
@@ -29,67 +29,69 @@ from ..ir.ops import FREE, NARROW, OFFLOAD, RELOAD, free_name, reload_name
 from ..simulate.forecast import Forecast, Queues, predict, update_nbytes
 from .staying import keep_between_uses
 
-BEHIND = (NARROW, OFFLOAD, FREE)  # stand behind an op
-SPARED = 8  # of the budget that part, which what stays leaves to what is under way, or takes as well
+BEHIND = (NARROW, OFFLOAD, FREE)  # follow an op
+SPARED = 8  # 1/SPARED of the budget is left to pending copies by values that stay
 
 
 def retime_copies(
     gaps: ReuseGaps, machine: Machine, plan: Plan, forecast: Forecast, until: float = math.inf
 ) -> tuple[Plan, Forecast]:
-    """The plan, whose forecast is given, with other times for its copies, if the step is faster then or nearer to the
-    budget; and its forecast.  From `until` on, as `time.monotonic` has it, no second way is tried."""
+    """Return the plan with other times for its copies and its forecast, if that is faster or nearer to the budget.
+
+    From `until` on, as `time.monotonic` has it, no second way is tried.
+    """
     if not has_copies(plan):
         return plan, forecast
 
-    def rank(found: tuple[Plan, Forecast]) -> tuple[int, float]:
-        return max(0, found[1].peak - machine.budget), found[1].us
+    def rank(timed: tuple[Plan, Forecast]) -> tuple[int, float]:
+        return max(0, timed[1].peak - machine.budget), timed[1].us
 
     best = plan, forecast
-    for found in _timed(gaps, machine, plan):
-        best = min(best, found, key=rank)
+    for timed in _timed(gaps, machine, plan):
+        best = min(best, timed, key=rank)
         if time.monotonic() >= until:
             break
     return best
 
 
 def has_copies(plan: Plan) -> bool:
-    """Whether there is a copy whose time could be another."""
+    """Return True if a plan copies anything."""
     return any(isinstance(decision, Offload | Reload) for decision in plan)
 
 
 def _timed(gaps: ReuseGaps, machine: Machine, plan: Plan) -> Iterator[tuple[Plan, Forecast]]:
-    """With those fetches alone for which there is no room to stay, and with all that it says, which mostly is worse."""
+    """Yield timings: with as few reloads of streamed values as fit, and with all, which mostly is worse."""
     late = _late(plan)
-    held = predict(apply(gaps.trace, late), machine)
+    late_forecast = predict(apply(gaps.trace, late), machine)
     seen = set[Plan]()
     for spared in (machine.budget // SPARED, 0, machine.budget):
-        fewer = keep_between_uses(late, held, machine.budget - spared)
+        fewer = keep_between_uses(late, late_forecast, machine.budget - spared)
         if fewer not in seen:
             seen.add(fewer)
-            least = held if fewer == late else predict(apply(gaps.trace, fewer), machine)
+            least = late_forecast if fewer == late else predict(apply(gaps.trace, fewer), machine)
             timed = _Walk(gaps, machine, fewer, least).run()
             yield timed, predict(apply(gaps.trace, timed), machine)
-    # What is cast behind one op may have no room beside what leaves behind it: the walk looks at ops.  So a budget that
-    # is named because a plan was found for it is one for which a plan is found.
-    yield late, held
+    # The walk looks at captured ops only, so a cast behind one may exceed the budget.  A budget that an error names, as
+    # a plan was found for it, has to work.
+    yield late, late_forecast
 
 
 def _late(plan: Plan) -> Plan:
-    """The plan with copies for which compute waits: those that take the least room."""
+    """Return the plan with copies that compute waits for: they take the least memory."""
     return tuple(
-        replace(said, back=said.use)
-        if isinstance(said, Reload)
-        else replace(said, free=said.out)
-        if isinstance(said, Offload)
-        else said
-        for said in plan
+        replace(decision, back=decision.use)
+        if isinstance(decision, Reload)
+        else replace(decision, free=decision.out)
+        if isinstance(decision, Offload)
+        else decision
+        for decision in plan
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReload:
-    """A fetch that waits for the link or for room: its line, the decision's place, its bytes, and the first captured op
-    before which it may begin."""
+    """A reload that waits for the link or for memory: its line, the index of its decision, its bytes, and the first
+    captured op before which it may begin."""
 
     name: str
     line: int
@@ -100,8 +102,8 @@ class PendingReload:
 
 @dataclass(frozen=True, slots=True)
 class PendingOffload:
-    """A copy out that is under way: when it ends, the decision's place, its bytes, and the captured op behind which it
-    has to have ended."""
+    """A pending copy out: its end, the index of its decision, its bytes, and the captured op behind which it has to
+    have ended."""
 
     end: float
     place: int
@@ -110,128 +112,126 @@ class PendingOffload:
 
 
 class _Walk:
-    """Runs the lines of a plan for whose copies compute waits, and lets these begin sooner and end later; `there` are
-    the bytes at each line, with those of fetches that have begun."""
+    """Runs the lines of a plan, and lets its copies begin sooner and end later."""
 
     def __init__(self, gaps: ReuseGaps, machine: Machine, plan: Plan, forecast: Forecast) -> None:
         self.gaps, self.machine, self.forecast, self.trace = gaps, machine, forecast, forecast.trace
         self.plan = list(plan)
-        self.there = forecast.total.copy()
+        self.nbytes = forecast.total.copy()  # at each line, with reloads that have begun early
         self.queues, self.now = Queues(self.trace, machine), 0.0
         self.index = {op.name: line for line, op in enumerate(self.trace.ops)}
-        self.coming = deque(sorted(self._comings(), key=lambda coming: coming.line))
-        self.outs = {free_name(said.value): k for k, said in enumerate(plan) if isinstance(said, Offload)}
-        self.begun = set[str]()
-        self.leaving: list[PendingOffload] = []
+        self.reloads = deque(sorted(self._pending_reloads(), key=lambda reload: reload.line))
+        self.outs = {free_name(decision.value): k for k, decision in enumerate(plan) if isinstance(decision, Offload)}
+        self.early = set[str]()
+        self.offloads: list[PendingOffload] = []
 
     def run(self) -> Plan:
         captured, places = self.gaps.index, self.places
         for line, op in enumerate(self.trace.ops):
             if op.name in captured:
-                self._begin(line)
+                self._begin_reloads(line)
             if op.fn == FREE:
-                self._leave(op.name)
+                self._begin_offload(op.name)
             elif op.fn != RELOAD:
                 self.now = self.queues.run(self.now, op)
-            elif op.name not in self.begun:
-                self.coming.popleft()
+            elif op.name not in self.early:
+                self.reloads.popleft()
                 self.now = self.queues.run(self.now, op)
-            if line == self.ends[places[line]] and self.leaving:
-                self._let_go(line)
+            if line == self.ends[places[line]] and self.offloads:
+                self._free(line)
         return tuple(self.plan)
 
-    def _begin(self, line: int) -> None:
-        """Begin as many fetches before a captured op as the link is ready for while it runs; in the order of their
-        uses, for who comes first to the link is served first."""
+    def _begin_reloads(self, line: int) -> None:
+        """Begin the reloads that the link is ready for while a captured op runs, in the order of their uses."""
         place = self.places[line]
-        while self.coming and self.queues.idle["back"] < self.now + self.us[place]:
-            coming = self.coming[0]
-            if coming.first > place or not self._has_room(coming, line):
+        while self.reloads and self.queues.idle["back"] < self.now + self.us[place]:
+            reload = self.reloads[0]
+            if reload.first > place or not self._has_room(reload, line):
                 return
-            self.coming.popleft()
-            self.begun.add(coming.name)
-            self.there[line : coming.line] += coming.nbytes
-            self.plan[coming.place] = replace(self._reload(coming.place), back=self.gaps.trace.ops[place].name)
-            self.now = self.queues.send(self.now, coming.name, "back", coming.nbytes)
+            self.reloads.popleft()
+            self.early.add(reload.name)
+            self.nbytes[line : reload.line] += reload.nbytes
+            self.plan[reload.place] = replace(self._reload(reload.place), back=self.gaps.trace.ops[place].name)
+            self.now = self.queues.send(self.now, reload.name, "back", reload.nbytes)
 
-    def _has_room(self, coming: PendingReload, line: int) -> bool:
-        """Whether there is room from a line on.  What is leaving is gone when the link gets to it, or is waited for."""
-        room = self.machine.budget - coming.nbytes
+    def _has_room(self, reload: PendingReload, line: int) -> bool:
+        """Return True if a reload fits from a line on.  Pending offloads have ended when the link gets to it."""
+        room = self.machine.budget - reload.nbytes
         behind = self.ends[self.places[line]] + 1
-        held = sum(leaving.nbytes for leaving in self.leaving)
-        return self.there[line : coming.line].max() <= room and self.there[line:behind].max() + held <= room
+        pending = sum(offload.nbytes for offload in self.offloads)
+        return self.nbytes[line : reload.line].max() <= room and self.nbytes[line:behind].max() + pending <= room
 
-    def _leave(self, name: str) -> None:
-        """A copy out has begun."""
+    def _begin_offload(self, name: str) -> None:
+        """Note that a copy out has begun."""
         place, op = self.outs[name], self.trace.op[name]
-        said = self.plan[place]
-        assert isinstance(said, Offload)
-        out, boundary = self.gaps.index[said.out], self.gaps.trace.boundary
-        last = boundary - 1 if out < boundary else self.gaps.streamable.offload_deadline(said.value)
+        decision = self.plan[place]
+        assert isinstance(decision, Offload)
+        out, boundary = self.gaps.index[decision.out], self.gaps.trace.boundary
+        last = boundary - 1 if out < boundary else self.gaps.streamable.offload_deadline(decision.value)
         nbytes = self.trace.nbytes[self.trace.op[op.reads[1]].holds[0]]
-        self.leaving.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
+        self.offloads.append(PendingOffload(self.queues.ends[op.reads[0]], place, nbytes, max(out, last)))
 
-    def _let_go(self, line: int) -> None:
-        """Behind a captured op: what has left is gone; what has not is waited for, if the next one needs its room."""
+    def _free(self, line: int) -> None:
+        """Free behind a captured op what has been offloaded; wait for the rest if the next op needs the memory."""
         place, kept = self.places[line], list[PendingOffload]()
-        following = self.there[line + 1 : self.ends[min(place + 1, len(self.ends) - 1)] + 1]
-        room = self.machine.budget - int(following.max(initial=0)) - sum(each.nbytes for each in self.leaving)
-        for leaving in self.leaving:
-            if leaving.end > self.now and place < leaving.last and room >= 0:
-                kept.append(leaving)
+        following = self.nbytes[line + 1 : self.ends[min(place + 1, len(self.ends) - 1)] + 1]
+        room = self.machine.budget - int(following.max(initial=0)) - sum(each.nbytes for each in self.offloads)
+        for offload in self.offloads:
+            if offload.end > self.now and place < offload.last and room >= 0:
+                kept.append(offload)
                 continue
-            self.now, room = max(self.now, leaving.end), room + leaving.nbytes
-            said = self.plan[leaving.place]
-            assert isinstance(said, Offload)
-            self.plan[leaving.place] = replace(said, free=self.gaps.trace.ops[place].name)
-        self.leaving = kept
+            self.now, room = max(self.now, offload.end), room + offload.nbytes
+            decision = self.plan[offload.place]
+            assert isinstance(decision, Offload)
+            self.plan[offload.place] = replace(decision, free=self.gaps.trace.ops[place].name)
+        self.offloads = kept
 
-    def _comings(self) -> Iterator[PendingReload]:
-        """All fetches."""
-        gone = {life.storage: life.last for life in self.forecast.lifetimes}
+    def _pending_reloads(self) -> Iterator[PendingReload]:
+        """Yield all reloads."""
+        last_line = {life.storage: life.last for life in self.forecast.lifetimes}
         boundary, ops = self.gaps.trace.boundary, self.gaps.trace.ops
         begin = next((i for i, op in enumerate(ops) if not op.is_input), 0)
         count: dict[str, int] = {}
         for place in range(len(self.plan)):
             if not isinstance(self.plan[place], Reload):
                 continue
-            said = self._reload(place)
-            number = count[said.value] = count.get(said.value, 0) + 1
-            name, before = reload_name(said.value, number), reload_name(said.value, number - 1)
-            first = boundary if self.gaps.index[said.use] >= boundary else begin
-            if before in gone:  # lest it is there twice
-                first = max(first, self.places[gone[before]] + 1)
+            decision = self._reload(place)
+            number = count[decision.value] = count.get(decision.value, 0) + 1
+            name, before = reload_name(decision.value, number), reload_name(decision.value, number - 1)
+            first = boundary if self.gaps.index[decision.use] >= boundary else begin
+            if before in last_line:  # one copy at a time
+                first = max(first, self.places[last_line[before]] + 1)
             yield PendingReload(name, self.index[name], place, self.trace.op[name].nbytes, first)
 
     def _reload(self, place: int) -> Reload:
-        said = self.plan[place]
-        assert isinstance(said, Reload)
-        return said
+        decision = self.plan[place]
+        assert isinstance(decision, Reload)
+        return decision
 
     @cached_property
     def places(self) -> list[int]:
-        """For each line the captured op (by index) at it, or the last one before it."""
-        found, place = list[int](), 0
+        """Return for each line the captured op (by index) at it, or the last one before it."""
+        places, place = list[int](), 0
         for op in self.trace.ops:
             place = self.gaps.index.get(op.name, place)
-            found.append(place)
-        return found
+            places.append(place)
+        return places
 
     @cached_property
     def ends(self) -> list[int]:
-        """For each captured op the last line that stands behind it."""
-        found = [self.index[op.name] for op in self.gaps.trace.ops]
-        for place, line in enumerate(found):
+        """Return for each captured op the last line that follows it."""
+        ends = [self.index[op.name] for op in self.gaps.trace.ops]
+        for place, line in enumerate(ends):
             while line + 1 < len(self.trace.ops) and self.trace.ops[line + 1].fn in BEHIND:
                 line += 1
-            found[place] = line
-        return found
+            ends[place] = line
+        return ends
 
     @cached_property
     def us(self) -> Floats:
-        """How long compute goes on from each captured op to the next one; nothing begins just before an update that
-        takes the link itself."""
-        found = np.zeros(len(self.gaps.trace.ops))
+        """Return the compute time from each captured op to the next one.  No reload begins just before an update that
+        needs the link itself."""
+        us = np.zeros(len(self.gaps.trace.ops))
         for place, op in zip(self.places, self.trace.ops, strict=True):
-            found[place] += -np.inf if op.phase == "update" and any(update_nbytes(self.trace, op)) else op.us
-        return found
+            us[place] += -np.inf if op.phase == "update" and any(update_nbytes(self.trace, op)) else op.us
+        return us

@@ -1,6 +1,6 @@
-"""What has to run again before the ops of backward, where values are made again as often as need be.
+"""Order the ops to recompute before the ops of backward, as often as needed.
 
-drop({x}); make((c,), place of g)   ->   Recompute("b", before="g"), Recompute("c", before="g")    c of b, b of x
+drop({x}); recompute((c,), index of g)   ->   Recompute("b", before="g"), Recompute("c", before="g")    c of b, b of x
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ from ..ir.decisions import Recompute
 
 
 class RecomputeOrder:
-    """Walks backward; `there` are the forward values that can be read without making anything again."""
+    """Walks backward; `available` are the forward values that can be read without a recompute."""
 
-    def __init__(self, gaps: ReuseGaps, made: frozenset[str]) -> None:
-        """`made`: the storages that may be made again."""
+    def __init__(self, gaps: ReuseGaps, recomputable: frozenset[str]) -> None:
         self.gaps = gaps
-        self.made = made
-        self.there = set(gaps.holds)
+        self.recomputable = recomputable
+        self.available = set(gaps.holds)
         self.decisions: list[Recompute] = []
 
     def drop(self, held: frozenset[str]) -> None:
-        """Forget the values whose bytes are not held; what may not be made again stays."""
+        """Free the values of storages that are not `held`, but for those that may not be recomputed."""
         storages = self.gaps.holds
-        self.there = {value for value in self.there if all(s in held or s not in self.made for s in storages[value])}
+        self.available = {
+            value for value in self.available if all(s in held or s not in self.recomputable for s in storages[value])
+        }
 
     def whole_value(self, storage: str) -> str:
-        """The value that is there if `storage` is: what its op makes, or the part of that which is `storage` alone."""
-        maker = self.gaps.producer[storage]
-        if self.gaps.holds[maker] == (storage,):
-            return maker
-        return next((part for part in self.gaps.getitems.get(maker, ()) if self.gaps.holds[part] == (storage,)), maker)
+        """Return the value that holds `storage` alone: the result of its op, or an item of that."""
+        producer = self.gaps.producer[storage]
+        if self.gaps.holds[producer] == (storage,):
+            return producer
+        return next(
+            (item for item in self.gaps.getitems.get(producer, ()) if self.gaps.holds[item] == (storage,)), producer
+        )
 
     def recompute(self, values: Iterable[str], index: int, wanted: frozenset[str]) -> None:
-        """Make the values be there for the op at `index`, and before them what they are made from."""
+        """Recompute values for the op at `index`, and before them what they need."""
         todo, missing = list(values), set[str]()
         while todo:
             value = todo.pop()
-            if value not in self.there and value not in missing:
+            if value not in self.available and value not in missing:
                 missing.add(value)
                 todo += [read for read in self.gaps.trace.op[value].reads if read in self.gaps.holds]
-                # A part that is wanted is taken out at once: all the parts lie there until the last is.
-                todo += [part for part in self.gaps.getitems.get(value, ()) if wanted.issuperset(self.gaps.holds[part])]
+                # Wanted items are taken out at once: the whole tuple is live until the last is.
+                todo += [item for item in self.gaps.getitems.get(value, ()) if wanted.issuperset(self.gaps.holds[item])]
         place = self.gaps.trace.ops[index].name
         self.decisions += [Recompute(value, place) for value in sorted(missing, key=self.gaps.index.__getitem__)]
-        self.there |= missing
+        self.available |= missing

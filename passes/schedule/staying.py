@@ -1,8 +1,8 @@
-"""What was fetched for one visit stays until the next, where there is room for it: a fetch that nobody has to make.
+"""Keep a reloaded value until its next use, where the budget has room: that saves a reload.
 
-    w is fetched for mm_3 and again for mm_90, 10 MB; no line between needs more than 60 of 72 MB   ->   only for mm_3
+    w, 10 MB, is reloaded for mm_3 and for mm_90; no op between needs more than 60 of 72 MB   ->   only for mm_3
 
-Those that wait the shortest come first: they take the least room for what they spare the link.
+The shortest intervals come first: they take the least memory for what they save.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from ..simulate.forecast import Forecast
 
 @dataclass(frozen=True, order=True, slots=True)
 class IdleInterval:
-    """From behind the last use of one copy, at line `first`, to before line `last`, which fetches the next one."""
+    """From the line after the last use of a reloaded copy, `first`, to the next reload, at `last`."""
 
     us: float
     first: int
     last: int
     nbytes: int
-    place: int  # of the decision that fetches it
+    place: int  # index of the decision of that reload
 
 
 def keep_between_uses(plan: Plan, forecast: Forecast, room: int) -> Plan:
-    """The plan, whose forecast is given, without the fetches of what may stay instead with so many bytes there."""
-    there, spared = forecast.total.copy(), set[int]()
-    for rest in sorted(_rests(plan, forecast)):
-        lines = slice(rest.first, rest.last)
-        if int(there[lines].max(initial=0)) + rest.nbytes <= room:
-            there[lines] += rest.nbytes
-            spared.add(rest.place)
-    return tuple(said for place, said in enumerate(plan) if place not in spared)
+    """Return the plan without reloads of values that can stay within `room` bytes; `forecast` is the plan's."""
+    nbytes, saved = forecast.total.copy(), set[int]()
+    for interval in sorted(_idle_intervals(plan, forecast)):
+        lines = slice(interval.first, interval.last)
+        if int(nbytes[lines].max(initial=0)) + interval.nbytes <= room:
+            nbytes[lines] += interval.nbytes
+            saved.add(interval.place)
+    return tuple(decision for place, decision in enumerate(plan) if place not in saved)
 
 
-def _rests(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
-    """Between two fetches of what lives far."""
-    far = {said.value for said in plan if isinstance(said, Stream)}
-    gone = {life.storage: life.last for life in forecast.lifetimes}
+def _idle_intervals(plan: Plan, forecast: Forecast) -> Iterator[IdleInterval]:
+    streamed = {decision.value for decision in plan if isinstance(decision, Stream)}
+    last_line = {life.storage: life.last for life in forecast.lifetimes}
     index = {op.name: line for line, op in enumerate(forecast.trace.ops)}
     count: dict[str, int] = {}
-    for place, said in enumerate(plan):
-        if isinstance(said, Reload) and said.value in far:
-            number = count[said.value] = count.get(said.value, 0) + 1
+    for place, decision in enumerate(plan):
+        if isinstance(decision, Reload) and (value := decision.value) in streamed:
+            number = count[value] = count.get(value, 0) + 1
             if number > 1:
-                first, name = gone[reload_name(said.value, number - 1)] + 1, reload_name(said.value, number)
+                first, name = last_line[reload_name(value, number - 1)] + 1, reload_name(value, number)
                 last, nbytes = index[name], forecast.trace.op[name].nbytes
                 yield IdleInterval(
                     forecast.begins[last] - forecast.begins[min(first, last)], first, last, nbytes, place

@@ -1,7 +1,10 @@
-"""Find a plan that fits: greedy, then relax, round, simulate and repair.
+"""Find a plan that fits: the greedy pass, and the search around the linear program.
 
-greedy          lower the peak, cheapest byte first
-optimize        near the optimum, with a proof how near
-local_search    change one placement at a time
-work            limits of a search
+greedy             lower the peak, cheapest byte first
+optimize           passes near the optimum, with a bound how near
+rounding_search    round, simulate, repair
+state_search       the same for a plan alone, where ops read offloaded state
+local_search       change one placement at a time
+incumbent          the best plan so far, and what is proven
+work               limits of a search
 """

@@ -1,10 +1,10 @@
-"""Better a plan that fits, one storage at a time: another fate for it is taken, if the step is faster then and fits.
+"""Improve a plan that fits, one storage at a time: change its placement, if the step is faster then and still fits.
 
     {a: RECOMPUTE, b: OFFLOAD, c: OFFLOAD}   ->   {a: RECOMPUTE, b: RECOMPUTE, c: KEEP}, where c fits
 
-First come the fates that the linear program's point leans to, as long as that helps; then what is given up is kept, or
-given up in another way.  Each try is simulated, so that what a search does not know is counted: copies that wait for
-each other.
+First come the placements that the linear program leans to, as long as that helps.  Then what is not kept
+is kept, or placed otherwise.  Each try is simulated, which counts what the program does not: copies that wait for each
+other.
 """
 
 from __future__ import annotations
@@ -16,62 +16,63 @@ from ..lp.problem import PlanProblem, StorageVar
 from ..schedule.candidate import Candidate, make_candidate
 from ..schedule.schedule import Placement
 
-PlacementSwap = tuple[str, Placement]  # a storage, and what becomes of it
+PlacementSwap = tuple[str, Placement]  # a storage, and its new placement
 
 
 def local_search(
-    program: PlanProblem, state: Candidate, tries: int, until: float, leaning: Sequence[PlacementSwap] = ()
+    problem: PlanProblem, start: Candidate, tries: int, until: float, preferences: Sequence[PlacementSwap] = ()
 ) -> Candidate:
-    """The plan after so many tries, or after those until `until`; see `time.monotonic`."""
-    polished = _LocalSearch(program, state, tries, until)
-    while leaning and polished.take(leaning):
+    """Return the plan after so many tries, or after those before `until`, as `time.monotonic` has it."""
+    search = _LocalSearch(problem, start, tries, until)
+    while preferences and search.take(preferences):
         """What did not fit may fit now."""
-    polished.take(_others(program, state))
-    return polished.state
+    search.take(_swaps(problem, start))
+    return search.candidate
 
 
 class _LocalSearch:
-    """The best plan so far."""
+    """The best plan so far, and the swaps that failed since it was found."""
 
-    def __init__(self, program: PlanProblem, state: Candidate, tries: int, until: float) -> None:
-        self.program, self.state, self.tries, self.until = program, state, tries, until
-        self.failed: set[PlacementSwap] = set()  # tried with the state as it is, and no better
+    def __init__(self, problem: PlanProblem, start: Candidate, tries: int, until: float) -> None:
+        self.problem, self.candidate, self.tries, self.until = problem, start, tries, until
+        self.failed: set[PlacementSwap] = set()
 
-    def take(self, changes: Iterable[PlacementSwap]) -> bool:
-        """Try them in their order; whether one was good."""
-        before = self.state
-        for storage, fate in changes:
+    def take(self, swaps: Iterable[PlacementSwap]) -> bool:
+        """Try swaps in their order; return True if one helped."""
+        before = self.candidate
+        for storage, placement in swaps:
             if self.tries <= 0 or time.monotonic() >= self.until:
                 return False
-            if self.state.placements.get(storage, Placement.KEEP) is not fate and (storage, fate) not in self.failed:
+            is_new = self.candidate.placements.get(storage, Placement.KEEP) is not placement
+            if is_new and (storage, placement) not in self.failed:
                 self.tries -= 1
-                self._try(storage, fate)
-        return self.state is not before
+                self._try(storage, placement)
+        return self.candidate is not before
 
-    def _try(self, storage: str, fate: Placement) -> None:
-        new = make_candidate(self.program.gaps, self.program.machine, self.state.placements | {storage: fate})
-        if new.forecast.us < self.state.forecast.us and new.peak <= self.program.machine.budget:
-            self.state = new
+    def _try(self, storage: str, placement: Placement) -> None:
+        machine = self.problem.machine
+        new = make_candidate(self.problem.gaps, machine, self.candidate.placements | {storage: placement})
+        if new.forecast.us < self.candidate.forecast.us and new.peak <= machine.budget:
+            self.candidate = new
             self.failed.clear()
         else:
-            self.failed.add((storage, fate))
+            self.failed.add((storage, placement))
 
 
-def _others(program: PlanProblem, state: Candidate) -> Iterator[PlacementSwap]:
-    """What else may become of the storages that are given up, the largest first."""
-    given = [
-        item for item in program.storages if state.placements.get(item.storage, Placement.KEEP) is not Placement.KEEP
-    ]
-    for item in sorted(given, key=lambda item: (-item.nbytes, item.storage)):
-        for fate in _ways(program, item):
-            yield item.storage, fate
+def _swaps(problem: PlanProblem, candidate: Candidate) -> Iterator[PlacementSwap]:
+    """Yield the other placements of the storages that are not kept, the largest first."""
+    placements = candidate.placements
+    movable = [each for each in problem.storages if placements.get(each.storage, Placement.KEEP) is not Placement.KEEP]
+    for each in sorted(movable, key=lambda each: (-each.nbytes, each.storage)):
+        for placement in _placements(problem, each):
+            yield each.storage, placement
 
 
-def _ways(program: PlanProblem, item: StorageVar) -> Iterator[Placement]:
+def _placements(problem: PlanProblem, storage: StorageVar) -> Iterator[Placement]:
     yield Placement.KEEP
-    if not program.producers[item.producer].runs_once:
+    if not problem.producers[storage.producer].runs_once:
         yield Placement.RECOMPUTE
-    if item.can_offload:
+    if storage.can_offload:
         yield Placement.OFFLOAD
-    if item.wire_nbytes:
+    if storage.wire_nbytes:
         yield Placement.CAST_OFFLOAD

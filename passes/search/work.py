@@ -1,28 +1,45 @@
-"""What the searches of a pass may take, in the work that `LPSolver` counts: the same on every machine.
+"""Limits of a search, in the work that `LPSolver` counts: the same on every machine.
 
-    1831 ops, a step of 6.7 s   ->   366 million in all, 61 million for one narrow search
-
-A step that takes long pays for being searched; one of few ops is searched no longer than it pays.
+1831 ops, a step of 6.7 s   ->   366 million in all, 61 million for one narrow search
 """
 
 from __future__ import annotations
 
-WORK_PER_OP = 200_000  # of all searches of a pass together; see `LPSolver.work`
-FEW = 1_000  # ops: with fewer a search takes no less, as far as the step pays it
-WORK_PER_US = 1_000  # of the step: with that, what its searches take is about that of 40 steps
-NARROW = 1 / 6  # of what the ops give, for one search, if a wider one follows: it mostly spares that
-# Where state is fetched, shares of all that searches may take, for solving rows of backward: which raise what is proven
-# by a thousandth there, and take most of the time; and for that where a plan alone is sought, with trips of values
-# and without, which takes a third as long.
+from dataclasses import dataclass
+
+from ..lp.solver import INFINITY
+
+WORK_PER_OP = 200_000  # of all searches of a pass
+FEW = 1_000  # ops: a shorter step may take as much work as this many, as far as its time pays for it
+WORK_PER_US = 1_000  # of the step: what its searches take is then about 40 steps
+NARROW = 1 / 6  # of what the ops allow, for one search that a wider one follows: it mostly makes that superfluous
+# Shares of the total for solving rows of backward, where ops read offloaded state.  There they raise the bound by a
+# thousandth and take most of the time.
 PROVING = 1 / 4
-AIMING = {True: 1 / 2, False: 1.0}
+AIMING = {True: 1 / 2, False: 1.0}  # where only a plan is sought, by whether activations may be offloaded
 
 
-def work_for(size: int, step_us: float) -> float:
-    """What all searches of a pass together may take: by the ops of the step, and if they are few by its time."""
-    return max(WORK_PER_OP * size, min(work_of_ops(size), WORK_PER_US * step_us))
+@dataclass(frozen=True)
+class WorkLimits:
+    """The work that a pass may take.
 
+    Attributes:
+        total: work of all its integer searches.
+        narrow: work of one search that a wider one follows.
+        relax: work of solving the relaxed program.
+    """
 
-def work_of_ops(size: int) -> float:
-    """The same by the ops of the step alone, as if its time paid whatever it takes."""
-    return WORK_PER_OP * max(FEW, size)
+    total: float
+    narrow: float
+    relax: float = INFINITY
+
+    @classmethod
+    def for_step(cls, size: int, step_us: float) -> WorkLimits:
+        """Return the limits for a step of so many ops.  If they are few, the time of the step counts as well."""
+        by_ops = WORK_PER_OP * max(FEW, size)
+        return cls(max(WORK_PER_OP * size, min(by_ops, WORK_PER_US * step_us)), NARROW * by_ops)
+
+    @property
+    def smaller(self) -> WorkLimits:
+        """The limits of a search beside the main one."""
+        return WorkLimits(int(NARROW * self.total), NARROW * self.narrow)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ir import ops
+from ..ir.arrays import Ints
 from ..ir.liveness import Lifetime, Span, lifetimes, spans
 from ..ir.machine import Machine
 from ..ir.ops import FREE, GATHER, GATHERED, OFFLOAD, REDUCE_SCATTER, REDUCED, WAIT, is_runtime, sent_nbytes
@@ -42,7 +42,6 @@ KINDS = (
     "workspace",
     "staging",
 )
-Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Forecast:
         return lifetimes(self.trace, self._spans)
 
     @cached_property
-    def by_kind(self) -> dict[str, Bytes]:
+    def by_kind(self) -> dict[str, Ints]:
         change = {kind: np.zeros(len(self.trace.ops) + 1, dtype=np.int64) for kind in KINDS}
         for life in self.lifetimes:
             change[life.kind][life.first] += life.nbytes
@@ -84,13 +83,13 @@ class Forecast:
         return by_kind
 
     @cached_property
-    def total(self) -> Bytes:
+    def total(self) -> Ints:
         """Return the sum of all kinds."""
         change = [0] * (len(self.trace.ops) + 1)
         for _, made, first, last in self._spans:
             change[first] += made.nbytes
             change[last + 1] -= made.nbytes
-        live: Bytes = np.cumsum(np.array(change[:-1], dtype=np.int64))
+        live: Ints = np.cumsum(np.array(change[:-1], dtype=np.int64))
         return live + _workspaces(self.trace, self.machine) + self._staging
 
     @cached_property
@@ -143,7 +142,7 @@ def offloaded_reads(trace: Trace, op: Op) -> tuple[Op, ...]:
     return tuple(read for read in reads if read.offloaded or read.fn == OFFLOAD)
 
 
-def _workspaces(trace: Trace, machine: Machine) -> Bytes:
+def _workspaces(trace: Trace, machine: Machine) -> Ints:
     """Return the workspace of each op, with the windows of updates and what stays nbytes between them."""
     nbytes = np.array([op.workspace for op in trace.ops], dtype=np.int64)
     windowed = [i for i, op in enumerate(trace.ops) if op.phase == "update" and offloaded_reads(trace, op)]

@@ -47,7 +47,7 @@ def test_it_measures_prints_and_writes(
     assert len(ran) == 7 and all(row["taken"]["peak"] <= row["budget"] for row in ran if row["budget"])
     assert [(row["model"], row["name"]) for row in ran if row["tokens"]] == [("7b", "memgraph"), ("7b", RULE)]
     assert not list(tmp_path.glob("cpu/*.new"))
-    assert any(figure["name"] == "AdamW" and figure["value"] > 0 for figure in written["figures"])
+    assert any(figure["name"] == "cast to bf16" and figure["value"] > 0 for figure in written["figures"])
     assert {"torch", "triton", "highspy", "date", "command"} <= written.keys()
     assert "memgraph" in shown and "cast to bf16" in shown and str(tmp_path) in shown.replace("\n", "")
 

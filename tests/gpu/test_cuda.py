@@ -82,20 +82,22 @@ def test_gradients_are_eagers_however_late_a_stream_is(plan: Any, late: str, mon
     assert any(op.fn == "memgraph.offload.default" for op in report.forecast.trace.ops)
 
 
-def test_the_slab_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_is_pinned_and_no_step_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "make_plan", given_up(Placement.OFFLOAD_BLOCKING))
     model, x = subject("gpt2-xl")
     ours = memgraph.compile(model, "8GB", lower=None)
     trained(model, ours, x)
-    before = [id(slab) for slab in PINNED_POOL.free]
+    before = [id(block) for block in PINNED_POOL.free]
     assert (
-        before and all(slab.pinned and slab.bytes.is_pinned() for slab in PINNED_POOL.free) and not PINNED_POOL.in_use
+        before
+        and all(block.pinned and block.bytes.is_pinned() for block in PINNED_POOL.free)
+        and not PINNED_POOL.in_use
     )
     trained(model, ours, x)
-    assert [id(slab) for slab in PINNED_POOL.free] == before
+    assert [id(block) for block in PINNED_POOL.free] == before
 
 
-def test_a_cast_is_the_cpus_and_nobody_waits_for_it() -> None:
+def test_a_cast_equals_the_cpus_and_is_not_waited_for() -> None:
     link_bandwidth.measure_casts(CUDA)
     for count in (1, 1000, 1 << 22):
         x = hard(count).cpu()

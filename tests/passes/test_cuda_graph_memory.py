@@ -1,4 +1,4 @@
-"""What no replay does is found in the text of a step, and so is what a replay keeps."""
+"""A planned step tells why it can not be recorded, and what a recording keeps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_nothing_is_in_the_way_of_a_plain_step() -> None:
 @pytest.mark.parametrize(
     ("line", "instead", "why"),
     [
-        ("x = input()", "x = gradient()", "it adds to gradients"),
-        ("makes w:40", "makes w:0 | offloaded", "state lives far"),
-        ("a = relu(x)", "a = memgraph.narrow.default(x)", "the host may look at the range"),
-        ("a = relu(x)", "a = memgraph.swap_rng.default(x)", "drawn a second time"),
-        ("g = mm(d, a)", "g = memgraph.offload.default(d)", "state lives far"),
+        ("x = input()", "x = gradient()", "it adds to gradients that exist already"),
+        ("makes w:40", "makes w:0 | offloaded", "state is offloaded"),
+        ("a = relu(x)", "a = memgraph.narrow.default(x)", "the host may check the range"),
+        ("a = relu(x)", "a = memgraph.swap_rng.default(x)", "draw random numbers a second time"),
+        ("g = mm(d, a)", "g = memgraph.offload.default(d)", "state is offloaded"),
         ("d = tangent()  # f32[10] | makes d:40", "d = tangent()  # f32[10] | makes d:40\ne = tangent()  # f32[1] | makes e:4", "for some of its outputs"),
     ],
 )  # fmt: skip

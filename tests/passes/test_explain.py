@@ -107,14 +107,14 @@ Give budget=3208, or a smaller batch (the same batch in several parts, whose gra
     )
 
 
-def test_above_the_floor_a_far_tier_may_help() -> None:
+def test_above_the_floor_a_tier_may_help() -> None:
     floor = int(PlanProblem(ReuseGaps(ONCE), Machine(0)).floor.max())
     said = message(ONCE, Machine(floor))
     assert "No plan can do" not in said and TIER in said
     assert TIER not in message(ONCE, Machine(floor, link=Link(out=1.0, back=1.0, staging=5000)))
 
 
-def test_where_state_lies_it_may_live_on_disk() -> None:
+def test_where_state_is_at_the_peak_offloading_it_to_disk_is_advised() -> None:
     assert STREAM in message(HEAVY, Machine(6000))
     assert STREAM not in message(HEAVY, Machine(6000, device="cuda:0"))
     assert STREAM not in message(HEAVY, Machine(600, link=Link(out=1.0, back=1.0), streaming=Streaming(enabled=True)))

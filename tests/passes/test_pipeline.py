@@ -210,7 +210,7 @@ def outcome(trace: Trace, machine: Machine) -> PlanResult | int:
 
 @settings(max_examples=30)
 @given(traces(max_forward=20), machines((0.5, 3.0)))
-def test_a_far_tier_makes_no_plan_worse_than_near(trace: Trace, machine: Machine) -> None:
+def test_a_tier_makes_no_plan_worse(trace: Trace, machine: Machine) -> None:
     budget = predict(trace, machine).peak * 3 // 4
     try:
         home = make_plan(trace, Machine(budget))

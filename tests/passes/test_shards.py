@@ -23,8 +23,8 @@ def test_each_rank_owns_the_same_part_of_a_bucket() -> None:
     assert_expected_inline(
         lines(make_buckets([*items(7, 1, 4), *items(3, kind=1)], 2, SIZES)),
         """\
-bucket of parts of 6: 0[0:6] to 0 | 0[6:7] to 1 | 1[0:1] to 1 | 2[0:4] to 1
-bucket of parts of 2: 3[0:2] to 0 | 3[2:3] to 1""",
+bucket of shards of 6: 0[0:6] to 0 | 0[6:7] to 1 | 1[0:1] to 1 | 2[0:4] to 1
+bucket of shards of 2: 3[0:2] to 0 | 3[2:3] to 1""",
     )
 
 
@@ -32,10 +32,10 @@ def test_a_long_stretch_is_a_bucket_alone_without_a_rest() -> None:
     assert_expected_inline(
         lines(make_buckets(items(41, 5), 2, BucketSizes(bucket_nbytes=64, single_nbytes=32))),
         """\
-bucket of parts of 8: 0[0:8] to 0 | 0[8:16] to 1
-bucket of parts of 8: 0[16:24] to 0 | 0[24:32] to 1
-bucket of parts of 4: 0[32:36] to 0 | 0[36:40] to 1
-bucket of parts of 3: 0[40:41] to 0 | 1[0:2] to 0 | 1[2:5] to 1""",
+bucket of shards of 8: 0[0:8] to 0 | 0[8:16] to 1
+bucket of shards of 8: 0[16:24] to 0 | 0[24:32] to 1
+bucket of shards of 4: 0[32:36] to 0 | 0[36:40] to 1
+bucket of shards of 3: 0[40:41] to 0 | 1[0:2] to 0 | 1[2:5] to 1""",
     )
 
 
@@ -69,14 +69,14 @@ def test_frozen_items_do_not_unbalance_the_others() -> None:
 def test_pieces_are_short_where_that_is_wanted() -> None:
     assert_expected_inline(
         lines(make_buckets(items(40), 2, BucketSizes(bucket_nbytes=1000, single_nbytes=1000, shard_nbytes=32))),
-        """bucket of parts of 20: 0[0:7] to 0 | 0[7:14] to 0 | 0[14:20] to 0 | 0[20:27] to 1 | 0[27:34] to 1 | 0[34:40] to 1""",
+        """bucket of shards of 20: 0[0:7] to 0 | 0[7:14] to 0 | 0[14:20] to 0 | 0[20:27] to 1 | 0[27:34] to 1 | 0[34:40] to 1""",
     )
     (bucket,) = make_buckets(items(40), 2, BucketSizes(bucket_nbytes=1000, single_nbytes=1000, shard_nbytes=32))
     assert [str(piece) for piece in bucket.ranges(1)] == ["0[20:40] to 1"]
 
 
 def test_an_item_without_elements_has_an_owner() -> None:
-    assert lines(make_buckets(items(0), 2, SIZES)) == "bucket of parts of 0: 0[0:0] to 0"
+    assert lines(make_buckets(items(0), 2, SIZES)) == "bucket of shards of 0: 0[0:0] to 0"
     assert lines(make_buckets(items(0, whole=True), 2, SIZES)) == "bucket of 0: 0[0:0] to 0"
 
 

@@ -1,4 +1,4 @@
-"""What people write around backward and step: each takes a model, its optimizer, what gives the next batch, and the module.
+"""Training loops of users. Each takes a model, its optimizer, a function that returns the next batch, and the module.
 
 train(model, optimizer, batch, steps=3, times=2)     two backwards for each of three steps
 frozen(model, optimizer, batch, module)              a part of the module is frozen for a step
@@ -23,21 +23,21 @@ def train(
 
 
 def twice(model: Any, optimizer: Any, batch: Any, module: nn.Module) -> None:
-    """One step behind the other."""
+    """Call step twice after one backward."""
     model(batch()).backward()
     optimizer.step()
     optimizer.step()
 
 
 def frozen(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-    """A part of the module is frozen for a step."""
+    """Freeze a part of the module for one step."""
     for trained in (False, True):
         module.first.requires_grad_(trained)
         train(model, optimizer, batch, 1)
 
 
 def hooked(model: Any, optimizer: Any, batch: Any, module: Any) -> None:
-    """A hook changes a gradient for two steps."""
+    """Change a gradient in a hook for two steps."""
     handle = module.last.weight.register_hook(lambda gradient: gradient * 2)
     train(model, optimizer, batch, 2)
     handle.remove()

@@ -1,6 +1,6 @@
 """Run a function on several ranks, each a process of its own with gloo.
 
-results = on_ranks(2, function, *args)   # function(rank, *args) in each process; what each returns, in order of ranks
+results = on_ranks(2, function, *args)   # runs function(rank, *args) in each process; results in rank order
 
 A fork server imports torch once for all tests, so that a start takes a fraction of a second. A rank that fails takes
 the others with it, and its traceback is the test's; ranks that hang are ended.
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-SECONDS = 180  # for all that one start does, and the first import on a busy machine
+SECONDS = 180  # for one start with all its work, and the first import on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "memgraph"])
 
@@ -35,12 +35,12 @@ def on_ranks(
     lost: Collection[int] = (),
     meet: bool = True,
 ) -> list[Any]:
-    """What the function returns on each rank.
+    """Return the function's result on each rank.
 
     Args:
-        seconds: the timeout of the process group, and about that of all.
-        lost: ranks that are not waited for, since they are to be killed or stopped; they have returned None.
-        meet: whether ranks wait for each other in the end, if none is lost.
+        seconds: the timeout of the process group, and about that of the whole call.
+        lost: ranks that will be killed or stopped; they are not waited for, and their result is None.
+        meet: ranks wait for each other at the end, if no rank is lost.
 
     Raises:
         AssertionError: it failed on some rank, or took too long.

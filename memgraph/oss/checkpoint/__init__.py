@@ -8,5 +8,4 @@ reshard           convert between shards and DTensor rows
 state_outline     a state as text and tensors
 validate_state    check a state dict before anything is changed
 safe_reader       read a checkpoint folder without running its pickles; checksums of its parts
-room              buffers to read a checkpoint into
 """

@@ -43,7 +43,6 @@ class OwnState:
         return self.watchdog.group.rank()
 
     def entries(self) -> dict[Key, Entries]:
-        """Return the state of each of this rank's shards that has one."""
         state = self.optimizer.optimizer.state
         return {key(shard): state[view] for shard, view in self.layout.own_shards() if view in state}
 
@@ -64,7 +63,6 @@ class OwnState:
 
 
 def copied(value: Any) -> Any:
-    """Copy a value with all tensors in it."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

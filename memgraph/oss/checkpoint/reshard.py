@@ -34,7 +34,6 @@ class Rows:
     row_size: int  # elements
 
     def local(self, rank: int, kind: Kind, device: torch.device) -> Tensor:
-        """Allocate the rows of a rank."""
         shape = list(kind.shape)
         shape[self.dim] = (self.bounds[rank + 1] - self.bounds[rank]) // self.row_size
         return torch.empty_strided(shape, kind.strides, dtype=kind.dtype, device=device)

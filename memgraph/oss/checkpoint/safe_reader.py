@@ -98,7 +98,7 @@ def refuse_damaged(folder: Path, rank: int, ranks: int) -> None:
     """Compare this rank's share of the folder with its checksums; older folders have none."""
     for path, (offset, nbytes, crc, name) in list(_entries(folder))[rank::ranks]:
         if _checksum(path, offset, nbytes) != crc:
-            raise StateError(f"{name!r} was damaged since it was written, in {path}; go on from an earlier one")
+            raise StateError(f"{name!r} was damaged since it was written, in {path}; continue from an earlier one")
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, Entry]]:

@@ -23,14 +23,14 @@ from passes.shards import ShardRange
 from ...optim.state_parts import is_large
 from ...storage.mapped_storage import BufferLocation, MappedBuffer, TensorSpec
 from ...storage.spill_file import SpillError, whole_pages
-from ...tensors.layout import is_dense, viewed_as
+from ...tensors.layout import alias_storage_as, is_dense
 from ..shards.shard_views import in_order_of
 from .full_state import has_shard_shape
 from .own_state import Entries, Key, OwnState, copied, key
 from .reshard import Rows, Transfer, rows_of
 from .state_outline import Kind, Outline, kinds
 
-CHUNK = 64 << 20  # bytes of a file, of which a process may have only so many open
+CHUNK = 64 << 20  # bytes of a file: a process may open only so many
 
 
 def to_dtensors(own: OwnState, buffers: DiskBuffers | None, incomplete: bool) -> dict[int, dict[str, Any]]:
@@ -46,17 +46,17 @@ def to_dtensors(own: OwnState, buffers: DiskBuffers | None, incomplete: bool) ->
         first, parameter = outlines.get(key(shards[0])), own.layout.parameters[item]
         for name, given in first["dict"] if first else ():
             kind = _row_kind(parameter, shards, given)
-            mine = {key(shard): entries[key(shard)][name] for shard in shards if key(shard) in entries}
+            values = {key(shard): entries[key(shard)][name] for shard in shards if key(shard) in entries}
             if kind is not None:
                 rows = rows_of(kind, len(own.watchdog.members))
                 local = rows.local(own.rank, kind, own.watchdog.device)
                 local = local if buffers is None else buffers.empty_like(local)
                 if len(shards) == 1:
-                    mine = {at: in_order_of(value, parameter) for at, value in mine.items()}
-                Transfer(own.watchdog, kind, shards, rows).to_rows(mine, local)
+                    values = {at: in_order_of(value, parameter) for at, value in values.items()}
+                Transfer(own.watchdog, kind, shards, rows).to_rows(values, local)
                 state.setdefault(item, {})[name] = _dtensor(mesh, kind, rows, local)
-            elif mine:
-                state.setdefault(item, {})[name] = copied(next(iter(mine.values())))
+            elif values:
+                state.setdefault(item, {})[name] = copied(next(iter(values.values())))
     return state
 
 
@@ -97,7 +97,6 @@ def placement_mismatch(own: OwnState, parameter: Tensor, value: Any) -> str | No
 
 
 def empty_dtensor(own: OwnState, item: int, dtype: torch.dtype) -> DTensor:
-    """Allocate an entry of the shape of its parameter."""
     kind = _like(own.layout.parameters[item], dtype)
     rows = rows_of(kind, len(own.watchdog.members))
     return _dtensor(_mesh(own), kind, rows, rows.local(own.rank, kind, own.watchdog.device).zero_())
@@ -150,7 +149,7 @@ class DiskBuffers:
         """Return a tensor on disk, or the given one if it is small or the disk is full."""
         if is_large(tensor):
             with suppress(SpillError):
-                return viewed_as(self._allocate(tensor.untyped_storage().nbytes()), tensor)
+                return alias_storage_as(self._allocate(tensor.untyped_storage().nbytes()), tensor)
         return tensor
 
     def _allocate(self, nbytes: int) -> Tensor:

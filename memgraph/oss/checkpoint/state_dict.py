@@ -59,7 +59,6 @@ class StateDicts:
         return to_dtensors(self.own, DiskBuffers(where) if on_disk else None, incomplete)
 
     def reporting_errors(self) -> AbstractContextManager[None]:
-        """Report an error of this rank to the others, which wait in `refuse_mismatch`."""
         return report_errors(self.watchdog, validate_state.SUBJECT, ADVICE)
 
     def find_mismatch(self, groups: Groups, given: object, sharded: bool) -> str | None:
@@ -101,7 +100,6 @@ class StateDicts:
 
 
 def _inner_state_dict(own: OwnState, groups: Groups, entries: Mapping[Key, Entries]) -> dict[str, Any]:
-    """Return the state dict of the optimizer that steps on this rank's shards."""
     inner = own.optimizer.optimizer.param_groups
     number = {id(view): i for i, view in enumerate(view for group in inner for view in group["params"])}
     state = {
@@ -110,8 +108,8 @@ def _inner_state_dict(own: OwnState, groups: Groups, entries: Mapping[Key, Entri
         if (shard.param, shard.begin) in entries
     }
     inner_groups = [
-        {**_options(group), "params": [number[id(view)] for view in mine["params"]]}
-        for group, mine in zip(groups, inner, strict=True)
+        {**_options(group), "params": [number[id(view)] for view in own_group["params"]]}
+        for group, own_group in zip(groups, inner, strict=True)
     ]
     return {"state": state, "param_groups": inner_groups}
 

@@ -47,7 +47,6 @@ def outline(value: object, where: str) -> Outline:
 
 
 def fill_outline(given: Outline, tensors: Iterator[Tensor]) -> Any:
-    """Rebuild a state value from its outline and tensors."""
     if not isinstance(given, dict):
         return given
     ((kind, inner),) = given.items()
@@ -71,7 +70,6 @@ def kinds(given: Outline) -> Iterator[Kind]:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in a value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):

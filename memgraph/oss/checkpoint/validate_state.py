@@ -36,7 +36,6 @@ def find_mismatch(own: OwnState, groups: Sequence[Group], given: object, sharded
 
 
 def by_index(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the states by the index of their parameter, whatever numbers they have."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     return {index: given["state"][number] for index, number in enumerate(numbers) if number in given["state"]}
 
@@ -63,7 +62,7 @@ def _mismatches(own: OwnState, groups: Sequence[Group], given: object, sharded: 
     yield from group_mismatches(groups, given["param_groups"], kind, defaults, complete)
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if strange := [number for number in given["state"] if number not in set(numbers)]:
-        yield f"it has a state of parameter {strange[0]!r}, which is in none of its groups"
+        yield f"it has a state of parameter {strange[0]!r}, which is in no group"
     check = _EntryCheck(own, complete(given["param_groups"]), sharded)
     for index, entries in by_index(given).items():
         yield from check.mismatches(index, entries)

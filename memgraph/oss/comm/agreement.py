@@ -28,7 +28,6 @@ OPTIMIZER = "the optimizer"  # subject of the first of `parameter_lines`
 
 
 def check_agreement(watchdog: CollectiveWatchdog, lines: Sequence[str], advice: str) -> None:
-    """Compare these lines on all ranks; a collective."""
     if len(watchdog.members) == 1:
         return
     text = "\n".join(line.replace("\n", " ") for line in lines).encode()

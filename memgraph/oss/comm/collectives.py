@@ -107,7 +107,6 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def copy_into(whole: Tensor, views: Sequence[Tensor]) -> None:
-    """Copy consecutive elements of a flat tensor into several views."""
     parts = whole.split([view.numel() for view in views])
     torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
 

@@ -53,5 +53,5 @@ def announce_failure(ranks: RankGroup, device: torch.device) -> None:
 
 
 def digest(text: str) -> int:
-    """Return 63 bits of a text's digest, odd, so that it is none of NEW, GATHER and UNABLE."""
+    """Return 63 bits of a text's digest, odd, so that it differs from NEW, GATHER and UNABLE."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1 | 1

@@ -39,7 +39,6 @@ class BucketComm(RankGroup):
         self.shared_memory: SharedMemoryComm | None = None
 
     def exact(self) -> BucketComm:
-        """Return a comm between the same ranks that rounds nothing."""
         return BucketComm(self.watchdog)
 
     def fits_wire(self, tensors: Iterable[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,22 +41,22 @@ def find_missing(
         silence: seconds without a sign of life after which a rank counts as gone.
         timed_out: the timeout has passed, so a rank that comes only now is late.
     """
-    store.set(came_key(rank), collective)
+    store.set(store_key("came", rank), collective)
     verdict = _look(store, members, silence, until, timed_out)
     first = json.loads(store.compare_set(VERDICT, "", json.dumps([verdict.ranks, verdict.reason])))
     return Verdict(tuple(first[0]), first[1])
 
 
 def _look(store: Any, members: Sequence[int], silence: float, until: float, timed_out: bool) -> Verdict:
-    first, start = _read(store, life_key, members), time.monotonic()
+    first, start = _read(store, "life", members), time.monotonic()
     late: list[int] | None = None  # ranks that came half a beat or more after the others
     while not store.check([VERDICT]):
         time.sleep(silence / BEATS / 2)
-        now, came = _read(store, life_key, members), _read(store, came_key, members)
+        now, came = _read(store, "life", members), _read(store, "came", members)
         absent = [place for place in range(len(members)) if came[place] is None]
         silent = [place for place in absent if now[place] == first[place]]
         late = absent if late is None and timed_out else late
-        for rank, why in zip(members, _read(store, left_key, members), strict=True):
+        for rank, why in zip(members, _read(store, "left", members), strict=True):
             if why is not None:
                 return Verdict((rank,), f"rank {rank} could not go on: {why.decode()}")
         if not absent:
@@ -72,8 +72,9 @@ def _look(store: Any, members: Sequence[int], silence: float, until: float, time
     return Verdict((), "")  # another rank was faster
 
 
-def _read(store: Any, key: Callable[[int], str], members: Sequence[int]) -> list[bytes | None]:
-    return [store.get(key(place)) if store.check([key(place)]) else None for place in range(len(members))]
+def _read(store: Any, kind: str, members: Sequence[int]) -> list[bytes | None]:
+    keys = [store_key(kind, place) for place in range(len(members))]
+    return [store.get(key) if store.check([key]) else None for key in keys]
 
 
 def _all_came(names: Sequence[tuple[int, str]]) -> Verdict:
@@ -91,19 +92,9 @@ def _ranks_are(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-def life_key(rank: int) -> str:
-    """Key of a rank's sign of life."""
-    return f"memgraph/life/{rank}"
-
-
-def came_key(rank: int) -> str:
-    """Key of the collective that has failed on a rank."""
-    return f"memgraph/came/{rank}"
-
-
-def left_key(rank: int) -> str:
-    """Key of the reason why a rank could not go on."""
-    return f"memgraph/left/{rank}"
+def store_key(kind: str, rank: int) -> str:
+    """Key of a rank's sign of life, of the collective that failed there, or of why it left: "life", "came", "left"."""
+    return f"memgraph/{kind}/{rank}"
 
 
 def beat(store: Any, key: str, pause: float, ended: threading.Event) -> None:

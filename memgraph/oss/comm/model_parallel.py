@@ -16,16 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import AgreementError
+from .rank_group import RankGroup
 from .watchdog import CollectiveWatchdog
 
-_watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class ModelParallel:
     """A group of such ranks; `replicated` are the ids of parameters that are whole on each of them."""
 
-    watchdog: CollectiveWatchdog
+    ranks: RankGroup
     replicated: frozenset[int]
 
     @classmethod
@@ -35,9 +36,9 @@ class ModelParallel:
             raise ValueError("group= is no process group that this rank is in; give that of its tensor parallelism")
         if not ids <= set(map(id, parameters)):
             raise ValueError("replicated= has a tensor that is no parameter of this optimizer; give its own")
-        if group not in _watchdogs:
-            _watchdogs[group] = CollectiveWatchdog(group)
-        return cls(_watchdogs[group], ids)
+        if group not in _groups:
+            _groups[group] = RankGroup(CollectiveWatchdog(group))
+        return cls(_groups[group], ids)
 
     def is_replicated(self, parameter: Tensor) -> bool:
         return id(parameter) in self.replicated
@@ -48,23 +49,18 @@ class ModelParallel:
         counts = self._all_gather(torch.tensor([len(norms)]), name).flatten().tolist()
         if len(set(counts)) > 1:
             raise AgreementError(
-                f"ranks {self.watchdog.members} have gradients of {counts} parameters: a norm over group= needs parts "
-                "of the same ones on all of them; nothing was scaled"
+                f"ranks {self.ranks.watchdog.members} have gradients of {counts} parameters: a norm over group= needs "
+                "parts of the same ones on all of them; nothing was scaled"
             )
         return self._all_gather(torch.stack(list(norms)).double() if norms else torch.zeros(0).double(), name)
 
     def _all_gather(self, own: Tensor, name: str) -> Tensor:
-        sent = own.to(self.watchdog.device)
-        rows = [torch.empty_like(sent) for _ in self.watchdog.members]
-        if len(rows) == 1:
+        if self.ranks.is_alone:
             return own[None]
-        with self.watchdog.naming(name):
-            self.watchdog.wait(dist.all_gather(rows, sent, group=self.watchdog.group, async_op=True))
-        return torch.stack(rows).to(own.device)
+        return self.ranks.start_all_gather(own.to(self.ranks.watchdog.device), name)().to(own.device)
 
 
 def replicated_tensors(replicated: object) -> list[Tensor]:
-    """Return the argument `replicated` as a list."""
     is_list = isinstance(replicated, Iterable) and not isinstance(replicated, Tensor)
     tensors: list[Any] = [*replicated] if is_list else [replicated]  # type: ignore[misc]
     if not is_list or not all(isinstance(each, Tensor) for each in tensors):

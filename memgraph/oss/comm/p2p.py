@@ -30,7 +30,6 @@ class P2PComm:
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
     def reduce(self, grads: Sequence[Sequence[Tensor]]) -> Callable[[], list[Tensor]]:
-        """Send each rank its elements, and average what arrives."""
         messages, parts = [], {}
         if own := grads[self.rank]:
             flat = joined(own)
@@ -47,7 +46,6 @@ class P2PComm:
         return wait
 
     def gather(self, views: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
-        """Send this rank's elements to each rank, and receive theirs."""
         messages, buffers = [], []
         if own := views[self.rank]:
             flat = joined(own)
@@ -72,7 +70,6 @@ class P2PComm:
         return wait
 
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send tensors as they are to a rank that receives them."""
         with self.watchdog.naming(f"sending to rank {rank}"):
             self._wait([self._send(tensor.contiguous(), rank) for tensor in tensors])
 

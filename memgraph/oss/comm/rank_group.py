@@ -29,7 +29,7 @@ class RankGroup:
     def is_alone(self) -> bool:
         return self.ranks == 1
 
-    def maximum(self, numbers: Tensor, name: str = "exchange of which gradients there are") -> Tensor:
+    def maximum(self, numbers: Tensor, name: str = "exchange of gradient flags") -> Tensor:
         """Replace each number by its maximum over all ranks."""
         if self.is_alone:
             return numbers
@@ -40,7 +40,6 @@ class RankGroup:
         return numbers
 
     def all_gather(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, one row for each."""
         return numbers[None] if self.is_alone else self.start_all_gather(numbers, "exchange of numbers")()
 
     def start_all_gather(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...errors import CollectiveError, MemgraphError, ShardError, StateError
-from .liveness import BEATS, VERDICT, Verdict, beat, find_missing, left_key, life_key
+from .liveness import BEATS, VERDICT, Verdict, beat, find_missing, store_key
 
 T = TypeVar("T")
 SILENCE = 10.0  # seconds without a sign of life that a busy machine may cause
@@ -51,7 +51,7 @@ class CollectiveWatchdog:
 
     def _start_pulse(self) -> None:
         ended = threading.Event()
-        arguments = self.store, life_key(self.group.rank()), self.silence / BEATS, ended
+        arguments = self.store, store_key("life", self.group.rank()), self.silence / BEATS, ended
         pulse = threading.Thread(target=beat, args=arguments, name="memgraph pulse", daemon=True)
         pulse.start()
         weakref.finalize(self, _end, pulse, ended)
@@ -88,14 +88,13 @@ class CollectiveWatchdog:
         """Write the reason, and let a message time out: gloo then closes the connections on which others wait."""
         rank = self.group.rank()
         with suppress(RuntimeError):
-            self.store.set(left_key(rank), why)
+            self.store.set(store_key("left", rank), why)
             if self.is_gloo:
                 work = dist.irecv(torch.empty(1), group=self.group, group_src=int(rank == 0), tag=UNSENT)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective within the group's timeout."""
         if work is None:  # this rank is not in the group
             return
         if self.is_gloo:

@@ -27,14 +27,13 @@ from .joint_planning import JointPlanner
 
 SIZES = (1 << 10, 4 << 20)  # bytes of a small bucket, and of a large one
 WIDTH = 512  # of the matrices that are multiplied meanwhile
-TRIES = 4  # of which the fastest counts: the first one opens connections
+TRIES = 4  # the fastest counts: the first one opens connections
 
 Speed = tuple[float, float, float]  # bytes per microsecond, microseconds of latency, strain
 _speeds: dict[str, Speed] = {}
 
 
 def measure_network(machine: Machine, oss: OSS, planner: JointPlanner) -> Machine:
-    """Return the machine with the network between the ranks; a collective."""
     device, comm, reduction = torch.device(machine.device), oss.comm, GradReduction(oss.layout, oss.comm)
     where = f"{dist.get_backend(comm.group)} {comm.ranks} ranks on {planner.count_distinct(platform.node())} hosts"
     key = f"net {SIZES} {WIDTH} {where} {comm.wire} {reduction.shared_memory is not None} {environment_key(device)}"

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from passes.ir.machine import CAST_WORKSPACE
 
 from ...graph.captured import Captured
-from ...graph.nodes import derived_nodes
+from ...graph.nodes import fake_result
 from ...graph.rewrite import fake_mode
 from ..optimizer import OSS
 from .step_memory import gather_nbytes
@@ -67,7 +67,7 @@ def insert_all_gathers(captured: Captured, buckets: Sequence[ForwardBucket]) -> 
     def add(op: torch._ops.OpOverload, name: str, *args: object) -> fx.Node:
         node = graph.create_node("call_function", op, args, name=name)  # type: ignore[arg-type]
         node.meta = {"phase": "forward", "where": ""}
-        node.meta["val"] = derived_nodes(node, mode)
+        node.meta["val"] = fake_result(node, mode)
         return node
 
     with graph.inserting_before(placeholders[-1].next):

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from ...graph.captured import Captured, Output
-from ...graph.nodes import derived_nodes, returned_values
+from ...graph.nodes import fake_result, returned_values
 from ...graph.ops import stretch
 from ...graph.rewrite import fake_mode
 from ..sharded_grads import GradBucket, Stretch
@@ -73,7 +73,7 @@ def insert_reduce_scatters(captured: Captured, buckets: Sequence[GradBucket]) ->
     output.args = ((*(returned[i] for i in rest), *shards),)
     output.meta["kinds"] = (*(output.meta["kinds"][i] for i in rest), *("shard" for _ in sent))
     outputs = (*(captured.outputs[i] for i in rest), *(Output("shard", index=bucket.bucket) for bucket in sent))
-    return replace(captured, outputs=outputs, exchanged=tuple(name for name in grads if name in reduced))
+    return replace(captured, outputs=outputs, reduced=tuple(name for name in grads if name in reduced))
 
 
 class _Writer:
@@ -81,7 +81,6 @@ class _Writer:
         self.graph, self.mode, self.grads = graph, mode, grads
 
     def reduce(self, bucket: GradBucket) -> fx.Node:
-        """Return the node of this rank's shard of a bucket."""
         name, present = f"bucket_{bucket.bucket}", [one for one in bucket.stretches if one.name in self.grads]
         if (only := bucket.stretches[0]).end - only.begin == bucket.size:
             sent = self._node(OPS.stretch.default, name, self.grads[only.name], only.begin, only.end)
@@ -102,5 +101,5 @@ class _Writer:
     def _node(self, target: Any, name: str, *args: Any) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)
         node.meta = {"phase": "backward", "where": ""}
-        node.meta["val"] = derived_nodes(node, self.mode)
+        node.meta["val"] = fake_result(node, self.mode)
         return node

@@ -40,14 +40,12 @@ class JointPlanner:
         self.comm, self.device = comm, device
 
     def reporting_errors(self) -> AbstractContextManager[None]:
-        """Report an error of this rank to the others, which wait in `share_trace` or `share_machine`."""
         return report_errors(self.comm.watchdog, PLANNING, ADVICE)
 
     def minimum(self, number: int) -> int:
         return min(int(row) for row in self.comm.all_gather(self._integers([number]))[:, 0])
 
     def count_distinct(self, text: str) -> int:
-        """Return how many different texts the ranks have."""
         return len(set(all_texts(self.comm.watchdog, text.encode(), "count of hosts")))
 
     def share_trace(self, trace: Trace) -> Trace:
@@ -73,7 +71,6 @@ class JointPlanner:
         return replace(machine, link=link, streaming=replace(machine.streaming, enabled=enabled, window=window))
 
     def share_plan(self, trace: Trace, machine: Machine, search: Callable[[Trace, Machine], PlanResult]) -> PlanResult:
-        """Return the plan that rank 0 finds."""
         if self.comm.rank == 0:
             try:
                 result = search(trace, machine)
@@ -101,7 +98,6 @@ class JointPlanner:
         return self.comm.tensor(numbers, torch.int64, self.device)
 
     def _send(self, text: str) -> str:
-        """Return the text of rank 0, on all ranks."""
         return all_texts(self.comm.watchdog, text.encode(), "plan of the step, which rank 0 makes")[0].decode()
 
 

@@ -56,7 +56,6 @@ def add_sharded_update(trace: Trace, oss: OSS, trained: TrainedParameters) -> Tr
 
 
 def _own_part_nbytes(oss: OSS, parts: Sequence[StatePart]) -> int:
-    """Return the bytes of the state parts on this rank."""
     owners = {owner for part in parts for owner in part.owners}
     by_bucket = enumerate(large_state_nbytes(oss) if parts else ())
     return sum(of_ranks[oss.comm.rank] for i, of_ranks in by_bucket if i in owners)
@@ -78,7 +77,6 @@ def _step_nbytes(oss: OSS, updates: Sequence[int], reduced: Collection[int]) -> 
 
 
 def _flags_nbytes(oss: OSS) -> int:
-    """Return the bytes of flags and of casts to the wire dtype."""
     nbytes = (FLAGS[0] + FLAGS[1] * oss.comm.ranks) * (1 + len(oss.layout.parameters))
     if oss.comm.wire is not None:
         nbytes += CAST_WORKSPACE
@@ -145,7 +143,6 @@ def _as_trained(view: Tensor) -> Tensor:
 
 
 def _averages_nbytes(oss: OSS, reduced: Collection[int]) -> list[int]:
-    """Return what averaging each bucket allocates; nothing if backward has averaged it."""
     return [0 if bucket.number in reduced else _average_nbytes(oss, bucket) for bucket in oss.layout.buckets]
 
 
@@ -161,7 +158,6 @@ def _average_nbytes(oss: OSS, bucket: BucketViews) -> int:
 
 
 def gather_nbytes(oss: OSS, bucket: BucketViews) -> int:
-    """Return what gathering a bucket allocates."""
     others, part = oss.comm.ranks - 1, _part_nbytes(oss, bucket)
     if not others or _reads_memory(oss):
         return 0
@@ -179,7 +175,6 @@ def _is_packed(bucket: BucketViews) -> bool:
 
 
 def _copies(oss: OSS) -> bool:
-    """Return True if a collective copies its input, as with gloo."""
     return bool(dist.get_backend(oss.comm.group) == "gloo")
 
 

@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank owns, for all parameters of an optimizer.
+"""Map the elements of an optimizer's parameters to the ranks that own them.
 
     layout.add_group(group)    buckets for the parameters of a group, behind those of earlier groups
     layout.refresh()           new views where the caller has assigned `p.data`
@@ -39,36 +39,35 @@ class ShardLayout:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all parameters."""
         self.parameters: list[Tensor] = []
         self.buckets: list[BucketViews] = []
-        self.items: list[ParamSpec] = []
+        self.specs: list[ParamSpec] = []
         self.group_of: list[int] = []  # index of the group of each parameter
         self.checksum = 0  # equal on ranks with equal layouts
         self._marks: list[Mark] = []
 
     def add_group(self, index: int, group: Mapping[str, Any]) -> None:
-        """Lay out the parameters of one more group."""
         parameters, fused = list(group["params"]), bool(group.get("fused"))
         _refuse_overlap([*self.parameters, *parameters])
         kinds: dict[object, int] = {}
-        items = [
-            self._item(p, kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds)), fused) for p in parameters
-        ]
+        specs = []
+        for p in parameters:
+            kind = kinds.setdefault((p.dtype, p.device, p.requires_grad), len(kinds))
+            specs.append(self._spec_of(p, kind, fused))
         # Fused kernels read everything once, and round the remainder of a vector differently.
         cached = CACHED if all(p.device.type == "cpu" for p in parameters) and not fused else None
-        loads = owned_nbytes([views.bucket for views in self.buckets], self.items, self.owners)
+        loads = owned_nbytes([views.bucket for views in self.buckets], self.specs, self.owners)
         sizes = BucketSizes(self.bucket_bytes, ALONE, cached)
-        buckets = [bucket.shifted(len(self.items)) for bucket in make_buckets(items, self.owners, sizes, loads)]
+        buckets = [bucket.shifted(len(self.specs)) for bucket in make_buckets(specs, self.owners, sizes, loads)]
         self.parameters += parameters
         self.buckets += [self._views(len(self.buckets) + i, bucket) for i, bucket in enumerate(buckets)]
-        self.items += items
-        self.group_of += [index] * len(items)
+        self.specs += specs
+        self.group_of += [index] * len(specs)
         self._marks += map(_mark, parameters)
         words = [str(views.bucket) for views in self.buckets] + [str(mark[1:4]) for mark in self._marks]
         self.checksum = zlib.crc32("\n".join(words).encode()) >> 1
 
-    def _item(self, p: Tensor, kind: int, fused: bool) -> ParamSpec:
+    def _spec_of(self, p: Tensor, kind: int, fused: bool) -> ParamSpec:
         whole = not self.splits or not is_dense(p) or p.is_complex()
         quantum = 1 if p.dtype in EXACT_DTYPES and not fused else VECTOR
         return ParamSpec(p.numel(), p.element_size(), kind, whole, not p.requires_grad, quantum)
@@ -93,7 +92,6 @@ class ShardLayout:
         return [view for _, view in sorted(own, key=lambda one: (one[0].param, one[0].begin))]
 
     def shards_by_parameter(self) -> list[list[ShardRange]]:
-        """The shards of each parameter on all ranks, in order."""
         each: list[list[ShardRange]] = [[] for _ in self.parameters]
         for bucket in self.buckets:
             for shard in bucket.bucket.shards:
@@ -145,13 +143,13 @@ class ShardLayout:
         ]
 
     def _grad(self, shard: ShardRange, flat_grads: dict[int, Tensor]) -> Tensor:
-        parameter, known = self.parameters[shard.param], flat_grads.get(shard.param)
+        parameter, flat_grad = self.parameters[shard.param], flat_grads.get(shard.param)
         if parameter.grad is None or is_placeholder(parameter.grad):
             return parameter.detach().new_zeros(shard.count)
-        if known is None:
+        if flat_grad is None:
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            known = flat_grads[shard.param] = in_order_of(grad, parameter)
-        return known[shard.begin : shard.end]
+            flat_grad = flat_grads[shard.param] = in_order_of(grad, parameter)
+        return flat_grad[shard.begin : shard.end]
 
 
 def _refuse_overlap(parameters: Sequence[Tensor]) -> None:
@@ -167,7 +165,6 @@ def _refuse_overlap(parameters: Sequence[Tensor]) -> None:
 
 
 def _extent(parameter: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return (last + 1) * parameter.element_size()
 

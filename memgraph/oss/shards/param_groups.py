@@ -21,7 +21,6 @@ Group = dict[str, Any]
 
 
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, the default one for None."""
     if not dist.is_available() or not dist.is_initialized():
         call = 'torch.distributed.init_process_group("gloo"), or "nccl" with GPUs'
         raise ShardError(f"there is no process group to shard over: start with torchrun, and first call {call}")
@@ -38,7 +37,6 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_oss_arguments(**given: Any) -> dict[str, Any]:
-    """Return the arguments in their canonical form."""
     try:
         checked = {name: check_argument(name, value, SHARDED_RULES) for name, value in given.items()}
     except (TypeError, ValueError) as error:
@@ -51,7 +49,6 @@ def check_oss_arguments(**given: Any) -> dict[str, Any]:
 
 
 def copy_groups(params: Iterable[Any]) -> list[Group]:
-    """Return the caller's parameters as groups that may be changed."""
     given = list(check_argument("params", params, SHARDED_RULES))
     if not given:
         raise ValueError("optimizer got an empty parameter list")
@@ -59,6 +56,8 @@ def copy_groups(params: Iterable[Any]) -> list[Group]:
 
 
 def copy_group(group: Group) -> Group:
+    if not isinstance(group, dict):
+        raise TypeError(f"param_group is a {type(group).__name__}; give a dict")
     params = group["params"]
     if isinstance(params, set):  # torch refuses sets, and says why
         return dict(group)

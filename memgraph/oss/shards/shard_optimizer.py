@@ -36,6 +36,10 @@ class ShardOptimizer:
         states = [state for state in self.optimizer.state.values() if state]
         return all("step" in state and float(state["step"]) == 0 for state in states)
 
+    def try_groups(self, groups: Sequence[Group]) -> None:
+        """Raise the errors that the class raises for these groups."""
+        template(self.kind, groups, self.kwargs)
+
     def create(self, layout: ShardLayout, groups: Sequence[Group]) -> None:
         inner = [{**options(group), "params": layout.group_views(i)} for i, group in enumerate(groups)]
         self.optimizer = self.kind(inner, **self.kwargs)
@@ -47,7 +51,6 @@ class ShardOptimizer:
         self.optimizer.state.update(self.kind([inner], **self.kwargs).state)
 
     def replace_views(self, layout: ShardLayout, renewed: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Move states from old views to new ones."""
         state = self.optimizer.state
         for old, new in renewed:
             if old in state:
@@ -57,7 +60,6 @@ class ShardOptimizer:
                 group["params"][:] = layout.group_views(i)  # in place: LBFGS keeps this list
 
     def step(self, groups: list[Group], kwargs: Group) -> None:
-        """Step on these groups instead of the optimizer's own."""
         before, self.optimizer.param_groups = self.optimizer.param_groups, groups
         try:
             unhooked_step(type(self.optimizer))(self.optimizer, **kwargs)

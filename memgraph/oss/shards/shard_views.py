@@ -70,7 +70,6 @@ def _shard(parameter: Tensor, shard: ShardRange) -> Tensor:
 
 
 def reshape_like(elements: Tensor, view: Tensor) -> Tensor:
-    """View flat elements in the shape and strides of `view`."""
     if is_dense(view):
         return elements.as_strided(view.shape, view.stride(), elements.storage_offset())
     return elements.view(view.shape)

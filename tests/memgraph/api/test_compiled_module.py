@@ -71,7 +71,7 @@ def test_train_and_eval_switch_back_and_forth() -> None:
 
 
 @tight
-def test_another_dtype_is_planned_anew() -> None:
+def test_another_dtype_is_planned_separately() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
         model.to(torch.float64)
@@ -82,7 +82,7 @@ def test_another_dtype_is_planned_anew() -> None:
     assert_alike(loop, Running)
 
 
-def test_a_submodule_that_is_replaced_is_planned_anew() -> None:
+def test_a_replaced_submodule_is_planned_again() -> None:
     def loop(model: Any) -> list[Fact]:
         found = steps(model, 1)
         model.first = nn.Linear(8, 8, bias=False)

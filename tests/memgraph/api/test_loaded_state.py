@@ -69,14 +69,14 @@ def test_overwriting_and_cutting_the_file_changes_nothing(
     expected = train(model, optimizer, 3)
 
     other = net()
-    anew = kind(other.parameters())
-    load_state(tmp_path / name, other, anew)
+    fresh = kind(other.parameters())
+    load_state(tmp_path / name, other, fresh)
     overwrite(tmp_path / name)
-    assert train(other, anew, 1) == expected[:1]
+    assert train(other, fresh, 1) == expected[:1]
     child = os.fork()  # which a page that is gone would end
     if child == 0:
         os.truncate(tmp_path / name, 0)
-        os._exit(train(other, anew, 2) != expected[1:])
+        os._exit(train(other, fresh, 2) != expected[1:])
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -132,11 +132,11 @@ def test_states_beyond_the_budget_of_a_compiled_model_go_to_disk_at_once(tmp_pat
     optimizer.zero_grad()
     save_state(tmp_path / name, model, optimizer)
     for budget, far in (2_600_000, True), (10_000_000, False):
-        anew = optim.Adam(model.parameters())
-        compiled = memgraph.compile(model, budget, optimizer=anew)
-        _, seen = measure_peak(partial(load_state, tmp_path / name, compiled, anew))
-        assert {buffer_slice_of(value) is not None for value in states(anew) if value.dim()} == {far}
-        assert all(map(torch.equal, states(anew), states(optimizer)))
+        fresh = optim.Adam(model.parameters())
+        compiled = memgraph.compile(model, budget, optimizer=fresh)
+        _, seen = measure_peak(partial(load_state, tmp_path / name, compiled, fresh))
+        assert {buffer_slice_of(value) is not None for value in states(fresh) if value.dim()} == {far}
+        assert all(map(torch.equal, states(fresh), states(optimizer)))
         assert seen is not None
         mapped = (tmp_path / name).stat().st_size  # which the allocator reports as well
         assert (seen.peak - mapped < 300_000) == far

@@ -44,7 +44,7 @@ class Tied(nn.Module):
         self.register_buffer("both", torch.randn(4, 256))
         self.register_buffer("first", self.both[:2])
         self.register_buffer("none", torch.zeros(0, 3))
-        self.register_buffer("nobody", torch.zeros(0, 3))
+        self.register_buffer("no one", torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         images = self.drop(self.norm(self.images(self.rows(x).view(-1, 4, 8, 8)))).flatten(1)
@@ -99,15 +99,15 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any
     expected = train(called, optimizer, 3)
 
     other = Tied()
-    anew = adam(other)
-    again = second(other, anew)
+    fresh = adam(other)
+    again = second(other, fresh)
     if second is compiled:
-        train(again, anew, 1)  # what lives on disk by then is loaded there
-        states = [tensor for state in anew.state.values() for tensor in state.values()]
+        train(again, fresh, 1)  # what lives on disk by then is loaded there
+        states = [tensor for state in fresh.state.values() for tensor in state.values()]
         assert any(buffer_slice_of(tensor) for tensor in (*other.parameters(), *states))
-    load_state(tmp_path / NAME, other, anew)
+    load_state(tmp_path / NAME, other, fresh)
     assert other.out.weight is other.rows.weight
-    assert train(again, anew, 3) == expected
+    assert train(again, fresh, 3) == expected
     assert same(model, other)
 
 

@@ -75,14 +75,14 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, first: Callable[..., Any
     expected = train(called, adam, 3)
 
     other = net()
-    anew = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    again = second(other, anew)
+    fresh = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    again = second(other, fresh)
     if second is compiled:
-        train(again, anew, 1)  # what lives on disk by then is loaded there
-        states = [tensor for state in anew.state.values() for tensor in state.values()]
+        train(again, fresh, 1)  # what lives on disk by then is loaded there
+        states = [tensor for state in fresh.state.values() for tensor in state.values()]
         assert any(buffer_slice_of(tensor) for tensor in (*other.parameters(), *states))
-    load_state(tmp_path / "run.pt", other, anew)
-    assert train(again, anew, 3) == expected
+    load_state(tmp_path / "run.pt", other, fresh)
+    assert train(again, fresh, 3) == expected
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 

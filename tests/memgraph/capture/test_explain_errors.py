@@ -41,7 +41,8 @@ class Packing(nn.Module):
 def test_a_batch_norm_without_momentum_is_refused_by_its_path_and_option() -> None:
     compiled = memgraph.compile(Around(nn.BatchNorm1d(8, momentum=None)), ROOM)
     with pytest.raises(
-        memgraph.CaptureError, match=r"test_refusal\.py:\d+ in forward, in body\.1 \(BatchNorm1d\): with momentum=None"
+        memgraph.CaptureError,
+        match=r"test_explain_errors\.py:\d+ in forward, in body\.1 \(BatchNorm1d\): with momentum=None",
     ):
         compiled(torch.ones(3, 8))
 
@@ -167,7 +168,7 @@ class ByNumpy(nn.Module):
 def test_numpy_in_a_function_of_autograd_is_refused_with_its_line_and_what_helps(backward: bool) -> None:
     module = Around(ByNumpy(backward))
     module(torch.ones(3, 8)).sum().backward()
-    line = r"test_refusal\.py:\d+ in " + ("backward" if backward else r"forward, in body\.1 \(ByNumpy\)")
+    line = r"test_explain_errors\.py:\d+ in " + ("backward" if backward else r"forward, in body\.1 \(ByNumpy\)")
     with pytest.raises(memgraph.CaptureError, match=line + ": a tensor becomes a numpy array.*\n.*custom_op"):
         memgraph.compile(module, ROOM)(torch.ones(3, 8))
 

@@ -22,7 +22,7 @@ def test_a_branch_on_a_value_is_refused_with_the_line() -> None:
                 return super().forward(x)
             return x
 
-    with pytest.raises(memgraph.CaptureError, match=rf"test_uncaptured\.py:{line} in forward") as caught:
+    with pytest.raises(memgraph.CaptureError, match=rf"test_refused_modules\.py:{line} in forward") as caught:
         memgraph.compile(Branch(), ROOM)(batch())
     assert "`if`" in str(caught.value)
     assert "torch.where" in str(caught.value)
@@ -36,7 +36,7 @@ def test_what_depends_on_values_is_refused_with_the_line(ask: Callable[[Tensor],
         def forward(self, x: Tensor) -> Tensor:
             return ask(super().forward(x))
 
-    with pytest.raises(memgraph.CaptureError, match=r"test_uncaptured\.py:\d+ in <lambda>"):
+    with pytest.raises(memgraph.CaptureError, match=r"test_refused_modules\.py:\d+ in <lambda>"):
         memgraph.compile(Asking(), ROOM)(batch())
 
 

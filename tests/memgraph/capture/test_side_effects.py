@@ -97,17 +97,17 @@ def held() -> types.SimpleNamespace:
 @pytest.mark.parametrize(
     ("then", "attributes", "says"),
     [
-        (count, {}, "forward changes count, and the next call"),
-        (mark, {}, "forward changes done, and the next call"),
-        (mark_below, {}, r"forward changes body\.0\.done, and the next call"),
-        (fill, {"filled": []}, "forward changes filled, and the next call"),
-        (fill_deep, {"held": held()}, "forward changes held, and the next call"),
-        (toggle, {"held": held()}, "forward changes held, and the next call"),
-        (add, {"seen": set()}, "forward changes seen, and the next call"),
-        (remove, {"first": 2.0}, "forward changes first, and the next call"),
-        (remember, {}, "forward changes before, and the next call"),
+        (count, {}, "forward changes count, which changes its next call"),
+        (mark, {}, "forward changes done, which changes its next call"),
+        (mark_below, {}, r"forward changes body\.0\.done, which changes its next call"),
+        (fill, {"filled": []}, "forward changes filled, which changes its next call"),
+        (fill_deep, {"held": held()}, "forward changes held, which changes its next call"),
+        (toggle, {"held": held()}, "forward changes held, which changes its next call"),
+        (add, {"seen": set()}, "forward changes seen, which changes its next call"),
+        (remove, {"first": 2.0}, "forward changes first, which changes its next call"),
+        (remember, {}, "forward changes before, which changes its next call"),
         (remember_deep, {"held": held()}, "forward stores a tensor in held"),
-        (decide, {"kind": None}, "forward changes kind, and the next call"),
+        (decide, {"kind": None}, "forward changes kind, which changes its next call"),
     ],
 )
 def test_what_makes_another_call_of_the_next_one_is_refused_and_taken_back(

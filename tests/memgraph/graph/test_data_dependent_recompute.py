@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import memgraph
 from memgraph.graph.nodes import tensors
-from memgraph.graph.result_layout import REAL, layouts_of
+from memgraph.graph.result_layout import REAL, layout_in_storage
 from memgraph.graph.rewrite import rewrite
 from memgraph.planning import assembly, search
 from passes import Recompute
@@ -102,4 +102,4 @@ def test_what_an_op_makes_with_data_it_makes_again(make: Any, x: Tensor, monkeyp
     pairs = [(node, nodes[node.meta["again"]]) for node in nodes.values() if REAL in node.meta and "again" in node.meta]
     assert pairs
     for node, source in pairs:
-        assert [*map(layouts_of, tensors(node))] == [*map(layouts_of, tensors(source))]
+        assert [*map(layout_in_storage, tensors(node))] == [*map(layout_in_storage, tensors(source))]

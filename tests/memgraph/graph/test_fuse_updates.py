@@ -11,7 +11,7 @@ from torch import nn
 
 from memgraph.capture.capture import capture, select_scalars
 from memgraph.graph.captured import Captured
-from memgraph.graph.fuse_updates import fuse_updates, update_nodes
+from memgraph.graph.fuse_updates import fuse_updates, updated_parameters
 from memgraph.graph.rewrite import rewrite
 from memgraph.graph.summarize import summarize
 from memgraph.guards.module_proxy import WithLoss
@@ -52,14 +52,14 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, only: Plac
 def test_what_is_not_to_be_updated_is_handed_out() -> None:
     module, captured = fused(chain, leave="2.weight")
     assert [role.name for role in captured.outputs if role.kind == "gradient"] == ["2.weight"]
-    assert len(update_nodes(captured.graph.graph)) == len(captured.updates) == len(list(module.parameters())) - 1
+    assert len(updated_parameters(captured.graph.graph)) == len(captured.updates) == len(list(module.parameters())) - 1
 
 
 def test_each_update_reads_the_states_of_its_own_parameter() -> None:
     module, captured = fused(chain)
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
-    inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+    inside = {op: named[name] for op, name in updated_parameters(captured.graph.graph).items()}
     trained = TrainedParameters(list(named.values()), state_parts(optimizer, each=True), inside)
     trace = add_update(summarize(captured.graph.graph), optimizer, trained, {})
     check(trace)
@@ -76,7 +76,7 @@ def test_what_an_update_takes_in_backward_is_in_the_forecast() -> None:
     module, captured = fused(chain)
     named = dict(module.named_parameters())
     optimizer = torch.optim.Adam(module.parameters())
-    inside = {op: named[name] for op, name in update_nodes(captured.graph.graph).items()}
+    inside = {op: named[name] for op, name in updated_parameters(captured.graph.graph).items()}
     bare, trained = (
         summarize(captured.graph.graph),
         TrainedParameters(list(named.values()), state_parts(optimizer, True), inside),

@@ -16,7 +16,7 @@ from memgraph.capture.capture import capture
 from memgraph.capture.constant_fake_mode import ConstantFakeMode
 from memgraph.graph.aten_shims import COPY_STORAGES
 from memgraph.graph.nodes import tensors
-from memgraph.graph.result_layout import ResultLayout, layouts_of
+from memgraph.graph.result_layout import ResultLayout, layout_in_storage
 from memgraph.profile.memory_meter import measure_peak, resident_bytes
 from tests.support.models import Function
 
@@ -81,7 +81,7 @@ def test_every_compile_forecasts_the_same_and_to_the_byte(function: Callable[[nn
 def test_a_step_that_was_captured_before_is_captured_alike(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
     def captured() -> list[tuple[str, list[ResultLayout]]]:
         graph = capture(Function(function), (X,), {}).graph.graph
-        return [(node.name, list(map(layouts_of, tensors(node)))) for node in graph.nodes if node.op != "output"]
+        return [(node.name, list(map(layout_in_storage, tensors(node)))) for node in graph.nodes if node.op != "output"]
 
     assert captured() == captured()
 
@@ -102,19 +102,19 @@ def test_a_step_that_was_captured_before_is_captured_alike(function: Callable[[n
 def test_a_write_into_a_view_is_foretold_as_the_kernel_does_it(
     view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]
 ) -> None:
-    real = layouts_of(write(view(torch.zeros(10, 20))))
+    real = layout_in_storage(write(view(torch.zeros(10, 20))))
     for _ in range(2):  # torch remembers the second one
         with ConstantFakeMode():
-            assert layouts_of(write(view(torch.zeros(10, 20)))) == real
+            assert layout_in_storage(write(view(torch.zeros(10, 20)))) == real
 
 
 @pytest.mark.parametrize("make", [torch.hann_window, torch.bartlett_window, torch.blackman_window])
 def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_before(
     make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constant_fake_mode, "_noted", set())
-    monkeypatch.setattr(constant_fake_mode, "_roomy", set(COPY_STORAGES))
-    real = layouts_of(make(8))
+    monkeypatch.setattr(constant_fake_mode, "_measured", set())
+    monkeypatch.setattr(constant_fake_mode, "_large", set(COPY_STORAGES))
+    real = layout_in_storage(make(8))
     for mode in (
         FakeTensorMode,
         FakeTensorMode,
@@ -122,5 +122,5 @@ def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_bef
         ConstantFakeMode,
     ):  # torch remembers what the second one makes
         with mode():
-            found = layouts_of(make(8))
+            found = layout_in_storage(make(8))
     assert found == real

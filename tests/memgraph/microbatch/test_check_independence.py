@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
-from memgraph.microbatch.microbatches import parts_of
+from memgraph.microbatch.microbatches import microbatch_sizes
 
 Forward = Callable[..., Any]
 
@@ -40,8 +40,8 @@ def compiled(module: nn.Module, **wishes: Any) -> memgraph.CompiledModule:
     [(7, 4, (2, 2, 2, 1)), (5, 4, (2, 1, 1, 1)), (2, 4, (1, 1)), (6, 3, (2, 2, 2)), (1, 3, (1,)), (0, 3, (0,))],
 )
 def test_no_part_is_empty_and_none_is_much_larger(rows: int, count: int, parts: tuple[int, ...]) -> None:
-    assert parts_of([torch.ones(rows, 2)], count) == parts
-    assert parts_of([3, torch.ones(()), torch.ones(rows)], count) == parts
+    assert microbatch_sizes([torch.ones(rows, 2)], count) == parts
+    assert microbatch_sizes([3, torch.ones(()), torch.ones(rows)], count) == parts
 
 
 def rich(layer: nn.Module, x: Tensor, scale: Tensor, *, sizes: dict[str, Tensor], name: str) -> dict[str, Any]:

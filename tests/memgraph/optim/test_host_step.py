@@ -151,7 +151,7 @@ def test_without_any_one_of_its_waits_it_goes_wrong(
 
 
 @pytest.mark.usefixtures("small_windows", "host")
-def test_what_is_loaded_goes_home_again(rate: Callable[[float], None]) -> None:
+def test_loaded_state_is_offloaded_again(rate: Callable[[float], None]) -> None:
     rate(ALL)
     twins = twins_of("adamw")
     twins.train(2)
@@ -199,7 +199,7 @@ def test_a_saved_plan_says_it_and_wants_to_be_asked(rate: Callable[[float], None
     report = planned(host_update=True)
     again = planned(host_update=True, plan=report.to_json())
     assert again.plan == report.plan and there(again)
-    with pytest.raises(memgraph.PlanError, match="updates states on the host, for which host_update=True asks"):
+    with pytest.raises(memgraph.PlanError, match="updates states on the host, which needs host_update=True"):
         planned(plan=report.to_json())
 
 
@@ -227,7 +227,7 @@ def test_the_report_says_what_is_updated_there(rate: Callable[[float], None]) ->
     report = planned(host_update=True)
     (line,) = (line for line in str(report).splitlines() if line.startswith("update there"))
     assert line.split()[2] == "state" and line.endswith("offloaded to host, and is updated there")
-    assert str(report.machine).endswith("steps states at 1000000 MB/s")
+    assert str(report.machine).endswith("updates states at 1000000 MB/s")
 
 
 # --- how fast the host is
@@ -289,7 +289,7 @@ def shapes(dtype: torch.dtype) -> list[nn.Parameter]:
     ],
     ids=["AdamW", "Adam", "Adagrad", "AdamW bf16", "SGD", "RMSprop", "NAdam"],
 )
-def test_wherever_things_lie_the_host_steps_as_its_kernel_does(
+def test_wherever_tensors_are_the_host_steps_as_its_kernel_does(
     make: Callable[..., optim.Optimizer], dtype: torch.dtype, places: str, pool: PinnedPool
 ) -> None:
     host = PinnedBufferAllocator(CPU, Late(0), pool)
@@ -381,7 +381,7 @@ def test_a_number_that_the_optimizer_keeps_on_the_device_is_put_there(
     assert optimizer.state[parameter]["step"].is_meta and is_offloaded(optimizer.state[parameter]["exp_avg"])
 
 
-def test_a_plan_that_takes_anothers_place_says_anew_what_is_updated_there(pool: PinnedPool) -> None:
+def test_a_plan_that_replaces_another_sets_what_the_host_updates(pool: PinnedPool) -> None:
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     whole = OffloadedUpdate(optim.AdamW(parameters), location=PinnedBufferAllocator(CPU, Late(0), pool))
     first = OffloadedStates(whole, tuple(parameters), tuple(parameters))

@@ -1,4 +1,4 @@
-"""Updates whose gradients come one by one: read ahead and written late, to the same bits, and with nothing torn."""
+"""Updates whose gradients come one by one are read ahead and written late, to the same bits."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_stays_between_two_updates_is_known_before(tmp_path: Path, states: 
     assert seen.peak + resident_bytes(one.buffers) - (near_states(optimizer) - before) <= foreseen.total
 
 
-def test_windows_keep_numbers_of_their_own_pieces_alone(tmp_path: Path) -> None:
+def test_windows_keep_scalars_of_their_own_chunks_only(tmp_path: Path) -> None:
     """However many parameters have been updated by then; none of them makes a state any more."""
     ours = [nn.Parameter(tensor) for tensor in offload_tensors([torch.zeros(40_001) for _ in range(8)], tmp_path)]
     optimizer = OPTIMIZERS["AdamW"](ours)

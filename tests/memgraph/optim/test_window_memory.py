@@ -1,4 +1,4 @@
-"""What an update in windows allocates is known before, and nearly exactly."""
+"""The bytes that an update in windows allocates are forecast, nearly exactly."""
 
 from __future__ import annotations
 

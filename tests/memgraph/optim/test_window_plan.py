@@ -1,4 +1,4 @@
-"""Windows hold every element once, begin pages, and are no larger than was said."""
+"""Windows hold every element once, begin at pages, and keep to their size."""
 
 from __future__ import annotations
 

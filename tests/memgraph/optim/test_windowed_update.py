@@ -1,4 +1,4 @@
-"""An optimizer's update in windows over the disk is bit-equal to the plain one, whatever is where."""
+"""An optimizer's update in windows over the disk is bit-equal to the plain one, whatever is offloaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_update_in_windows_is_the_plain_one(tmp_path: Path, name: str, side: 
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AdamW fused", "ASGD"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("nbytes", [100_000, 333_333, 1 << 30])
-def test_what_is_far_and_how_large_the_windows_are_makes_no_difference(
+def test_what_is_offloaded_and_how_large_the_windows_are_makes_no_difference(
     tmp_path: Path, name: str, side: str, nbytes: int
 ) -> None:
     plain = training(tmp_path, OPTIMIZERS[name], None).steps(3)
@@ -244,7 +244,7 @@ def test_writing_by_the_file_is_seen_as_a_change_of_the_parameter(tmp_path: Path
     assert [p._version > v for p, v in zip(one.parameters, before, strict=True)][:2] == [True, True]
 
 
-def test_where_nothing_is_far_the_plain_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_offloaded_the_plain_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memgraph.optim.windowed_optimizer.WindowedUpdate", None)
     one = training(tmp_path, OPTIMIZERS["AdamW"], NOT).steps()
     assert_equal(one, training(tmp_path, OPTIMIZERS["AdamW"], None).steps())
@@ -345,7 +345,7 @@ def test_what_the_optimizer_refuses_by_itself_is_not_kept_for_later(tmp_path: Pa
     assert_equal(one.steps(2), training(tmp_path, OPTIMIZERS["AdamW"], None).steps(3))
 
 
-def test_windows_that_hold_no_piece_are_refused(tmp_path: Path) -> None:
+def test_windows_that_hold_no_chunk_are_refused(tmp_path: Path) -> None:
     one = training(tmp_path, OPTIMIZERS["AdamW"], ALL, nbytes=10_000)
     one.gradients()
     with pytest.raises(ValueError, match="windows of 10000 bytes hold no chunk of a parameter that wants 16384"):

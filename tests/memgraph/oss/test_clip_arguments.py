@@ -32,8 +32,10 @@ def _refused(rank: int) -> None:
     for kind, wrong, words in WRONG:
         for who in (0, 1):
             given = {"max_norm": 1.0, **(wrong if rank == who else {})}
-            said = refusal(kind if rank == who else ShardError, lambda given=given: optimizer.clip_grad_norm_(**given))
-            assert words in said
+            messages = refusal(
+                kind if rank == who else ShardError, lambda given=given: optimizer.clip_grad_norm_(**given)
+            )
+            assert words in messages
     assert optimizer.clip_grad_norm_(1.0, "2") == 2
     assert optimizer.clip_grad_norm_(0, "inf") <= 1
 

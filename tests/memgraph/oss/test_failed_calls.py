@@ -45,45 +45,45 @@ def _failing(rank: int, gather: str) -> tuple[list[str], bool]:
     theirs = Fussy(plain.parameters(), lr=0.01)
     optimizer = memgraph.OSS(net.parameters(), Fussy, bucket_bytes=BYTES, gather=gather, lr=0.01)
     model: Any = memgraph.compile(net, ROOM, optimizer=optimizer, time_limit=0.0)
-    batch, said = batches(rank, True), list[str]()
+    batch, messages = batches(rank, True), list[str]()
     tokens = batches(rank, True)()
 
     def step(inputs: Any) -> None:
         model(inputs).backward()
 
     HERE["failing"] = rank == 1
-    said.append(_said(lambda: step(tokens)))  # an update that can't be tried
+    messages.append(_said(lambda: step(tokens)))  # an update that can't be tried
     HERE["failing"] = False
-    said.append(_said(lambda: step(tokens if rank == 0 else tokens.float())))  # a call that can't be captured
+    messages.append(_said(lambda: step(tokens if rank == 0 else tokens.float())))  # a call that can't be captured
     train(plain, theirs, batches(rank, True), 2)
     train(model, optimizer, batch, 1)
-    said.append(_said(lambda: step(tokens if rank == 0 else tokens.float())))  # beside a step that is known
+    messages.append(_said(lambda: step(tokens if rank == 0 else tokens.float())))  # beside a step that is known
     optimizer.zero_grad()
     train(model, optimizer, batch, 1)
     net.double()
-    said.append(_said(optimizer.gather))
+    messages.append(_said(optimizer.gather))
     net.float()
     optimizer.gather()
-    return said, same(net, plain)
+    return messages, same(net, plain)
 
 
 @pytest.mark.parametrize("gather", ["step", "forward"])
-def test_the_others_are_told_of_a_call_that_fails_before_it_is_planned(gather: str) -> None:
-    (told, first), (own, second) = on_ranks(2, _failing, gather)
+def test_a_call_that_fails_before_it_is_planned_is_an_error_on_all_ranks(gather: str) -> None:
+    (texts, first), (own, second) = on_ranks(2, _failing, gather)
     assert own[0].startswith("UpdateError: Fussy can't be planned")
-    assert told[0].startswith("AgreementError: the ranks disagree on the planning of the step: without error on rank")
-    assert "UpdateError: Fussy can't be planned" in told[0] and "on rank 1" in told[0]
+    assert texts[0].startswith("AgreementError: the ranks disagree on the planning of the step: without error on rank")
+    assert "UpdateError: Fussy can't be planned" in texts[0] and "on rank 1" in texts[0]
     assert (
-        own[1].startswith("RuntimeError: Expected tensor") and "ranks [1] can't run this step, and say why" in told[1]
+        own[1].startswith("RuntimeError: Expected tensor") and "ranks [1] can't run this step, and say why" in texts[1]
     )
     if gather == "step":
         assert (
             own[2].startswith("RuntimeError: Expected tensor")
-            and "ranks [1] can't run this step, and say why" in told[2]
+            and "ranks [1] can't run this step, and say why" in texts[2]
         )
     else:  # what is awaited comes first, and is where ranks meet
         assert "or a new kind of call, which begins with one; ranks [0] run something else" in own[2]
-        assert "rank 0 is about to run a step that is planned; ranks [1] run something else" in told[2]
+        assert "rank 0 is about to run a step that is planned; ranks [1] run something else" in texts[2]
     turned = "float64.* now; create a new optimizer; change it back and call optimizer.gather"
-    assert all(bool(re.search(turned, said[3])) == (gather == "forward") for said in (own, told))
+    assert all(bool(re.search(turned, messages[3])) == (gather == "forward") for messages in (own, texts))
     assert first and second

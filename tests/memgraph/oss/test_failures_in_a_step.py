@@ -16,7 +16,7 @@ from memgraph.oss.checkpoint.full_state import TensorSender
 from memgraph.oss.comm.liveness import VERDICT
 from memgraph.oss.comm.p2p import P2PComm
 from tests.memgraph.oss.checkpoint.test_full_state import refusal
-from tests.memgraph.oss.test_gradients import give, go, same, tensors
+from tests.memgraph.oss.test_gradients import give, same, tensors, use_transport
 from tests.support.ranks import on_ranks
 
 SHAPES = ((400, 700), (5, 7), (3,), (41,))
@@ -40,35 +40,35 @@ def _starving(kind: type[optim.Optimizer], calls: int) -> Callable[..., Any]:
 
 
 def _failed(rank: int, path: Path, way: str, kind: type[optim.Optimizer], wire: torch.dtype | None) -> list[str]:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
-    spread, alone = memgraph.OSS(ours, kind, wire_dtype=wire, bucket_bytes=1 << 18), optim.Adam(plain)
+    sharded, alone = memgraph.OSS(ours, kind, wire_dtype=wire, bucket_bytes=1 << 18), optim.Adam(plain)
     give(ours, 0, 3, rank)
-    spread.step()
-    saved, module = spread.state_dict(all_ranks=True), nn.ParameterList(ours)
-    memgraph.save_sharded(path, module, spread)
+    sharded.step()
+    saved, module = sharded.state_dict(all_ranks=True), nn.ParameterList(ours)
+    memgraph.save_sharded(path, module, sharded)
     values = [p.detach().clone() for p in ours]
     give(ours, 1, 3, rank)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(kind, "step", _starving(kind, 1 if kind is Whole else 2))
-        said = [refusal(MemoryError if rank == 1 else ShardError, spread.step)]
-    said.append(refusal(ShardError, spread.step))
-    said.append(refusal(ShardError, lambda: spread.clip_grad_norm_(1.0)))
-    said.append(refusal(StateError, spread.consolidate_state_dict))
+        messages = [refusal(MemoryError if rank == 1 else ShardError, sharded.step)]
+    messages.append(refusal(ShardError, sharded.step))
+    messages.append(refusal(ShardError, lambda: sharded.clip_grad_norm_(1.0)))
+    messages.append(refusal(StateError, sharded.consolidate_state_dict))
     if kind is Whole:
-        spread.load_state_dict(saved)
+        sharded.load_state_dict(saved)
         for parameter, value in zip(ours, values, strict=True):
             parameter.data.copy_(value)
     else:
-        memgraph.load_sharded(path, module, spread)
+        memgraph.load_sharded(path, module, sharded)
     for step in range(2):
         give(plain, step, 3)
         alone.step()
-    spread.step()
+    sharded.step()
     if wire is None and way != "collectives":  # which add in an order of their own
         assert same(ours, plain)
-    return said
+    return messages
 
 
 SLOW = pytest.mark.slow
@@ -77,15 +77,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "way, kind, wire",
     [
-        ("near", optim.Adam, None),
-        pytest.param("near", Whole, None, marks=SLOW),
-        pytest.param("pairs", optim.Adam, None, marks=SLOW),
-        ("pairs", Whole, None),
-        ("pairs", optim.Adam, torch.float16),
+        ("shared_memory", optim.Adam, None),
+        pytest.param("shared_memory", Whole, None, marks=SLOW),
+        pytest.param("p2p", optim.Adam, None, marks=SLOW),
+        ("p2p", Whole, None),
+        ("p2p", optim.Adam, torch.float16),
         pytest.param("collectives", optim.Adam, None, marks=SLOW),
     ],
 )
-def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_loaded_state(
+def test_an_optimizer_that_fails_on_one_rank_is_an_error_on_all_and_trains_on_after_loading(
     way: str, kind: type[optim.Optimizer], wire: torch.dtype | None, tmp_path: Path
 ) -> None:
     first, own, last = on_ranks(3, _failed, tmp_path / "saved", way, kind, wire)
@@ -100,19 +100,19 @@ def test_an_optimizer_that_fails_on_one_rank_is_told_on_all_and_goes_on_from_a_l
 
 def _left(rank: int, in_step: bool) -> list[Any]:
     """No memory for what comes of other ranks, so that one can't send either."""
-    go("pairs")
+    use_transport("p2p")
     ours = tensors(*SHAPES)
-    spread = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
+    sharded = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
     give(ours, 0, 3, rank)
-    call = spread.step if in_step else spread.consolidate_state_dict
+    call = sharded.step if in_step else sharded.consolidate_state_dict
     if not in_step:
-        spread.step()
+        sharded.step()
     if rank == 1:
         P2PComm.reduce = TensorSender.send = _no_room  # type: ignore[assignment, method-assign]
     with pytest.raises(RuntimeError) as caught:
         call()
     assert isinstance(caught.value, CollectiveError) == (rank != 1)
-    spread.watchdog.store.wait([VERDICT])  # this process is there, and so are its connections
+    sharded.watchdog.store.wait([VERDICT])  # this process is there, and so are its connections
     return [*getattr(caught.value, "ranks", ()), str(caught.value)]
 
 
@@ -132,37 +132,37 @@ def test_a_rank_that_can_not_do_what_others_wait_for_is_named_before_their_time_
 def _searched(rank: int) -> list[str]:
     """LBFGS, which rank 0 steps alone: its own failure, and what closures return."""
     ours = tensors((5, 7), (3,))
-    spread = memgraph.OSS(ours, optim.LBFGS, max_iter=3)
+    sharded = memgraph.OSS(ours, optim.LBFGS, max_iter=3)
     calls: list[int] = []
 
     def closure() -> Tensor:
         calls.append(1)
-        spread.zero_grad()
+        sharded.zero_grad()
         loss = torch.stack([p.square().sum() for p in ours]).sum()
         loss.backward()
         return loss
 
     def say(kind: type[Exception], given: Any) -> str:
-        return refusal(kind, spread.step, given)
+        return refusal(kind, sharded.step, given)
 
-    spread.step(closure)
-    said = [say(TypeError if rank else ShardError, None if rank else closure)]
-    said.append(say(TypeError if rank == 0 else ShardError, lambda: None if rank == 0 else 1.0))
-    said.append(say(ValueError if rank else ShardError, lambda: "x" if rank else 1.0))
+    sharded.step(closure)
+    messages = [say(TypeError if rank else ShardError, None if rank else closure)]
+    messages.append(say(TypeError if rank == 0 else ShardError, lambda: None if rank == 0 else 1.0))
+    messages.append(say(ValueError if rank else ShardError, lambda: "x" if rank else 1.0))
     before = len(calls)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim.LBFGS, "_gather_flat_grad", _no_direction)
-        said.append(say(ArithmeticError if rank == 0 else ShardError, closure))
+        messages.append(say(ArithmeticError if rank == 0 else ShardError, closure))
     assert len(calls) == before + 1
-    spread.step(closure)
-    return [*said, str(sum(float(p.sum()) for p in ours))]
+    sharded.step(closure)
+    return [*messages, str(sum(float(p.sum()) for p in ours))]
 
 
 def _no_direction(*_: object) -> None:
     raise ArithmeticError("no direction")
 
 
-def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
+def test_an_lbfgs_step_that_fails_on_one_rank_is_an_error_on_all() -> None:
     leads, follows = on_ranks(2, _searched)
     wants = "LBFGS evaluates its closure several times; call step(closure)"
     assert follows[0] == wants and leads[0] == f"another rank can't step, so none does: TypeError: {wants} on rank 1"
@@ -176,20 +176,20 @@ def test_a_search_that_fails_on_one_rank_is_told_on_all() -> None:
 def _returned(rank: int) -> list[str]:
     """Closures of an optimizer that does not look at what they return, and gradients that are wrong on one rank."""
     ours = tensors((5, 7), (3,))
-    spread = memgraph.OSS(ours, optim.SGD, lr=0.1)
-    spread.step()  # before backward
+    sharded = memgraph.OSS(ours, optim.SGD, lr=0.1)
+    sharded.step()  # before backward
     give(ours, 0, 2, rank)
-    assert spread.step(lambda: "any" if rank else None) == ("any" if rank else None)
+    assert sharded.step(lambda: "any" if rank else None) == ("any" if rank else None)
 
     def failing() -> float:
         if rank:
             raise KeyError("no batch")
         return 1.0
 
-    return [refusal(KeyError if rank else ShardError, spread.step, failing)]
+    return [refusal(KeyError if rank else ShardError, sharded.step, failing)]
 
 
-def test_what_one_rank_can_not_step_with_is_told_by_name() -> None:
+def test_what_one_rank_can_not_step_with_is_named() -> None:
     first, own = on_ranks(2, _returned)
     assert own == ["'no batch'"]
     assert first == ["another rank can't step, so none does: KeyError: 'no batch' on rank 1"]

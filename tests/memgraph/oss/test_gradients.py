@@ -45,24 +45,24 @@ BUCKET = 1 << 16  # bytes, a fiftieth of the gradients
 SHAPES = ((5, 7), (3,), (0,), (), (2, 3, 4, 5), (41,))
 
 
-def go(way: str) -> None:
+def use_transport(way: str) -> None:
     """How this process exchanges buckets from now on."""
-    if way != "near":
+    if way != "shared_memory":
         pytest.MonkeyPatch().setattr(optimizer, "shared_memory_comm", lambda exchange: None)
     if way == "collectives":
         pytest.MonkeyPatch().setattr(exchange, "_on_cpu", lambda sources: False)
 
 
 def _averaged(rank: int, ranks: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
-    spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
-    assert spread.comm.shared_memory is None or way == "near"
+    sharded, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, bucket_bytes=128), optim.Adam(plain, lr=0.1)
+    assert sharded.comm.shared_memory is None or way == "shared_memory"
     for step in range(4):
         give(ours, step, ranks, rank)
         give(plain, step, ranks)
         before = [parameter.grad.clone() for parameter in ours if parameter.grad is not None]
-        spread.step()
+        sharded.step()
         alone.step()
         if way == "collectives":  # which add in an order of their own
             torch.testing.assert_close(ours, plain)
@@ -72,55 +72,55 @@ def _averaged(rank: int, ranks: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p", "collectives"])
 def test_a_step_averages_over_ranks_and_leaves_gradients_as_they_are(ranks: int, way: str) -> None:
     on_ranks(ranks, _averaged, ranks, way)
 
 
 def _some_missing(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
-    spread, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
+    sharded, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
     for step in range(3):
         give(ours, step, 2, rank)
         give(plain, step, 2)
-        ours[1].grad = plain[1].grad = None  # nobody has it: AdamW would let it decay
+        ours[1].grad = plain[1].grad = None  # no rank has it: AdamW would let it decay
         if rank:
             ours[0].grad = None
         plain[0].grad = torch.randn(5, 7, generator=torch.Generator().manual_seed(1000 * step)) / 2
-        spread.step()
+        sharded.step()
         alone.step()
         assert same(ours, plain)
-    assert not any(view.shape == (3,) for view in spread.inner.state)
+    assert not any(view.shape == (3,) for view in sharded.inner.state)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_gradient_that_one_rank_has_counts_and_one_that_none_has_does_not(way: str) -> None:
     on_ranks(2, _some_missing, way)
 
 
 def _clipped(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     for order in (2.0, 1.0, 3.0, 0.5, -1.0, 0.0, math.inf, "inf"):
         for most in (0.3, 1e6):
             ours, plain = tensors(*SHAPES), tensors(*SHAPES)
-            spread, alone = memgraph.OSS(ours, optim.SGD, lr=0.1), optim.SGD(plain, lr=0.1)
+            sharded, alone = memgraph.OSS(ours, optim.SGD, lr=0.1), optim.SGD(plain, lr=0.1)
             give(ours, 0, 2, rank)
             give(plain, 0, 2)
             wanted = clip_grad_norm_([p for p in plain if p.numel()], most, float(order))
-            found = spread.clip_grad_norm_(most, order)
+            found = sharded.clip_grad_norm_(most, order)
             torch.testing.assert_close(found, wanted)
             again, wanted_again = (
-                spread.clip_grad_norm_(most / 2, order),
+                sharded.clip_grad_norm_(most / 2, order),
                 clip_grad_norm_([p for p in plain if p.numel()], most / 2, float(order)),
             )
             torch.testing.assert_close(again, wanted_again)
-            spread.step()
+            sharded.step()
             alone.step()
             torch.testing.assert_close(list(ours), list(plain))
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice(way: str) -> None:
     on_ranks(2, _clipped, way)
 
@@ -128,11 +128,11 @@ def test_a_norm_is_that_of_the_averaged_gradient_and_may_be_clipped_twice(way: s
 def _clipped_to_the_bit(rank: int, kind: Any, gradients: str) -> None:
     for order in (2.0, 1.0, 3.0, math.inf):
         ours, plain = tensors(*LARGE), tensors(*LARGE)
-        spread, alone = memgraph.OSS(ours, kind, lr=0.1, gradients=gradients), kind(plain, lr=0.1)
+        sharded, alone = memgraph.OSS(ours, kind, lr=0.1, gradients=gradients), kind(plain, lr=0.1)
         give(ours, 0, 2)
         give(plain, 0, 2)
-        assert torch.equal(spread.clip_grad_norm_(0.3, order), clip_grad_norm_(plain, 0.3, order))
-        spread.step()
+        assert torch.equal(sharded.clip_grad_norm_(0.3, order), clip_grad_norm_(plain, 0.3, order))
+        sharded.step()
         alone.step()
         assert same(ours, plain)
 
@@ -161,24 +161,24 @@ def _tensor_parallel(rank: int) -> None:
             ours, (grads[0][:, 4 * part :][:, :4], grads[1], grads[2][:, part:][:, :1]), strict=True
         ):
             tensor.grad = grad.contiguous().clone()
-        spread = memgraph.OSS(ours, optim.SGD, lr=0.1, group=data)
-        found = spread.clip_grad_norm_(0.2, order, group=model, replicated=[ours[1]])
+        sharded = memgraph.OSS(ours, optim.SGD, lr=0.1, group=data)
+        found = sharded.clip_grad_norm_(0.2, order, group=model, replicated=[ours[1]])
         torch.testing.assert_close(found, clip_grad_norm_(whole, 0.2, order))
         before = [each.detach().clone() for each in ours]
-        spread.step()
+        sharded.step()
         moved = [(was - now) / 0.1 for was, now in zip(before, ours, strict=True)]
         torch.testing.assert_close(moved[0], grads[0][:, 4 * part :][:, :4], atol=1e-5, rtol=1e-4)
-    spread.zero_grad()
+    sharded.zero_grad()
     give(ours, 0, 2)
     with pytest.raises(ValueError, match="no parameter of this optimizer"):
-        spread.clip_grad_norm_(1.0, group=model, replicated=whole)
+        sharded.clip_grad_norm_(1.0, group=model, replicated=whole)
     with pytest.raises(ValueError, match="no process group that this rank is in"):
-        spread.clip_grad_norm_(1.0, group=groups[2 + 1 - rank // 2])
+        sharded.clip_grad_norm_(1.0, group=groups[2 + 1 - rank // 2])
     if rank % 2:
         for each in ours:
             each.grad = None if each is ours[2] else each.grad
     with pytest.raises(memgraph.AgreementError, match="parts of the same ones"):
-        spread.clip_grad_norm_(1.0, group=model)
+        sharded.clip_grad_norm_(1.0, group=model)
 
 
 def test_the_norm_of_shards_of_a_tensor_parallel_model_is_that_of_the_whole_one() -> None:
@@ -187,26 +187,26 @@ def test_the_norm_of_shards_of_a_tensor_parallel_model_is_that_of_the_whole_one(
 
 def _clipped_anew(rank: int) -> None:
     ours = tensors((4,), (3,))
-    spread = memgraph.OSS(ours, optim.SGD, lr=1.0)
-    assert spread.clip_grad_norm_(1.0) == 0  # before the first backward
-    spread.step()
+    sharded = memgraph.OSS(ours, optim.SGD, lr=1.0)
+    assert sharded.clip_grad_norm_(1.0) == 0  # before the first backward
+    sharded.step()
     give(ours, 0, 2, rank)
     ours[1].grad = None
-    first = spread.clip_grad_norm_(1.0)
-    spread.step()
-    spread.zero_grad()
+    first = sharded.clip_grad_norm_(1.0)
+    sharded.step()
+    sharded.zero_grad()
     give(ours, 0, 2, rank)
-    assert spread.clip_grad_norm_(1.0) > first > 0
+    assert sharded.clip_grad_norm_(1.0) > first > 0
     if rank == 0:
         gradient(ours[0]).add_(1)
     with pytest.raises(memgraph.ShardError, match="after they had been averaged" if rank == 0 else "another rank"):
-        spread.step()
-    spread.zero_grad()
+        sharded.step()
+    sharded.zero_grad()
     give(ours, 0, 2, rank)
     gradient(ours[0])[rank] = math.nan
-    assert spread.clip_grad_norm_(1.0).isnan()
+    assert sharded.clip_grad_norm_(1.0).isnan()
     with pytest.raises(RuntimeError, match="nan"):
-        spread.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        sharded.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def test_a_norm_is_of_the_gradients_that_there_are_now() -> None:
@@ -215,10 +215,10 @@ def test_a_norm_is_of_the_gradients_that_there_are_now() -> None:
 
 def _clipped_in_place(rank: int) -> None:
     ours, plain = tensors(*SHAPES), tensors(*SHAPES)
-    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, gradients="same")
+    sharded = memgraph.OSS(ours, optim.SGD, lr=0.1, gradients="same")
     give(ours, 0, 2)
     give(plain, 0, 2)
-    torch.testing.assert_close(spread.clip_grad_norm_(0.5), clip_grad_norm_(plain, 0.5))
+    torch.testing.assert_close(sharded.clip_grad_norm_(0.5), clip_grad_norm_(plain, 0.5))
     torch.testing.assert_close([p.grad for p in ours], [p.grad for p in plain])
 
 
@@ -229,12 +229,12 @@ def test_gradients_that_are_the_same_are_clipped_where_they_are() -> None:
 def _clipped_by_half_of_the_ranks(rank: int) -> list[float]:
     groups: list[Any] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     ours = tensors((5, 7), seed=rank % 2)
-    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, group=groups[rank % 2])
+    sharded = memgraph.OSS(ours, optim.SGD, lr=0.1, group=groups[rank % 2])
     with pytest.raises(memgraph.ShardError, match="not in the group"):
         memgraph.OSS(ours, group=groups[1 - rank % 2])
     ours[0].grad = torch.full((5, 7), 1.0 + rank)
-    norm = float(spread.clip_grad_norm_(1.0))
-    spread.step()
+    norm = float(sharded.clip_grad_norm_(1.0))
+    sharded.step()
     return [norm, float(ours[0].sum())]
 
 
@@ -247,11 +247,11 @@ def test_a_subgroup_steps_by_itself() -> None:
 
 def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[float]:
     ours, plain = tensors((5, 7), (3,)), tensors((5, 7), (3,))
-    spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, gradients=gradients), optim.Adam(plain, lr=0.1)
+    sharded, alone = memgraph.OSS(ours, optim.Adam, lr=0.1, gradients=gradients), optim.Adam(plain, lr=0.1)
     scaler, beside = (one("cpu", init_scale=4.0, growth_interval=2) for one in (kind, torch.amp.GradScaler))
     for step in range(5):
         infinite = step == 1
-        for parameters, one, stepping, mine in ((ours, scaler, spread, rank), (plain, beside, alone, None)):
+        for parameters, one, stepping, mine in ((ours, scaler, sharded, rank), (plain, beside, alone, None)):
             give(parameters, step, 2, None if gradients == "same" else mine)
             for parameter in parameters:
                 assert parameter.grad is not None
@@ -262,7 +262,7 @@ def _scaled(rank: int, kind: type[Any], unscale: bool, gradients: str) -> list[f
             if unscale:
                 one.unscale_(stepping)
                 if not infinite:
-                    spread.clip_grad_norm_(1e6) if stepping is spread else clip_grad_norm_(parameters, 1e6)
+                    sharded.clip_grad_norm_(1e6) if stepping is sharded else clip_grad_norm_(parameters, 1e6)
             one.step(stepping)
             one.update()
             stepping.zero_grad()
@@ -287,7 +287,7 @@ def _sparse(rank: int) -> None:
         ours, plain = (nn.Embedding(11, 3, sparse=True) for _ in range(2))
         dist.broadcast(ours.weight.detach(), 0)
         plain.load_state_dict(ours.state_dict())
-        spread, alone = (
+        sharded, alone = (
             memgraph.OSS(ours.parameters(), kind, lr=0.1, **options),
             kind(plain.parameters(), lr=0.1, **options),
         )
@@ -295,13 +295,13 @@ def _sparse(rank: int) -> None:
             rows = torch.tensor([[step, 4, 4], [step, 7, 8]])
             (ours(rows[rank]) * 2).sum().backward()
             plain(rows).sum().backward()
-            spread.step()
+            sharded.step()
             alone.step()  # type: ignore[no-untyped-call, unused-ignore]
-            spread.zero_grad()
+            sharded.zero_grad()
             alone.zero_grad()
             # SGD and Adagrad add the rows of a sparse gradient by kernels of their own, which round otherwise.
-            near = 0 if kind is optim.SparseAdam else 1e-6
-            torch.testing.assert_close(ours.weight, plain.weight, rtol=near, atol=near)
+            tolerance = 0 if kind is optim.SparseAdam else 1e-6
+            torch.testing.assert_close(ours.weight, plain.weight, rtol=tolerance, atol=tolerance)
     dense = memgraph.OSS([ours.weight], optim.Adam)
     ours(torch.tensor([1])).sum().backward()
     with pytest.raises(memgraph.ShardError, match="SparseAdam"):
@@ -313,24 +313,24 @@ def test_sparse_gradients_update_the_rows_that_any_rank_has_touched() -> None:
 
 
 def _allocates(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     ours = tensors((1000, 500), (300, 1000), *[(1000,)] * 200)
-    spread = memgraph.OSS(ours, optim.SGD, bucket_bytes=BUCKET)
+    sharded = memgraph.OSS(ours, optim.SGD, bucket_bytes=BUCKET)
     give(ours, 0, 2, rank)
-    _, seen = measure_peak(spread.step)
+    _, seen = measure_peak(sharded.step)
     assert seen is not None
-    way = way if spread.comm.shared_memory or way != "near" else "pairs"  # where the kernel lets nobody read
-    assert 0 < seen.peak < {"near": 2, "pairs": 8}[way] * BUCKET
+    way = way if sharded.comm.shared_memory or way != "shared_memory" else "p2p"  # where the kernel forbids reading
+    assert 0 < seen.peak < {"shared_memory": 2, "p2p": 8}[way] * BUCKET
 
 
 # Collectives end on gloo's own threads, and what is freed there, the meter does not see.
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_a_step_takes_the_memory_of_a_few_buckets(way: str) -> None:
     on_ranks(2, _allocates, way)
 
 
 def _drawn(rank: int, ranks: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     numbers = random.Random(5)
     types = [torch.float32, torch.float64, torch.bfloat16]
     for turn in range(12):
@@ -342,18 +342,18 @@ def _drawn(rank: int, ranks: int, way: str) -> None:
         )
         kind = numbers.choice([optim.Adam, optim.SGD, optim.Adafactor, optim.RAdam])
         given: dict[str, Any] = {"lr": 0.1, "bucket_bytes": numbers.choice([64, 4096, 1 << 20])}
-        spread, alone = memgraph.OSS(ours, kind, **given), kind(plain, lr=0.1)
+        sharded, alone = memgraph.OSS(ours, kind, **given), kind(plain, lr=0.1)
         for step in range(3):
             missing = numbers.sample(range(8), 2)
             give(ours, step, ranks, rank)
             give(plain, step, ranks)
             for i in missing:
                 ours[i].grad = plain[i].grad = None
-            spread.step()
+            sharded.step()
             alone.step()
         assert same(ours, plain), (turn, kind, shapes, kinds)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs"])
+@pytest.mark.parametrize("way", ["shared_memory", "p2p"])
 def test_whatever_the_shapes_the_bits_are_those_of_the_plain_optimizer(way: str) -> None:
     on_ranks(3, _drawn, 3, way)

@@ -43,7 +43,7 @@ BYTES = WIDTH * WIDTH * 4  # of a bucket: each weight has one
 
 
 class Chain(nn.Module):
-    """Weights that are worth a trip, cut over three ranks as well; biases that are not."""
+    """Weights that are worth a copy, cut over three ranks as well; biases that are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,30 +68,30 @@ def train(model: Any, optimizer: Any, batch: Callable[[], Tensor], steps: int = 
         optimizer.zero_grad()
 
 
-def made(kind: str, sharded: bool = True, messages: bool = False, **wishes: Any) -> tuple[Chain, Any]:
+def made(kind: str, sharded: bool = True, messages: bool = False, **settings: Any) -> tuple[Chain, Any]:
     """`messages`: ranks send what they could read of each other's memory."""
     cls, options = KINDS[kind]
     module = Chain()
-    parameters = list(module.parameters())[: wishes.pop("count", None)]
+    parameters = list(module.parameters())[: settings.pop("count", None)]
     if not sharded:
         return module, cls(parameters, **options)
-    ours = memgraph.OSS(parameters, cls, bucket_bytes=BYTES, **options, **wishes)
+    ours = memgraph.OSS(parameters, cls, bucket_bytes=BYTES, **options, **settings)
     ours.comm.shared_memory = None if messages else ours.comm.shared_memory
     return module, ours
 
 
-def tight(kind: str, share: float = 0.8, **wishes: Any) -> int:
+def tight(kind: str, share: float = 0.8, **settings: Any) -> int:
     """A budget that leaves so much of the states no room on the device."""
-    module, ours = made(kind, **wishes)
+    module, ours = made(kind, **settings)
     model = memgraph.compile(module, ROOM, optimizer=ours, time_limit=0.0)
     model(batches()())
     return int(model.plan.peak - share * sum(part.nbytes for part in shard_parts(ours)))
 
 
-def compiled(kind: str, budget: int | None = None, **wishes: Any) -> tuple[Any, Any]:
+def compiled(kind: str, budget: int | None = None, **settings: Any) -> tuple[Any, Any]:
     offloaded_update.SMALLEST = 1 << 16  # several windows for each piece
-    module, ours = made(kind, **wishes)
-    return memgraph.compile(module, budget or tight(kind, **wishes), optimizer=ours, time_limit=0.0), ours
+    module, ours = made(kind, **settings)
+    return memgraph.compile(module, budget or tight(kind, **settings), optimizer=ours, time_limit=0.0), ours
 
 
 def begun_again(model: Any, ours: Any) -> tuple[Any, Any]:
@@ -102,8 +102,8 @@ def begun_again(model: Any, ours: Any) -> tuple[Any, Any]:
     return model, ours
 
 
-def far(optimizer: Any) -> list[bool]:
-    """Of each state of this rank that has elements, whether it is far."""
+def are_offloaded(optimizer: Any) -> list[bool]:
+    """Return for each state of this rank with elements True if it is offloaded."""
     states = (value for state in optimizer.inner.state.values() for value in state.values())
     return [is_offloaded(value) for value in states if isinstance(value, Tensor) and value.numel() > 1]
 
@@ -134,7 +134,7 @@ def _trainings(rank: int, kinds: tuple[str, ...]) -> tuple[list[str], list[str]]
         streamed = [decision for decision in model.plan.plan if isinstance(decision, Stream)]
         wrong += [f"{kind} is another"] * (not alike(model, plain))
         wrong += [f"{kind} {model.plan}"] * (not is_kept(model) or not streamed)
-        wrong += [f"{kind} {far(ours)}"] * (not any(far(ours)))
+        wrong += [f"{kind} {are_offloaded(ours)}"] * (not any(are_offloaded(ours)))
         wrong += [f"{kind} has another state"] * (not same(ours.state_dict(all_ranks=True), theirs.state_dict()))
     module, ours = made("AdamW")
     with pytest.raises(BudgetError):
@@ -142,7 +142,7 @@ def _trainings(rank: int, kinds: tuple[str, ...]) -> tuple[list[str], list[str]]
     return wrong, plans
 
 
-def test_trainings_with_far_states_are_the_plain_ones_and_keep_to_their_budgets_with_one_plan() -> None:
+def test_trainings_with_offloaded_states_are_the_plain_ones_and_keep_to_their_budgets_with_one_plan() -> None:
     (wrong, plans), (others, theirs) = on_ranks(2, _trainings, QUICK)
     assert wrong == others == []
     assert plans == theirs
@@ -208,7 +208,7 @@ def _loops(rank: int) -> list[str]:
         plain, theirs = made("AdamW", False, **count)
         loop(plain, theirs, batches())
         loop(model, ours, batches())
-        wrong += [loop.__name__] * (not alike(model, plain) or not any(far(ours)) or not is_kept(model))
+        wrong += [loop.__name__] * (not alike(model, plain) or not any(are_offloaded(ours)) or not is_kept(model))
     return wrong
 
 
@@ -232,12 +232,12 @@ def _loaded(rank: int, path: Path) -> list[str]:
     memgraph.load_sharded(path, model, ours)
     for of, optimizer in ((plain, theirs), (model, ours)):
         train(of, optimizer, batches(), 2)
-    wrong = ["went on otherwise"] * (not alike(model, plain)) + ["is near"] * (not any(far(ours)))
+    wrong = ["went on otherwise"] * (not alike(model, plain)) + ["is not offloaded"] * (not any(are_offloaded(ours)))
     state = ordered(ours.state_dict(all_ranks=True))
     return wrong + ["has another state"] * (not same(state, ordered(theirs.state_dict())))
 
 
-def test_far_states_are_saved_on_two_ranks_and_loaded_on_others(tmp_path: Path) -> None:
+def test_offloaded_states_are_saved_on_two_ranks_and_loaded_on_others(tmp_path: Path) -> None:
     on_ranks(2, _saved, tmp_path / "run")
     for ranks in (1, 3):
         assert on_ranks(ranks, _loaded, tmp_path / "run") == [[]] * ranks
@@ -303,7 +303,7 @@ def _given_up(rank: int) -> bool:
     train(plain, theirs, batches())
     for of, optimizer in ((plain, theirs), (model, ours)):
         train(of, optimizer, batches(), 2)
-    return alike(model, plain) and any(far(ours))
+    return alike(model, plain) and any(are_offloaded(ours))
 
 
 def _unable(model: Any, rank: int, batch: Callable[[], Tensor]) -> None:
@@ -317,7 +317,7 @@ def _unable(model: Any, rank: int, batch: Callable[[], Tensor]) -> None:
 
 
 def _no_disk(rank: int) -> None:
-    """The far tier of one rank goes, of which the others hear before anything is planned."""
+    """The tier of one rank is gone, and the others learn it before anything is planned."""
     (module, ours), budget = made("AdamW"), tight("AdamW")
     with tempfile.TemporaryDirectory() as folder:
         model = memgraph.compile(module, budget, optimizer=ours, time_limit=0.0, spill_dir=folder if rank else None)
@@ -331,5 +331,5 @@ def _both(rank: int) -> bool:
     return _given_up(rank)
 
 
-def test_a_step_that_is_given_up_wants_an_earlier_state_and_what_fails_before_one_is_told() -> None:
+def test_an_abandoned_step_needs_an_earlier_state_and_an_error_before_one_is_raised_on_all() -> None:
     assert on_ranks(2, _both) == [True] * 2

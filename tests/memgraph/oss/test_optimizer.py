@@ -33,13 +33,13 @@ def _scheduled(rank: int) -> None:
         options: dict[str, Any] = {"momentum": 0.9, "lr": 0.1} if kind is optim.SGD else {}
         for make in schedules:
             ours, plain = tensors((5, 7), (3,)), tensors((5, 7), (3,))
-            spread, alone = memgraph.OSS(ours, kind, **options), kind(plain, **options)
-            assert spread.defaults == alone.defaults
-            schedule, beside = make(spread), make(alone)
+            sharded, alone = memgraph.OSS(ours, kind, **options), kind(plain, **options)
+            assert sharded.defaults == alone.defaults
+            schedule, beside = make(sharded), make(alone)
             for step in range(6):
                 give(ours, step, 2)
                 give(plain, step, 2)
-                spread.step()
+                sharded.step()
                 alone.step()
                 schedule.step()
                 beside.step()
@@ -54,29 +54,31 @@ def _grouped(rank: int) -> None:
     for kind in (optim.SGD, optim.Adagrad, optim.Adafactor, optim.Adam):
         ours, plain = tensors((5, 7), (3,), (20,)), tensors((5, 7), (3,), (20,))
         given = [{"params": ours[:1], "lr": 0.2}]
-        spread, alone = memgraph.OSS(given, kind), kind([{"params": plain[:1], "lr": 0.2}])
+        sharded, alone = memgraph.OSS(given, kind), kind([{"params": plain[:1], "lr": 0.2}])
         assert given == [{"params": ours[:1], "lr": 0.2}]
         for step in range(4):
             if step == 1:
                 later = {"params": (p for p in ours[1:]), "weight_decay": 0.1}
-                spread.add_param_group(later)
+                sharded.add_param_group(later)
                 assert set(later) == {"params", "weight_decay"}
                 if kind is not optim.Adagrad:  # which forgets the states of groups that come later
                     alone.add_param_group({"params": plain[1:], "weight_decay": 0.1})
-                    assert [set(group) for group in spread.param_groups] == [set(group) for group in alone.param_groups]
+                    assert [set(group) for group in sharded.param_groups] == [
+                        set(group) for group in alone.param_groups
+                    ]
             if step == 2:
-                spread.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = 0.3
+                sharded.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = 0.3
             used = 1 if kind is optim.Adagrad or step == 0 else 3
             give(ours[:used], step, 2)
             give(plain[:used], step, 2)
-            spread.step()
+            sharded.step()
             alone.step()
             assert same(ours[:used], plain[:used]), (kind, step)
         with pytest.raises(ValueError, match="more than one"):
-            spread.add_param_group({"params": ours[:1]})
+            sharded.add_param_group({"params": ours[:1]})
         with pytest.raises(memgraph.ShardError, match="twice"):
-            spread.add_param_group({"params": [nn.Parameter(torch.ones(1))] * 2})
-        assert len(spread.param_groups) == 2
+            sharded.add_param_group({"params": [nn.Parameter(torch.ones(1))] * 2})
+        assert len(sharded.param_groups) == 2
     named = memgraph.OSS(nn.Linear(3, 2).named_parameters(), optim.SGD)
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
 
@@ -109,34 +111,34 @@ class Twice(Counted):
 
 def _called(rank: int) -> None:
     ours = tensors((5, 7), (3,))
-    spread = memgraph.OSS(ours, Counted, lr=1.0)
+    sharded = memgraph.OSS(ours, Counted, lr=1.0)
     seen: list[str] = []
-    spread.register_step_pre_hook(lambda *_: seen.append("pre"))
-    spread.register_step_post_hook(lambda *_: seen.append("post"))
+    sharded.register_step_pre_hook(lambda *_: seen.append("pre"))
+    sharded.register_step_post_hook(lambda *_: seen.append("post"))
     everywhere = register_optimizer_step_post_hook(lambda one, *_: seen.append(type(one).__name__))
     before = [p.detach().clone() for p in ours]
 
     def closure() -> Tensor:
-        spread.zero_grad()
+        sharded.zero_grad()
         seen.append("closure")
         loss = torch.stack([p.sum() for p in ours]).sum()
         loss.backward()
         return loss
 
-    assert isinstance(spread.step(closure, scale=2.0), Tensor)
+    assert isinstance(sharded.step(closure, scale=2.0), Tensor)
     everywhere.remove()
     assert seen == ["pre", "closure", "post", "OSS"]
-    assert spread.param_groups[0]["steps"] == 1
+    assert sharded.param_groups[0]["steps"] == 1
     assert all(torch.equal(p, was - 2) for p, was in zip(ours, before, strict=True))
-    spread.zero_grad()
+    sharded.zero_grad()
     assert all(p.grad is None for p in ours)
-    spread.step()
+    sharded.step()
     give(ours, 0, 2)
-    torn = memgraph.OSS(ours, Twice)
+    twice = memgraph.OSS(ours, Twice)
     with pytest.raises(memgraph.ShardError, match="twice"):
-        torn.step(lambda: 1.0)
+        twice.step(lambda: 1.0)
     with pytest.raises(memgraph.ShardError, match="ranks may differ"):
-        torn.step(lambda: 1.0)
+        twice.step(lambda: 1.0)
     adam = memgraph.OSS(ours, optim.Adam)
     assert adam.step(lambda: 7.0) == 7.0
     for copied in (copy.deepcopy, pickle.dumps):
@@ -163,14 +165,14 @@ def _searched(rank: int, gradients: str) -> None:
     for search in (None, "strong_wolfe"):
         ours, plain = net(), net()
         given: dict[str, Any] = {"lr": 0.5, "max_iter": 5, "line_search_fn": search}
-        spread = memgraph.OSS(ours.parameters(), optim.LBFGS, gradients=gradients, **given)
+        sharded = memgraph.OSS(ours.parameters(), optim.LBFGS, gradients=gradients, **given)
         alone = optim.LBFGS(plain.parameters(), **given)
         for _ in range(3):
-            losses = [spread.step(_closure(ours, x, counts, 0)), alone.step(_closure(plain, x, counts, 1))]
+            losses = [sharded.step(_closure(ours, x, counts, 0)), alone.step(_closure(plain, x, counts, 1))]
             assert torch.equal(*losses)
             assert same(list(ours.parameters()), list(plain.parameters()))
         assert counts[0] == counts[1] > 6
-    assert bool(spread.inner.state) == (rank == 0)
+    assert bool(sharded.inner.state) == (rank == 0)
 
     def failing() -> float:
         counts[0] += 1
@@ -180,9 +182,9 @@ def _searched(rank: int, gradients: str) -> None:
 
     counts[0] = 0
     with pytest.raises(KeyError if rank else memgraph.ShardError):
-        spread.step(failing)
+        sharded.step(failing)
     with pytest.raises(TypeError, match="closure"):
-        spread.step()
+        sharded.step()
 
 
 def _closure(module: nn.Module, x: Tensor, counts: list[int], which: int) -> Callable[[], Any]:
@@ -226,12 +228,12 @@ def _alone(rank: int) -> None:
         setattr(dist, name, None)  # to call it is an error
     for kind in (optim.Adam, optim.Adafactor):
         ours, plain = tensors((5, 7), (3,)), tensors((5, 7), (3,))
-        spread, alone = memgraph.OSS(ours, kind, wire_dtype=torch.bfloat16), kind(plain)
+        sharded, alone = memgraph.OSS(ours, kind, wire_dtype=torch.bfloat16), kind(plain)
         for step in range(3):
             give(ours, step, 1)
             give(plain, step, 1)
-            torch.testing.assert_close(spread.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain, 1.0))
-            spread.step()
+            torch.testing.assert_close(sharded.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain, 1.0))
+            sharded.step()
             alone.step()
             torch.testing.assert_close(ours, plain)
 
@@ -242,12 +244,12 @@ def test_one_rank_sends_nothing() -> None:
 
 def _disagree(rank: int) -> None:
     ours = tensors((5, 7), (3,))
-    spread = memgraph.OSS(ours)
+    sharded = memgraph.OSS(ours)
     if rank:
         ours[0].data = ours[0].data.double()
     with pytest.raises(memgraph.ShardError, match="different shapes, types"):
-        spread.step()
+        sharded.step()
 
 
-def test_ranks_whose_parameters_differ_are_told_so() -> None:
+def test_ranks_with_different_parameters_raise_an_error() -> None:
     on_ranks(2, _disagree)

@@ -16,30 +16,30 @@ from tests.support.ranks import on_ranks
 
 def _asked(rank: int) -> list[str]:
     ours = tensors((5, 7), (3,), (4,))
-    spread = memgraph.OSS([{"params": ours[:1]}, {"params": ours[1:]}], optim.SGD, lr=0.1)
+    sharded = memgraph.OSS([{"params": ours[:1]}, {"params": ours[1:]}], optim.SGD, lr=0.1)
     give(ours, 0, 2, rank)
     before = [p.detach().clone() for p in ours]
-    clip: Any = spread.clip_grad_norm_
-    said = [
+    clip: Any = sharded.clip_grad_norm_
+    messages = [
         refusal(AgreementError, clip, 1.0 + rank),
         refusal(AgreementError, lambda: clip(1.0, norm_type=2 - rank)),
         refusal(AgreementError, lambda: clip(1.0, error_if_nonfinite=rank == 1)),
         refusal(ValueError if rank else ShardError, clip, "a" if rank else 1.0),
-        refusal(ShardError, spread.step if rank else lambda: clip(1.0)),
+        refusal(ShardError, sharded.step if rank else lambda: clip(1.0)),
     ]
-    spread.param_groups[1]["lr"] = 0.1 * (1 + rank)
-    said.append(refusal(AgreementError, spread.step))
-    spread.param_groups[1]["lr"] = 0.1
+    sharded.param_groups[1]["lr"] = 0.1 * (1 + rank)
+    messages.append(refusal(AgreementError, sharded.step))
+    sharded.param_groups[1]["lr"] = 0.1
     ours[2].requires_grad_(rank == 0)
-    said.append(refusal(AgreementError, spread.step))
+    messages.append(refusal(AgreementError, sharded.step))
     ours[2].requires_grad_(False)
     assert all(map(torch.equal, ours, before))
     clip(torch.tensor(1.0) if rank else 1, "2" if rank else 2.0)  # the same in other words
-    spread.step()
-    return said
+    sharded.step()
+    return messages
 
 
-def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
+def test_a_call_with_other_arguments_on_one_rank_is_an_error_on_all() -> None:
     first, own = on_ranks(2, _asked)
     assert first[:3] == own[:3] and first[4:] == own[4:]
     clip = "the ranks disagree on what is called: clip_grad_norm_({}, error_if_nonfinite={}) on rank 0; "
@@ -56,16 +56,18 @@ def test_what_is_asked_of_one_rank_otherwise_is_told_on_all() -> None:
 
 def _none_yet(rank: int) -> list[float]:
     ours = tensors((3,))
-    said = refusal(ShardError, memgraph.OSS, ours, optim.SGD, [0, 1])
-    assert said.startswith("group=[0, 1] is no process group of this program; create one with torch.distributed.new_")
-    spread = memgraph.OSS([{"params": []}], optim.SGD, lr=1.0)
-    assert spread.clip_grad_norm_(1.0) == 0
-    spread.step()
-    assert spread.state_dict(all_ranks=True)["state"] == {}
-    spread.add_param_group({"params": ours})
+    messages = refusal(ShardError, memgraph.OSS, ours, optim.SGD, [0, 1])
+    assert messages.startswith(
+        "group=[0, 1] is no process group of this program; create one with torch.distributed.new_"
+    )
+    sharded = memgraph.OSS([{"params": []}], optim.SGD, lr=1.0)
+    assert sharded.clip_grad_norm_(1.0) == 0
+    sharded.step()
+    assert sharded.state_dict(all_ranks=True)["state"] == {}
+    sharded.add_param_group({"params": ours})
     ours[0].data.zero_()
     ours[0].grad = torch.full((3,), 1.0 + rank)
-    spread.step()
+    sharded.step()
     return ours[0].tolist()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 import memgraph
-from tests.memgraph.oss.test_gradients import give, go, gradient, same, tensors
+from tests.memgraph.oss.test_gradients import give, gradient, same, tensors, use_transport
 from tests.support.ranks import on_ranks
 
 
@@ -18,12 +18,14 @@ def pairs(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], list[nn.Paramet
     return tensors(*shapes), tensors(*shapes)
 
 
-def steps(ours: list[nn.Parameter], plain: list[nn.Parameter], spread: optim.Optimizer, alone: optim.Optimizer) -> None:
+def steps(
+    ours: list[nn.Parameter], plain: list[nn.Parameter], sharded: optim.Optimizer, alone: optim.Optimizer
+) -> None:
     """Three steps of both, with the same gradients on all ranks."""
     for step in range(3):
         give(ours, step, 2)
         give(plain, step, 2)
-        spread.step()
+        sharded.step()
         alone.step()
     assert same(ours, plain)
 
@@ -32,11 +34,11 @@ def _frozen(rank: int) -> None:
     ours, plain = pairs((1000,), (10,), (6,))
     for parameters in (ours, plain):
         parameters[0].requires_grad_(False)
-    spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
-    trained = [piece.count for laid in spread.layout.buckets for piece, _ in laid.own if piece.param > 0]
+    sharded, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
+    trained = [piece.count for bucket in sharded.layout.buckets for piece, _ in bucket.own if piece.param > 0]
     assert sum(trained) == 8  # a frozen parameter does not unbalance the others
     for step in range(6):
-        for parameters, optimizer in ((ours, spread), (plain, alone)):
+        for parameters, optimizer in ((ours, sharded), (plain, alone)):
             parameters[0].requires_grad_(step >= 2)
             parameters[1].requires_grad_(step % 2 == 0)
             optimizer.zero_grad()
@@ -52,12 +54,12 @@ def test_parameters_may_be_frozen_and_unfrozen_at_any_time() -> None:
 def _frozen_before_more_come(rank: int) -> None:
     for kind in (optim.SGD, optim.Adafactor):
         ours, plain = pairs((10,), (6,), (5,), (4,))
-        spread, alone = memgraph.OSS(ours[:3], kind, lr=0.1), kind(plain[:3], lr=0.1)
-        steps(ours[:3], plain[:3], spread, alone)
-        for parameters, optimizer in ((ours, spread), (plain, alone)):
+        sharded, alone = memgraph.OSS(ours[:3], kind, lr=0.1), kind(plain[:3], lr=0.1)
+        steps(ours[:3], plain[:3], sharded, alone)
+        for parameters, optimizer in ((ours, sharded), (plain, alone)):
             parameters[0].requires_grad_(False)
             optimizer.add_param_group({"params": parameters[3:]})
-        steps(ours, plain, spread, alone)  # with the gradient that the frozen one has left
+        steps(ours, plain, sharded, alone)  # with the gradient that the frozen one has left
 
 
 def test_what_has_an_owner_keeps_it_when_parameters_are_frozen_and_added() -> None:
@@ -66,11 +68,11 @@ def test_what_has_an_owner_keeps_it_when_parameters_are_frozen_and_added() -> No
 
 def _tied(rank: int) -> None:
     nets = []
-    for spread in (True, False):
+    for sharded in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         net[1].weight = net[0].weight
-        optimizer = memgraph.OSS(net.parameters(), optim.Adam) if spread else optim.Adam(net.parameters())
+        optimizer = memgraph.OSS(net.parameters(), optim.Adam) if sharded else optim.Adam(net.parameters())
         for _ in range(2):
             optimizer.zero_grad()
             net(torch.ones(1, 6)).sum().backward()
@@ -86,20 +88,20 @@ def test_tied_parameters_are_one_and_stay_tied() -> None:
 
 def _moved(rank: int) -> None:
     ours, plain = pairs((5, 7), (3,), (40,))
-    spread, alone = memgraph.OSS(ours, optim.Adam, lr=0.1), optim.Adam(plain, lr=0.1)
-    steps(ours, plain, spread, alone)
+    sharded, alone = memgraph.OSS(ours, optim.Adam, lr=0.1), optim.Adam(plain, lr=0.1)
+    steps(ours, plain, sharded, alone)
     for parameters in (ours, plain):
         parameters[0].data = parameters[0].data + 1
         parameters[1].data = parameters[1].data.clone()
-    steps(ours, plain, spread, alone)
+    steps(ours, plain, sharded, alone)
     if rank:
         ours[2].data = ours[2].data.double()
         ours[2].grad = None
     with pytest.raises(memgraph.ShardError, match="float64" if rank else "another rank"):
-        spread.step()
+        sharded.step()
 
 
-def test_a_parameter_that_was_bound_anew_keeps_its_state_and_one_of_another_type_is_refused() -> None:
+def test_a_parameter_with_new_memory_keeps_its_state_and_one_of_another_type_is_refused() -> None:
     on_ranks(2, _moved)
 
 
@@ -108,10 +110,10 @@ def _converted(rank: int) -> None:
     dist.broadcast(ours.weight.detach(), 0)
     dist.broadcast(ours.bias.detach(), 0)
     plain.load_state_dict(ours.state_dict())
-    spread, alone = memgraph.OSS(ours.parameters(), optim.Adam), optim.Adam(plain.parameters())
+    sharded, alone = memgraph.OSS(ours.parameters(), optim.Adam), optim.Adam(plain.parameters())
     ours.double()
     plain.double()
-    steps(list(ours.parameters()), list(plain.parameters()), spread, alone)
+    steps(list(ours.parameters()), list(plain.parameters()), sharded, alone)
     assert ours.weight.dtype == torch.float64
 
 
@@ -127,10 +129,10 @@ def _laid(rank: int) -> None:
     ):
         ours, plain = ([nn.Parameter(make(p.detach())), q] for p, q in pairs((6, 4, 3, 2), (5,)))
         strides = ours[0].stride()
-        spread, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
-        steps(ours, plain, spread, alone)
+        sharded, alone = memgraph.OSS(ours, optim.AdamW, lr=0.1), optim.AdamW(plain, lr=0.1)
+        steps(ours, plain, sharded, alone)
         x = torch.randn(2, *ours[0].shape[1:], generator=torch.Generator().manual_seed(0))
-        for parameters, optimizer in ((ours, spread), (plain, alone)):
+        for parameters, optimizer in ((ours, sharded), (plain, alone)):
             optimizer.zero_grad()
             (parameters[0] * x[:1]).square().sum().backward()
             optimizer.step()
@@ -147,13 +149,13 @@ def _mixed(rank: int) -> None:
         return [nn.Parameter(p.detach().to(kind)) for p, kind in zip(tensors(*[(300,)] * 5), types, strict=True)]
 
     ours, plain = made(), made()
-    spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
+    sharded, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
     for step in range(3):
         for parameters in (ours, plain):
             for i, parameter in enumerate(parameters):
                 numbers = torch.Generator().manual_seed(10 * step + i)
                 parameter.grad = torch.randn(300, generator=numbers).to(parameter.dtype)
-        spread.step()
+        sharded.step()
         alone.step()
     assert same(ours, plain)
 
@@ -181,7 +183,7 @@ def _refused(rank: int) -> None:
         memgraph.OSS([w], lr=-1.0)
 
 
-def test_what_cannot_be_spread_is_refused() -> None:
+def test_what_cannot_be_sharded_is_refused() -> None:
     on_ranks(1, _refused)
 
 
@@ -192,9 +194,9 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 
 def _few_elements(rank: int) -> int:
     ours, plain = pairs((2,), (1,))
-    spread, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
-    steps(ours, plain, spread, alone)
-    return sum(value.numel() for state in spread.inner.state.values() for value in [state["exp_avg"]])
+    sharded, alone = memgraph.OSS(ours, optim.Adam), optim.Adam(plain)
+    steps(ours, plain, sharded, alone)
+    return sum(value.numel() for state in sharded.inner.state.values() for value in [state["exp_avg"]])
 
 
 def test_ranks_may_be_more_than_elements() -> None:
@@ -203,11 +205,11 @@ def test_ranks_may_be_more_than_elements() -> None:
 
 def _share(rank: int) -> int:
     ours = tensors((3000, 100), (77,), (1,), (200, 33))
-    spread = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
+    sharded = memgraph.OSS(ours, optim.Adam, bucket_bytes=1 << 18)
     give(ours, 0, 2)
-    spread.step()
+    sharded.step()
     return sum(
-        value.nbytes for state in spread.inner.state.values() for value in state.values() if isinstance(value, Tensor)
+        value.nbytes for state in sharded.inner.state.values() for value in state.values() if isinstance(value, Tensor)
     )
 
 
@@ -220,10 +222,10 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
 def _rounded(rank: int, kind: torch.dtype) -> list[list[float]]:
     ours = tensors((5, 7), (3,))
     ours.append(nn.Parameter(torch.full((3,), 1 + 2.0**-40, dtype=torch.float64)))
-    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, wire_dtype=kind)
+    sharded = memgraph.OSS(ours, optim.SGD, lr=0.1, wire_dtype=kind)
     give(ours, 0, 2, rank)
     gradient(ours[2]).zero_()
-    spread.step()
+    sharded.step()
     assert all(torch.equal(p, p.to(kind).float()) for p in ours[:2])
     assert ours[2].tolist() == [1 + 2.0**-40] * 3  # float64 is never rounded
     if kind is torch.float16:
@@ -232,13 +234,13 @@ def _rounded(rank: int, kind: torch.dtype) -> list[list[float]]:
         if rank:
             gradient(ours[0])[0, 0] = 1e5
         with pytest.raises(memgraph.ShardError, match="float16" if rank else "another rank"):
-            spread.step()
+            sharded.step()
         assert all(map(torch.equal, ours, before))
         give(ours, 1, 2)
         gradient(ours[0])[0, 0] = -6e4
-        spread.param_groups[0]["lr"] = 2.0
+        sharded.param_groups[0]["lr"] = 2.0
         with pytest.raises(memgraph.ShardError, match="is complete"):
-            spread.step()
+            sharded.step()
         assert float(ours[0][0, 0]) == pytest.approx(1.2e5, rel=1e-3)
     return [p.flatten().tolist() for p in ours]
 
@@ -250,16 +252,16 @@ def test_what_is_rounded_on_its_way_is_the_same_on_all_ranks(kind: torch.dtype) 
 
 
 def _exchanged(rank: int, way: str) -> None:
-    go(way)
+    use_transport(way)
     for kind, last in ((optim.Adam, 0), (optim.Adafactor, 9)):
         for shapes in (((600_000,), (5, 7), (3,)), ((5, 7), (3,), (last,), ())):
             ours, plain = pairs(*shapes)
             steps(ours, plain, memgraph.OSS(ours, kind), kind(plain))
     ours, plain = pairs((5, 7), (3,))
-    spread = memgraph.OSS(ours, optim.SGD, lr=0.1, wire_dtype=torch.bfloat16)
+    sharded = memgraph.OSS(ours, optim.SGD, lr=0.1, wire_dtype=torch.bfloat16)
     give(ours, 0, 2, rank)
     give(plain, 0, 2)
-    spread.step()
+    sharded.step()
     optim.SGD(plain, lr=0.1).step()
     torch.testing.assert_close(ours, plain, rtol=2**-7, atol=2**-8)
     every = [torch.empty(5, 7) for _ in range(2)]
@@ -267,8 +269,8 @@ def _exchanged(rank: int, way: str) -> None:
     assert torch.equal(*every)
 
 
-@pytest.mark.parametrize("way", ["near", "pairs", "collectives"])
-def test_every_way_between_ranks_gives_the_same(way: str) -> None:
+@pytest.mark.parametrize("way", ["shared_memory", "p2p", "collectives"])
+def test_every_transport_gives_the_same(way: str) -> None:
     on_ranks(2, _exchanged, way)
 
 

@@ -37,28 +37,28 @@ def _refused(call: Any, kind: type[Exception], rank: int) -> str:
 
 
 def _told(rank: int) -> list[str]:
-    said = [_refused(lambda given=given: _optimizer(**given if rank else {}), kind, rank) for kind, given, _ in OWN]
-    said += [refusal(AgreementError, lambda given=given: _optimizer(**given if rank else {})) for given in SENT]
+    messages = [_refused(lambda given=given: _optimizer(**given if rank else {}), kind, rank) for kind, given, _ in OWN]
+    messages += [refusal(AgreementError, lambda given=given: _optimizer(**given if rank else {})) for given in SENT]
     optimizer = _optimizer()
     for kind, wrong in ADDED:
         fresh = {"params": [nn.Parameter(torch.ones(2))]}
         bad = {**fresh, **wrong} if kind is ValueError else wrong
-        said.append(_refused(lambda given=bad if rank else fresh: optimizer.add_param_group(given), kind, rank))
+        messages.append(_refused(lambda given=bad if rank else fresh: optimizer.add_param_group(given), kind, rank))
         assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3, 4)
     optimizer.step()  # goes on as before
-    said += _at_a_step(optimizer, rank)
-    said.append(
+    messages += _at_a_step(optimizer, rank)
+    messages.append(
         refusal(ShardError, memgraph.save_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
-    said.append(
+    messages.append(
         refusal(ShardError, memgraph.load_sharded, "/", nn.Linear(1, 1), optim.SGD(nn.Linear(1, 1).parameters()))
     )
-    if rank:  # which asks nobody any more
+    if rank:  # which sends nothing any more
         optimizer.sharded_step.is_half_updated = True
         for call in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
             assert refusal(ShardError, call).startswith("a step failed when some parameters were updated")
-    return said
+    return messages
 
 
 def _at_a_step(optimizer: memgraph.OSS, rank: int) -> list[str]:
@@ -66,27 +66,29 @@ def _at_a_step(optimizer: memgraph.OSS, rank: int) -> list[str]:
     group, parameter = optimizer.param_groups[0], optimizer.param_groups[0]["params"][0]
     before, lr = parameter.detach().clone(), group["lr"]
     group["lr"] = lr * (1 + rank)
-    said = [refusal(AgreementError, optimizer.step)]
+    messages = [refusal(AgreementError, optimizer.step)]
     group["lr"] = lr
-    said.append(refusal(ShardError, optimizer.step if rank else lambda: optimizer.clip_grad_norm_(1.0)))
+    messages.append(refusal(ShardError, optimizer.step if rank else lambda: optimizer.clip_grad_norm_(1.0)))
     for call in (memgraph.save_sharded, memgraph.load_sharded):
-        told = refusal(AgreementError, call, f"/nowhere/{rank}", nn.Linear(1, 1), optimizer)
-        assert told.startswith("the ranks disagree on the folder: /nowhere/0 on rank 0; /nowhere/1 on rank 1. Give the")
-    said.append(refusal(AgreementError, lambda: optimizer.consolidate_state_dict(to=rank)))
+        texts = refusal(AgreementError, call, f"/nowhere/{rank}", nn.Linear(1, 1), optimizer)
+        assert texts.startswith(
+            "the ranks disagree on the folder: /nowhere/0 on rank 0; /nowhere/1 on rank 1. Give the"
+        )
+    messages.append(refusal(AgreementError, lambda: optimizer.consolidate_state_dict(to=rank)))
     assert torch.equal(parameter, before)
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     assert not torch.equal(parameter, before)
-    return said
+    return messages
 
 
-def test_what_one_rank_is_refused_is_told_on_the_others() -> None:
+def test_what_one_rank_refuses_is_an_error_on_the_others() -> None:
     others, own = on_ranks(2, _told)
-    for told, (_, _, text) in zip(others, OWN, strict=False):
-        assert told.startswith("the ranks disagree on the optimizer: Adam on rank 0; ") and text in told
+    for texts, (_, _, text) in zip(others, OWN, strict=False):
+        assert texts.startswith("the ranks disagree on the optimizer: Adam on rank 0; ") and text in texts
     sent = others[len(OWN) : len(OWN) + len(SENT)]
     assert sent == own[len(OWN) : len(OWN) + len(SENT)]
-    assert all(told.startswith("the ranks disagree on what is sent: gradients='average', wire") for told in sent)
+    assert all(texts.startswith("the ranks disagree on what is sent: gradients='average', wire") for texts in sent)
     assert "wire_dtype=None, " in sent[0] and "wire_dtype=torch.bfloat16, " in sent[0]
     assert "param_group is a int; give a dict on rank 1" in others[len(OWN) + len(SENT)]
     step = others[-5:-2]

@@ -1,4 +1,4 @@
-"""Started with torchrun, whose report names a rank that dies; one that is stopped, and wakes, is told that it was away."""
+"""Started with torchrun, whose report names a rank that dies; one that is stopped, and wakes, learns that the others went on."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ def test_a_rank_that_dies_under_torchrun_is_named_and_all_of_them_end(tmp_path: 
     assert "has failed: rank 1 is gone or stopped: no sign of life for 3 s" in _run("left", tmp_path / "train.py")
 
 
-def _stopped(rank: int, told: Path) -> str:
+def _stopped(rank: int, texts: Path) -> str:
     module = net()
     optimizer = memgraph.OSS(groups(module), optim.Adam)
     train(module, optimizer, 2)
     if rank == 1:
         process = os.getpid()
-        wakes = ["sh", "-c", f"while [ ! -e {told} ]; do sleep 0.1; done; kill -CONT {process}"]
+        wakes = ["sh", "-c", f"while [ ! -e {texts} ]; do sleep 0.1; done; kill -CONT {process}"]
         subprocess.Popen(wakes)
         os.kill(process, signal.SIGSTOP)
     with pytest.raises(CollectiveError) as caught:
         train(module, optimizer, 1)
     assert caught.value.ranks == (1,)
-    told.write_text("")
+    texts.write_text("")
     time.sleep(0 if rank == 1 else SECONDS)  # the connections are there when it wakes
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_stopped_is_told_that_the_others_have_gone_on(tmp_path: Path) -> None:
+def test_a_rank_that_was_stopped_learns_that_the_others_have_gone_on(tmp_path: Path) -> None:
     first, own, last = on_ranks(3, _stopped, tmp_path / "told", seconds=SECONDS, meet=False)
-    fate = "rank 1 is gone or stopped: no sign of life for 3 s"
+    reason = "rank 1 is gone or stopped: no sign of life for 3 s"
     for text in (first, last):
-        assert f"has failed: {fate}; look into the log of that process and start again" in text
-    assert f"the others have gone on without rank 1, which is this process ({fate}); see why it was stopped" in own
+        assert f"has failed: {reason}; look into the log of that process and start again" in text
+    assert f"the others have gone on without rank 1, which is this process ({reason}); see why it was stopped" in own

@@ -17,7 +17,7 @@ from tests.support.ranks import on_ranks
 
 
 class Tied(nn.Module):
-    """One weight at both ends, and one that nobody uses."""
+    """One weight at both ends, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,23 +44,23 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 def _tied(rank: int) -> None:
     ours, plain = Tied(), Tied()
-    spread, alone = memgraph.OSS(ours.parameters(), gradients="same"), optim.AdamW(plain.parameters())
+    sharded, alone = memgraph.OSS(ours.parameters(), gradients="same"), optim.AdamW(plain.parameters())
     for step in range(3):
-        for module, optimizer in ((ours, spread), (plain, alone)):
+        for module, optimizer in ((ours, sharded), (plain, alone)):
             module.train(step != 1)
             loss(module, words(step)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step == 0)
     assert equal(ours, plain)
     assert ours.end.weight is ours.words.weight
-    assert spread.state_dict(all_ranks=True)["state"].keys() == alone.state_dict()["state"].keys()
+    assert sharded.state_dict(all_ranks=True)["state"].keys() == alone.state_dict()["state"].keys()
 
 
 def _accumulated(rank: int) -> None:
     """Two backwards and a step, beside DistributedDataParallel and the plain optimizer."""
     ours, theirs = Tied(), Tied()
     wrapped = DistributedDataParallel(theirs, find_unused_parameters=True)
-    spread, alone = (
+    sharded, alone = (
         memgraph.OSS(ours.parameters(), optim.SGD, lr=0.1, momentum=0.9),
         optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9),
     )
@@ -72,8 +72,8 @@ def _accumulated(rank: int) -> None:
         alone.zero_grad()
         loss(ours, words(10 * step + rank)).backward()
         loss(ours, words(100 * step + rank)).backward()
-        spread.step()
-        spread.zero_grad()
+        sharded.step()
+        sharded.zero_grad()
         for mine, their in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, their)
     assert all(map(torch.equal, _everywhere(ours, 0), ours.parameters()))
@@ -143,8 +143,8 @@ def _train(module: nn.Module, optimizer: optim.Optimizer, rank: int) -> list[flo
 def _left_over(rank: int) -> None:
     """A frozen parameter with a gradient is stepped, as torch does; a gradient with a graph is a gradient."""
     ours, plain = ([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))] for _ in range(2))
-    spread, alone = memgraph.OSS(ours, optim.SGD, lr=0.1), optim.SGD(plain, lr=0.1)
-    for parameters, optimizer in ((ours, spread), (plain, alone)):
+    sharded, alone = memgraph.OSS(ours, optim.SGD, lr=0.1), optim.SGD(plain, lr=0.1)
+    for parameters, optimizer in ((ours, sharded), (plain, alone)):
         parameters[0].grad = torch.full((3,), 2.0)
         parameters[0].requires_grad_(False)
         (parameters[1].grad,) = torch.autograd.grad(parameters[1].pow(3).sum(), parameters[1], create_graph=True)
@@ -188,10 +188,10 @@ def _converted(rank: int) -> None:
     theirs, ours = (Tied() for _ in range(2))
     alone = optim.Adam(theirs.double().parameters(), lr=0.01)
     _train(theirs, alone, 0)
-    spread = memgraph.OSS(ours.parameters(), optim.Adam, lr=0.01)
+    sharded = memgraph.OSS(ours.parameters(), optim.Adam, lr=0.01)
     ours.double().load_state_dict(theirs.state_dict())
-    spread.load_state_dict(alone.state_dict())
-    assert _train(ours, spread, 0) == _train(theirs, alone, 0)
+    sharded.load_state_dict(alone.state_dict())
+    assert _train(ours, sharded, 0) == _train(theirs, alone, 0)
     assert equal(ours, theirs)
 
 

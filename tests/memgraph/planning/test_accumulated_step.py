@@ -59,9 +59,9 @@ def test_a_first_call_that_warns_of_no_second_one_has_looked_for_its_plan_as_tha
     """It counts on a caller who lets go of outputs, where no other plan fits."""
     torch.manual_seed(0)
     ours, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(64, 64)
-    wishes: dict[str, Any] = {"offload": None, "time_limit": 1}
-    lent = smallest_of(lambda: memgraph.compile(ours, 1, accumulate=True, **wishes)(x))
-    model = memgraph.compile(ours, lent - x.nbytes // 2, **wishes)
+    options: dict[str, Any] = {"offload": None, "time_limit": 1}
+    lent = smallest_of(lambda: memgraph.compile(ours, 1, accumulate=True, **options)(x))
+    model = memgraph.compile(ours, lent - x.nbytes // 2, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

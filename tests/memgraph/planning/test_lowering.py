@@ -55,10 +55,10 @@ def eager() -> list[Tensor]:
     return trained(model, lambda: loss_of(model(BATCH)), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def compiled(budget: int, **wishes: Any) -> tuple[list[Tensor], memgraph.Report]:
+def compiled(budget: int, **options: Any) -> tuple[list[Tensor], memgraph.Report]:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = memgraph.compile(model, budget, optimizer=optimizer, loss=loss_of, **wishes)
+    step = memgraph.compile(model, budget, optimizer=optimizer, loss=loss_of, **options)
     return trained(model, lambda: step(BATCH), optimizer), step.plan
 
 
@@ -121,8 +121,8 @@ def test_a_small_gpt_keeps_its_budget_and_its_loss() -> None:
 
 
 def test_without_it_gradients_are_bit_equal() -> None:
-    for wishes in ({"lower": None}, {}):
-        parameters, report = compiled(1 << 34, **wishes)
+    for options in ({"lower": None}, {}):
+        parameters, report = compiled(1 << 34, **options)
         assert not any(op.fn == "memgraph.segment" for op in report.forecast.trace.ops)
         assert all(map(torch.equal, parameters, eager()))
 
@@ -140,7 +140,7 @@ def test_what_inductor_cant_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("memgraph.graph.inductor._known", {})
+    monkeypatch.setattr("memgraph.graph.inductor._segments", {})
     monkeypatch.setattr("torch._inductor.standalone_compile", broken)
     with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lowering.py.*no compiler.*lower=None"):
         compiled(1 << 34, lower="inductor")

@@ -149,10 +149,10 @@ def test_the_plan_of_a_neighbour_is_taken_where_it_is_near_what_is_proven() -> N
     assert len(found) == 2
     assert between.plan == found[1].plan
     assert between.forecast.peak <= tight.budget
-    assert between.bound_us == 0.0  # nobody has proven it of this step
+    assert between.bound_us == 0.0  # no one has proven it of this step
 
 
-def test_the_plan_of_a_neighbour_that_is_far_or_too_small_is_not() -> None:
+def test_the_plan_of_a_distant_or_smaller_neighbour_is_not_taken() -> None:
     found: list[PlanResult] = []
     search, tight = once(found), machine(0.7)
     for length in (88, 60, 64):

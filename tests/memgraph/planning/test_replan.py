@@ -90,11 +90,11 @@ def compiled(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         clock.ops |= {name: TRUE.get(names[name], 5.0) for name in clock.ops if name in names}
         return results
 
-    def compile(us: dict[str, float], budget: int, **wishes: Any) -> Any:
+    def compile(us: dict[str, float], budget: int, **options: Any) -> Any:
         price(tmp_path / "costs.sqlite", us)
         monkeypatch.setattr(op_profiler, "_known", {})
         monkeypatch.setattr(Clock, "run", as_it_were)
-        return memgraph.compile(net(), budget, loss=loss, offload=None, **wishes)
+        return memgraph.compile(net(), budget, loss=loss, offload=None, **options)
 
     return compile
 
@@ -129,7 +129,7 @@ def again(report: memgraph.Report) -> set[str]:
 # --- a module
 
 
-def test_a_wrong_price_is_found_out_and_the_step_planned_anew_once(compiled: Callable[..., Any], x: Tensor) -> None:
+def test_a_wrong_price_is_detected_and_the_step_is_planned_again_once(compiled: Callable[..., Any], x: Tensor) -> None:
     budget = budget_of(x, 0.75)
     module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget)
     expected = eager(x)
@@ -160,8 +160,10 @@ def test_right_prices_keep_the_plan(compiled: Callable[..., Any], x: Tensor) -> 
     assert first.report.plan
 
 
-def test_a_step_that_fits_as_it_is_is_timed_and_never_planned_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replan, "replanned", lambda *args: pytest.fail("planned anew"))
+def test_a_step_that_fits_without_a_plan_is_timed_and_never_planned_again(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replan, "replanned", lambda *args: pytest.fail("planned again"))
     module = memgraph.compile(net(), 1 << 30, loss=loss)
     step(module, x)
     assert module.plan.measured_us is None
@@ -182,7 +184,7 @@ def test_a_plan_that_was_given_is_kept(
     assert given.plan.plan == module.plan.plan
 
 
-def test_a_flight_of_the_old_plan_lands_after_the_new_one_is_there(compiled: Callable[..., Any], x: Tensor) -> None:
+def test_a_run_of_the_old_plan_ends_after_the_new_plan_was_made(compiled: Callable[..., Any], x: Tensor) -> None:
     module = compiled({**TRUE, "aten.gelu.default": 1e6}, budget_of(x, 0.75))
     step(module, x)
     module.zero_grad(set_to_none=True)

@@ -73,7 +73,7 @@ def test_a_step_within_a_profiler_says_why_it_was_not_measured_and_the_next_one_
     compiled(x).backward()
     assert compiled.plan.measured is not None
     assert compiled.plan.measured <= compiled.plan.peak
-    assert "profiler" not in str(compiled.plan)
+    assert "profiler" not in str(compiled.plan).partition("\n\n")[0]
 
 
 def test_the_profilers_of_other_threads_are_left_alone() -> None:

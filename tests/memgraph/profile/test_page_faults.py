@@ -40,16 +40,17 @@ from passes import parse
 import torch
 hole = torch.empty(120_000, dtype=torch.uint8)
 return_freed_memory()
-print(new_nbytes(parse('''{STEP}''')))
+print(fresh_nbytes(parse('''{STEP}''')))
 """
 
 KEPT_PAGES = """
 import resource, torch
-from memgraph.device import keeping_freed_memory, return_freed_memory
+from memgraph.system.device import keeping_freed_memory, return_freed_memory
 return_freed_memory()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 with keeping_freed_memory():
-    for _ in range(10):
+    for i in range(40):
+        if i == 30:  # by now glibc has a gap that takes such a block: aligned ones do not fit each freed one
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.empty(2 << 20).fill_(1.0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -62,9 +63,8 @@ def test_values_of_the_size_that_goes_back_at_once_take_new_pages() -> None:
 
 
 def test_what_is_timed_while_freed_memory_is_kept_takes_no_new_pages() -> None:
-    """As in eager, whose freed blocks of this size stay; the first of them is made of new pages."""
-    pages = int(child(KEPT_PAGES))
-    assert pages < 3 * (8 << 20) // resource.getpagesize()
+    """As in eager, whose freed blocks of this size stay, after the first few."""
+    assert int(child(KEPT_PAGES)) < (8 << 20) // resource.getpagesize()
 
 
 def test_the_new_pages_of_a_step_are_those_that_the_system_gives() -> None:

@@ -1,4 +1,4 @@
-"""Several flights of one module before their backward: gradients are summed in eager's order, and then added."""
+"""Several runs of one module before their backward: gradients are summed in eager's order, and then added."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_recurrent_cell_accumulates() -> None:
     assert_alike(loop, lambda: nn.RNNCell(8, 8))
 
 
-def test_three_flights_accumulate() -> None:
+def test_three_runs_accumulate() -> None:
     def loop(q: Any) -> None:
         for seed in range(0, 9, 3):
             a, b, c = (q(batch(seed + i)) for i in range(3))
@@ -76,7 +76,7 @@ def test_three_flights_accumulate() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_losses_of_two_flights_accumulate_one_by_one(order: Sequence[int]) -> None:
+def test_losses_of_two_runs_accumulate_one_by_one(order: Sequence[int]) -> None:
     def loop(q: Any) -> None:
         for seed in range(0, 6, 2):
             losses = [q(batch(seed + i)).square().mean() for i in range(2)]
@@ -86,7 +86,7 @@ def test_losses_of_two_flights_accumulate_one_by_one(order: Sequence[int]) -> No
     assert_alike(loop)
 
 
-def test_a_retained_flight_and_a_new_one_accumulate() -> None:
+def test_a_retained_run_and_a_new_one_accumulate() -> None:
     def loop(q: Any) -> None:
         for seed in range(0, 6, 2):
             first = q(batch(seed)).square().mean()
@@ -113,8 +113,8 @@ def test_two_modules_with_a_common_weight_accumulate() -> None:
 
 
 @pytest.fixture
-def flights(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each backward, whether its flight was shared."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each backward, whether its run was shared."""
     found: list[bool] = []
     backward = StepRun.backward
 
@@ -126,28 +126,28 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def test_a_flight_that_was_dropped_or_has_ended_is_no_company(flights: list[bool]) -> None:
+def test_a_run_that_was_dropped_or_has_ended_is_not_concurrent(runs: list[bool]) -> None:
     q = memgraph.compile(Body(), ROOM)
     kept = q(batch(0)).sum()
     kept.backward()
     q(batch(1))  # its result goes at once
     gc.collect()
     q(batch(2)).sum().backward()
-    assert flights == [False, False]
+    assert runs == [False, False]
 
 
-def test_a_flight_that_is_held_is_company(flights: list[bool]) -> None:
+def test_a_run_that_is_held_is_concurrent(runs: list[bool]) -> None:
     q = memgraph.compile(Body(), ROOM)
     held = q(batch(0)).sum()
     q(batch(1)).sum().backward()
     held.backward()
-    assert flights == [True, True]
+    assert runs == [True, True]
 
 
-def test_modules_of_different_parameters_are_no_company(flights: list[bool]) -> None:
+def test_runs_of_modules_without_shared_parameters_are_not_concurrent(runs: list[bool]) -> None:
     first, second = memgraph.compile(Body(), ROOM), memgraph.compile(Body(), ROOM)
     second(first(batch(0))).sum().backward()
-    assert flights == [False, False]
+    assert runs == [False, False]
 
 
 def test_a_forward_without_a_backward_lets_go_of_what_it_has_saved_when_its_outputs_go() -> None:

@@ -83,9 +83,9 @@ def facts(model: nn.Module, called: Any, x: Tensor) -> list[Tensor]:
 class Pair:
     """A plain model and a compiled one, which do the same."""
 
-    def __init__(self, **wishes: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.plain, self.model = Layers(), Layers()
-        given: dict[str, Any] = {"cuda_graphs": True} | wishes
+        given: dict[str, Any] = {"cuda_graphs": True} | options
         self.ours = memgraph.compile(self.model, "1GB", **given)
 
     def same(self, turn: int, rows: int = 100) -> bool:
@@ -149,9 +149,9 @@ def test_a_step_on_another_stream_comes_behind_the_last(deaf: frozenset[tuple[st
     assert equal == (not deaf)
 
 
-def test_an_output_lives_on_when_the_step_runs_again(device: Device) -> None:
+def test_an_output_keeps_its_values_when_the_step_runs_again(device: Device) -> None:
     pair = Pair().begin()
-    losses = [pair.ours(batch(turn)) for turn in range(2)]  # and two flights at once
+    losses = [pair.ours(batch(turn)) for turn in range(2)]  # and two runs at once
     expected = [pair.plain(batch(turn)) for turn in range(2)]
     for ours, theirs in zip(losses, expected, strict=True):
         pair.model.zero_grad(set_to_none=True)
@@ -164,7 +164,7 @@ def test_an_output_lives_on_when_the_step_runs_again(device: Device) -> None:
     assert len(device.tapes) == 1
 
 
-def test_a_gradient_that_somebody_keeps_is_not_written_over(device: Device) -> None:
+def test_a_gradient_that_the_caller_keeps_is_not_overwritten(device: Device) -> None:
     pair = Pair().begin()
     assert pair.same(2)
     kept = [p.grad for p in pair.model.parameters()]
@@ -199,7 +199,7 @@ def test_what_moves_all_the_time_ends_up_op_by_op(device: Device, monkeypatch: p
     assert len(device.tapes) == 2
 
 
-def test_another_kind_of_step_has_the_memory_and_a_new_plan_is_recorded_anew(device: Device) -> None:
+def test_another_kind_of_step_takes_the_memory_and_a_new_recording_is_made_later(device: Device) -> None:
     pair = Pair().begin()
     assert pair.same(2)
     assert len(device.pool.in_use) == 1  # the recording's, whose addresses are in it
@@ -213,7 +213,7 @@ def test_another_kind_of_step_has_the_memory_and_a_new_plan_is_recorded_anew(dev
 def test_a_plan_that_takes_its_place_is_recorded_itself(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "replanned", lambda choice, *_: choice)
     pair = Pair().begin()
-    assert pair.same(2) and pair.same(3) and not device.tapes  # measured and timed anew
+    assert pair.same(2) and pair.same(3) and not device.tapes  # measured and timed again
     assert pair.same(4) and len(device.tapes) == 1
 
 
@@ -301,11 +301,11 @@ def test_what_no_graph_does_is_refused_or_said(do: Callable[[nn.Module, Tensor],
 
 @pytest.mark.usefixtures("device")
 def test_gradients_of_inputs_or_that_are_there_and_hooks_and_updates_in_backward_are_refused() -> None:
-    def refused(match: str, x: Tensor, prepare: Any = lambda model: None, **wishes: Any) -> None:
+    def refused(match: str, x: Tensor, prepare: Any = lambda model: None, **options: Any) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         prepare(model)
-        wishes = {name: make(model) if name == "optimizer" else make for name, make in wishes.items()}
-        ours = memgraph.compile(model, "1GB", cuda_graphs=True, loss=lambda y: y.sum(), **wishes)
+        options = {name: make(model) if name == "optimizer" else make for name, make in options.items()}
+        ours = memgraph.compile(model, "1GB", cuda_graphs=True, loss=lambda y: y.sum(), **options)
         with pytest.raises(memgraph.RecordingError, match=match):
             ours(x)
 

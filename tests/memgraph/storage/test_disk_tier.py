@@ -1,4 +1,4 @@
-"""What goes to disk comes back, whatever its type, size and layout."""
+"""What is offloaded to disk is reloaded unchanged, whatever its type, size and layout."""
 
 from __future__ import annotations
 

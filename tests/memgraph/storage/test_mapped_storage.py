@@ -1,4 +1,4 @@
-"""A tensor with a far home is what it was to everybody, takes no anonymous memory, and leaves nothing behind."""
+"""A mapped tensor is an ordinary one for everyone else, takes no anonymous memory, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def anonymous() -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_tensor_comes_home_as_it_is(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+def test_every_tensor_is_offloaded_as_it_is(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
     there = noise(LAYOUTS[layout], dtype)
     home, other = offload_tensors([there, noise(LAYOUTS["flat"], dtype)], tmp_path)
     assert torch.equal(home, there)
@@ -79,7 +79,7 @@ def test_every_tensor_comes_home_as_it_is(tmp_path: Path, layout: str, dtype: to
     assert other.data_ptr() != home.data_ptr()
 
 
-def test_a_new_home_is_all_zeros(tmp_path: Path) -> None:
+def test_a_new_buffer_is_all_zeros(tmp_path: Path) -> None:
     home = MappedBuffer([form(5000), form(3)], tmp_path)
     assert not home.tensor(0).any() and not home.tensor(1).any()
 
@@ -96,7 +96,7 @@ def moved(module: nn.Module, folder: Path) -> nn.Module:
     return module
 
 
-def test_a_module_that_lies_at_home_trains_loads_and_saves_as_ever(tmp_path: Path) -> None:
+def test_an_offloaded_module_trains_loads_and_saves_as_before(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(50, 70), nn.GELU(), nn.Linear(70, 3))
     home = moved(copy.deepcopy(plain), tmp_path)
@@ -168,7 +168,7 @@ def test_what_is_no_plain_memory_has_no_place(other: Tensor) -> None:
     assert buffer_slice_of(other) is None
 
 
-def test_what_is_at_home_is_not_moved_again(tmp_path: Path) -> None:
+def test_what_is_offloaded_is_not_offloaded_again(tmp_path: Path) -> None:
     (tensor,) = offload_tensors([torch.zeros(5000)], tmp_path)
     again, other = offload_tensors([tensor, torch.ones(2)], tmp_path)
     assert again is tensor and other.sum() == 2
@@ -199,7 +199,7 @@ def test_the_file_and_the_mapping_agree_whoever_wrote(tmp_path: Path, folder: Pa
             assert torch.equal(mapped, expected)
 
 
-def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
+def test_bytes_beyond_the_end_of_a_slice_are_unused(tmp_path: Path) -> None:
     first, second = offload_tensors([torch.ones(3), torch.ones(5)], tmp_path)
     for tensor in (first, second):
         place = buffer_slice_of(tensor)
@@ -211,7 +211,7 @@ def test_bytes_beyond_the_end_of_a_place_are_nobodys(tmp_path: Path) -> None:
 # --- memory
 
 
-def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
+def test_what_is_offloaded_is_no_anonymous_memory(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(100 * MB // 4))
     offload_tensors([torch.ones(MB)], tmp_path)  # so that the threads have their buffers
     before = most = anonymous()
@@ -235,7 +235,7 @@ def test_what_is_at_home_is_no_anonymous_memory(tmp_path: Path) -> None:
     assert before - anonymous() > 95 * MB
 
 
-def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
+def test_a_buffer_is_freed_with_its_last_tensor(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
     home = MappedBuffer([form(5000), form(3)], tmp_path)
@@ -248,7 +248,7 @@ def test_a_home_is_gone_with_its_last_tensor(tmp_path: Path) -> None:
     assert not maps(tmp_path) and fds() == before
 
 
-def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_copy_keeps_its_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before, reached, opened = fds(), threading.Event(), threading.Event()
     transfer = io_threads.transfer_pages
@@ -272,7 +272,7 @@ def test_a_copy_under_way_keeps_its_home(tmp_path: Path, monkeypatch: pytest.Mon
     assert not maps(tmp_path) and fds() == before
 
 
-def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
+def test_a_finished_copy_references_nothing_however_late_its_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, plain = threading.Event(), CopyChunk.set
@@ -292,7 +292,7 @@ def test_a_copy_that_has_ended_holds_nothing_however_late_its_thread_is(
         opened.set()
 
 
-def test_many_homes_come_and_go(tmp_path: Path) -> None:
+def test_many_buffers_come_and_go(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
     for _ in range(300):
@@ -303,7 +303,7 @@ def test_many_homes_come_and_go(tmp_path: Path) -> None:
 # --- faults
 
 
-def test_a_home_that_the_disk_has_no_room_for_is_refused(tmp_path: Path) -> None:
+def test_a_buffer_that_the_disk_has_no_space_for_is_refused(tmp_path: Path) -> None:
     gc.collect()
     before = fds()
     with pytest.raises(SpillError, match=r"bytes are wanted for the state in .*, .* are available"):
@@ -329,7 +329,7 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork")
-def test_a_forked_child_has_homes_of_its_own_and_what_it_writes_to_its_parents_is_its_own_too(tmp_path: Path) -> None:
+def test_a_forked_child_has_buffers_of_its_own_and_its_writes_do_not_reach_its_parents(tmp_path: Path) -> None:
     (tensor,) = offload_tensors([torch.ones(5000)], tmp_path)
     child = os.fork()
     if not child:

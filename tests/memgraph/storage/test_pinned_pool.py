@@ -1,4 +1,4 @@
-"""Pinned memory is taken as it is needed and no more, is lent on, and ends at its cap."""
+"""Pinned memory is allocated as it is needed, shared by steps, and bounded by its cap."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def some(cap: int = 1 << 30, limit: int = 1 << 40) -> tuple[PinnedPool, Counted]
     return PinnedPool(lambda: cap, pins), pins
 
 
-def test_a_slab_is_whole_pages_and_no_more() -> None:
+def test_a_block_is_whole_pages_and_no_more() -> None:
     pool, pins = some()
     pool.reserve(5 * PAGE + 1, CPU)
     assert list(pins.there.values()) == [6 * PAGE] and pool.nbytes == 6 * PAGE
     assert pool.acquire(PAGE, CPU).bytes.data_ptr() % PAGE == 0
 
 
-def test_a_plan_that_sends_nothing_but_what_is_empty_has_a_slab_too() -> None:
+def test_a_plan_that_offloads_only_empty_values_has_a_block_too() -> None:
     pool, pins = some()
     lease = PinnedTier([0, 0], CPU, Late(0), pool).lease()
     lease.offload(1, torch.empty(0))
@@ -58,7 +58,7 @@ def test_a_plan_that_sends_nothing_but_what_is_empty_has_a_slab_too() -> None:
     assert list(pins.there.values()) == [PAGE]
 
 
-def test_a_child_process_has_no_part_in_a_slab() -> None:
+def test_a_child_process_does_not_inherit_a_block() -> None:
     pool, _ = some()
     block = pool.acquire(PAGE, CPU)
     address = block.bytes.data_ptr()
@@ -68,7 +68,7 @@ def test_a_child_process_has_no_part_in_a_slab() -> None:
     assert "dc" in flags.split()  # do not copy area on fork
 
 
-def test_plans_share_a_slab_that_is_large_enough_for_each() -> None:
+def test_plans_share_a_block_that_is_large_enough_for_each() -> None:
     pool, pins = some()
     for nbytes in (3 * PAGE, 8 * PAGE, 2 * PAGE):
         pool.reserve(nbytes, CPU)
@@ -82,7 +82,7 @@ def test_plans_share_a_slab_that_is_large_enough_for_each() -> None:
     assert pool.acquire(3 * PAGE, CPU).nbytes == 3 * PAGE
 
 
-def test_two_flights_have_two_slabs() -> None:
+def test_two_runs_have_two_blocks() -> None:
     pool, pins = some()
     pool.reserve(PAGE, CPU)
     first, second = pool.acquire(PAGE, CPU), pool.acquire(PAGE, CPU)
@@ -93,7 +93,7 @@ def test_two_flights_have_two_slabs() -> None:
     assert not pins.there
 
 
-def test_a_slab_of_one_device_is_not_lent_to_another() -> None:
+def test_a_block_of_one_device_is_not_used_for_another() -> None:
     pool, _ = some()
     pool.reserve(PAGE, GPU)
     assert pool.acquire(PAGE, CPU).device == CPU and pool.acquire(PAGE, GPU).device == GPU
@@ -145,7 +145,7 @@ def test_slots_do_not_meet_and_keep_strides() -> None:
     assert lease.block is not None and lease.block.nbytes == PAGE
 
 
-def test_a_dropped_tier_gives_its_slab_up_and_a_lease_keeps_what_it_has() -> None:
+def test_a_dropped_tier_gives_up_its_block_and_a_lease_keeps_its_own() -> None:
     pool, pins = some()
     tier = PinnedTier([400], CPU, Late(0), pool)
     lease = tier.lease()

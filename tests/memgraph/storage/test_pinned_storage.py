@@ -72,7 +72,7 @@ def test_updates_in_backward_equal_eagers(late: Late) -> None:
 
 
 @pytest.mark.usefixtures("small_windows", "late")
-def test_what_is_loaded_goes_home_again() -> None:
+def test_loaded_state_is_offloaded_again() -> None:
     twins = Twins(budget=least())
     twins.train(2)
     for model, optimizer in ((twins.plain, twins.theirs), (twins.model, twins.ours)):
@@ -85,7 +85,7 @@ def test_what_is_loaded_goes_home_again() -> None:
 # --- one home
 
 
-def test_a_home_gives_its_pages_back_with_the_last_tensor_there(pool: PinnedPool) -> None:
+def test_a_buffer_returns_its_pages_with_the_last_tensor_over_it(pool: PinnedPool) -> None:
     home = MappedBuffer([FORM, FORM], PinnedBufferAllocator(CPU, Late(0), pool))
     tensor = home.tensor(1)
     assert pool.claimed == pool.nbytes == 2 * 8192

@@ -1,4 +1,4 @@
-"""What is cast for its way comes back rounded to bfloat16; without `wire_dtype` nothing is ever rounded."""
+"""A value that is cast for its copy comes back rounded to bfloat16; without `wire_dtype` nothing is rounded."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memgraph
-from memgraph.capture.explain_errors import is_elsewhere
+from memgraph.capture.explain_errors import is_device_mismatch
 from memgraph.graph.summarize import Cost, summarize
 from memgraph.profile import op_profiler
 from memgraph.profile.op_profiler import OpCost, OpProfiler
@@ -126,5 +126,7 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     ],
 )
 def test_two_devices_are_seen_in_the_words_of_each_torch(said: str) -> None:
-    assert is_elsewhere(RuntimeError(said))
-    assert not is_elsewhere(RuntimeError("CUDA out of memory")) and not is_elsewhere(memgraph.CaptureError(said))
+    assert is_device_mismatch(RuntimeError(said))
+    assert not is_device_mismatch(RuntimeError("CUDA out of memory")) and not is_device_mismatch(
+        memgraph.CaptureError(said)
+    )

@@ -10,7 +10,7 @@ from torch import nn
 
 import memgraph
 from memgraph.storage.mapped_storage import is_offloaded
-from memgraph.tensors.aliasing import overlap
+from memgraph.tensors.aliasing import describe_overlap
 from tests.support.streamed_state import ADAMW, batch, chain, loss, streamed
 
 TWO = (0, 4)  # of equal shape
@@ -95,5 +95,7 @@ def test_what_shares_memory_and_is_frozen_does_not_stand_in_the_way_of_updates()
 def test_only_bytes_in_common_are_shared() -> None:
     flat = torch.zeros(10)
     named = {"a": flat[:4], "b": flat[4:8], "c": flat[7:], "d": flat[:0]}
-    assert overlap(named, ["a", "b", "c", "d"]) == "b and c share their memory: let one Parameter stand for both"
-    assert not overlap(named, ["a", "d"])
+    assert (
+        describe_overlap(named, ["a", "b", "c", "d"]) == "b and c share their memory: let one Parameter stand for both"
+    )
+    assert not describe_overlap(named, ["a", "d"])

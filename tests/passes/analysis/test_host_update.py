@@ -178,11 +178,11 @@ def test_it_prints_and_parses_back() -> None:
     trace = apply(TRACE, plan)
     assert str(trace.op["s0"]) == "s0 = state()  # u8[2000] | makes s0:0 | offloaded | on_host"
     assert parse(str(trace)) == trace
-    assert str(MACHINE) == "cpu 0 bytes, disk 10/10 MB/s, steps states at 100 MB/s"
+    assert str(MACHINE) == "cpu 0 bytes, disk 10/10 MB/s, updates states at 100 MB/s"
 
 
 def test_nothing_but_states_is_updated_there_and_nowhere_else() -> None:
-    with pytest.raises(BrokenTrace, match="w0 is updated on the host, and is no state that lives there"):
+    with pytest.raises(BrokenTrace, match="w0 is updated on the host, but is no offloaded state"):
         check(apply(TRACE, (Stream("w0", on="host"),)))
     with pytest.raises(ValueError, match="states are updated on the device or on 'host'"):
         apply(TRACE, (Stream("s0", on="mars"),))

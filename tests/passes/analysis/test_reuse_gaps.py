@@ -58,7 +58,7 @@ def test_backward_is_known_by_the_movable_values_that_it_reads() -> None:
     assert {STEP.ops[i].name: values for i, values in GAPS.reads.items()} == {"e": ("y", "r"), "f": ("v",), "h": ("a",)}
 
 
-def test_the_first_value_that_is_all_of_a_storage_can_be_sent_away() -> None:
+def test_the_first_value_that_is_all_of_a_storage_can_be_offloaded() -> None:
     assert GAPS.whole_value == {"a": "a", "n.0": "y", "n.1": "r"}  # c shows two of its 32 numbers
 
 
@@ -88,7 +88,7 @@ def test_every_dtype_says_its_size_in_its_name() -> None:
 
 
 @given(traces())
-def test_nobody_has_a_use_for_a_storage_inside_of_its_gap(trace: Trace) -> None:
+def test_no_op_reads_a_storage_inside_its_gap(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
     for storage in gaps.producer:
         readers = [i for i, op in enumerate(trace.ops) if any(storage in trace.op[name].holds for name in op.reads)]
@@ -98,7 +98,7 @@ def test_nobody_has_a_use_for_a_storage_inside_of_its_gap(trace: Trace) -> None:
 
 
 @given(traces())
-def test_what_can_be_sent_away_is_one_whole_storage(trace: Trace) -> None:
+def test_a_value_that_can_be_offloaded_is_one_whole_storage(trace: Trace) -> None:
     gaps = ReuseGaps(trace)
     for storage, value in gaps.whole_value.items():
         assert trace.op[value].holds == (storage,)

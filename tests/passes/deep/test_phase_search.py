@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from passes import Machine, Plan, Recompute, Trace, apply, check, predict
 from passes.analysis.reuse_gaps import ReuseGaps
 from passes.deep import phase_lp
-from passes.deep.phase_lp import Phases, Pieces
+from passes.deep.phase_lp import PhaseModel, PhaseProblem
 from passes.deep.phase_search import cut_backward
 from passes.lp import solver
 from passes.lp.problem import PlanProblem
@@ -76,26 +76,28 @@ def reruns(draw: st.DrawFn, trace: Trace) -> Plan:
 @settings(max_examples=200)
 @given(traces(max_forward=12), st.data(), st.sampled_from((0.0, 0.2)))
 def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
-    trace: Trace, data: st.DataObject, crumbs: float
+    trace: Trace, data: st.DataObject, negligible: float
 ) -> None:
-    """Wherever backward is cut, and however much is left out as crumbs."""
+    """Wherever backward is cut, and however much counts as negligible."""
     plan = data.draw(reruns(trace))
     budget = predict(apply(trace, plan), ALONE).peak
     places = range(trace.boundary, len(trace.ops) - 1)
     cuts = data.draw(st.sets(st.sampled_from(places), max_size=6)) if places else set[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phase_lp, "CRUMBS", crumbs)
-        model = Phases(Pieces(PlanProblem(ReuseGaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY)
-        assume(model.linear.costs)
+        patch.setattr(phase_lp, "NEGLIGIBLE", negligible)
+        model = PhaseModel(
+            PhaseProblem(PlanProblem(ReuseGaps(trace), ALONE), budget), budget, tuple(sorted(cuts)), INFINITY
+        )
+        assume(model.lp.costs)
         solved = model.solve()
         assert solved is not None and solved.us <= added_us(trace, plan) + SMALL
-        _, bound = model.whole(SearchLimits(-INFINITY, INFINITY, 0.0, INFINITY))
+        _, bound = model.solve_integers(SearchLimits(-INFINITY, INFINITY, 0.0, INFINITY))
     assert bound <= added_us(trace, plan) + SMALL
 
 
 @settings(max_examples=60)
 @given(traces(max_forward=10), st.floats(0.0, 1.0))
-def test_no_choice_of_fates_beats_the_bound(trace: Trace, share: float) -> None:
+def test_no_choice_of_placements_beats_the_bound(trace: Trace, share: float) -> None:
     assume(0 < len(ReuseGaps(trace).producer) <= 6)
     budget = between(trace, share)
     best = cheapest_of_all(trace, replace(ALONE, budget=budget))

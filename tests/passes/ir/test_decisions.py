@@ -53,7 +53,7 @@ def test_no_decisions_change_nothing() -> None:
     assert apply(STEP, ()) == STEP
 
 
-def test_a_recompute_runs_the_op_again_and_later_reads_mean_the_copy() -> None:
+def test_later_reads_mean_the_recomputed_copy() -> None:
     assert_expected_inline(
         changed(STEP, (Recompute("a", before="f"),)),
         """\
@@ -69,7 +69,7 @@ f = relu_backward(e, a__1)  # makes f:128
     )
 
 
-def test_a_view_made_again_holds_what_its_base_now_is() -> None:
+def test_a_recomputed_view_holds_the_newest_copy_of_its_base() -> None:
     assert_expected_inline(
         changed(STEP, (Recompute("a", before="e"), Recompute("v", before="e"))),
         """\
@@ -111,7 +111,7 @@ g = f(u)  # makes g:8
     )
 
 
-def test_a_value_can_be_made_again_for_each_use() -> None:
+def test_a_value_can_be_recomputed_for_each_use() -> None:
     plan = (Recompute("a", before="e"), Recompute("v", before="e"), Recompute("a", before="f"))
     assert_expected_inline(
         changed(STEP, plan),
@@ -188,7 +188,7 @@ def test_only_what_a_type_may_stand_for_is_cast() -> None:
         apply(STEP, (Offload("a", "a", "b", "f16"),))
 
 
-def test_what_was_sent_away_can_be_fetched_for_each_use() -> None:
+def test_an_offloaded_value_can_be_reloaded_for_each_use() -> None:
     plan = (
         Offload("a", out="b", free="b"), Reload("a", back="e", use="e"), Recompute("v", before="e"), Reload("a", back="f", use="f"),
     )  # fmt: skip
@@ -213,7 +213,7 @@ f = relu_backward(e, a__back_2)  # makes f:128
     )
 
 
-def test_what_is_sent_away_is_the_newest_copy() -> None:
+def test_the_newest_copy_is_offloaded() -> None:
     plan = (
         Recompute("a", before="b"), Recompute("v", before="b"), Offload("a", out="b", free="b"), Reload("a", back="e", use="e"),
         Recompute("v", before="e"),
@@ -239,7 +239,7 @@ f = relu_backward(e, a__back_1)  # makes f:128
     )
 
 
-def test_random_numbers_are_drawn_again_from_the_state_of_their_first_time() -> None:
+def test_random_numbers_are_recomputed_from_the_state_of_their_first_run() -> None:
     plan = (Recompute("n", before="g"), Recompute("y", before="g"), Recompute("m", before="g"))
     assert_expected_inline(
         changed(RANDOM, plan),

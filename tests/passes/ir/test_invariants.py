@@ -82,7 +82,7 @@ def test_what_is_handed_out_has_been_defined() -> None:
     assert broken("gradient h", "gradient k") == "the step returns gradient k, which no op defines"
 
 
-def test_what_was_sent_away_is_not_read_before_it_is_back() -> None:
+def test_an_offloaded_value_is_not_read_before_it_is_reloaded() -> None:
     assert refused(Offload("a", out="a", free="n")) == "g reads a, which has been freed on the device"
     assert refused(Offload("a", out="a", free="a")) == "v reads a, which has been freed on the device"
     assert (
@@ -91,7 +91,7 @@ def test_what_was_sent_away_is_not_read_before_it_is_back() -> None:
     )
 
 
-def test_what_was_cast_and_sent_away_is_not_read_either_before_it_is_back() -> None:
+def test_a_cast_and_offloaded_value_is_not_read_before_it_is_reloaded() -> None:
     typed = parse(STEP.replace("makes a:8", "f32[2] | makes a:8"))
     sent = Offload("a", out="a", free="n", wire="bf16")
     with pytest.raises(BrokenTrace, match="g reads a, which has been freed on the device"):
@@ -99,7 +99,7 @@ def test_what_was_cast_and_sent_away_is_not_read_either_before_it_is_back() -> N
     check(apply(typed, (sent, Reload("a", back="g", use="g"))))
 
 
-def test_a_view_of_what_was_sent_away_is_not_read_either() -> None:
+def test_a_view_of_an_offloaded_value_is_not_read_either() -> None:
     plan = (Offload("a", out="a", free="n"), Reload("a", back="g", use="g"))
     check(apply(parse(STEP), plan))
     late = parse(STEP.replace("h = mul(g, n)", "h = mul(g, v)"))
@@ -108,16 +108,16 @@ def test_a_view_of_what_was_sent_away_is_not_read_either() -> None:
     check(apply(late, (*plan, Recompute("v", before="h"))))
 
 
-def test_what_was_not_sent_away_can_not_be_fetched() -> None:
+def test_only_an_offloaded_value_can_be_reloaded() -> None:
     assert refused(Reload("a", back="g", use="g")) == "a__in_1 reads a__out before it is defined"
 
 
-def test_what_may_run_once_is_not_run_again() -> None:
+def test_an_op_that_may_run_once_is_not_recomputed() -> None:
     assert refused(Recompute("u", before="g")) == "u__1 recomputes u, which may run once"
 
 
 @pytest.mark.parametrize("swap", ["n__1__swap", "n__1__back"])
-def test_random_numbers_are_drawn_again_only_between_two_swaps(swap: str) -> None:
+def test_random_numbers_are_recomputed_only_between_two_swaps(swap: str) -> None:
     applied = apply(parse(STEP), (Recompute("n", before="g"),))
     check(applied)
     with pytest.raises(BrokenTrace, match="n__1 draws random numbers without the generator state of its first run"):

@@ -111,7 +111,7 @@ def test_what_is_released_goes_when_forward_ends_or_when_it_was_read() -> None:
     )
 
 
-def test_each_part_of_an_op_with_several_lives_by_itself() -> None:
+def test_each_item_of_an_op_with_several_has_its_own_lifetime() -> None:
     text = """
         forward:
         n = norm()  # makes n.0:80, n.1:8, n.2:1
@@ -134,7 +134,7 @@ def test_each_part_of_an_op_with_several_lives_by_itself() -> None:
     )
 
 
-def test_what_nobody_reads_is_gone_behind_its_op() -> None:
+def test_a_value_that_no_op_reads_is_freed_behind_its_op() -> None:
     assert_expected_inline(
         lives("a = f()  # makes a:8\nb = f()  # makes b:8"),
         """\
@@ -191,11 +191,11 @@ def held_bytes(trace: Trace) -> list[int]:
 
 
 @given(traces())
-def test_lives_are_what_python_holds(trace: Trace) -> None:
+def test_lifetimes_are_what_python_holds(trace: Trace) -> None:
     assert held_bytes(trace) == run(trace).nbytes
 
 
 @given(planned())
-def test_lives_are_what_python_holds_of_what_a_plan_makes(both: tuple[Trace, Plan]) -> None:
+def test_lifetimes_of_a_planned_step_are_what_python_holds(both: tuple[Trace, Plan]) -> None:
     applied = apply(*both)
     assert held_bytes(applied) == run(applied).nbytes

@@ -20,12 +20,10 @@ def test_a_machine_that_may_cast_says_so() -> None:
     assert machine.cast.us(16_000) == 4.0 + 2.0
 
 
-def test_a_link_of_one_direction_is_no_far_tier() -> None:
-    assert str(Machine(1000)) == "cpu 1000 bytes, no far tier"
+def test_a_link_of_one_direction_is_no_tier() -> None:
+    assert str(Machine(1000)) == "cpu 1000 bytes, no tier"
     assert (
-        str(Machine(1000, link=Link(out=5.0)))
-        == str(Machine(1000, link=Link(back=5.0)))
-        == "cpu 1000 bytes, no far tier"
+        str(Machine(1000, link=Link(out=5.0))) == str(Machine(1000, link=Link(back=5.0))) == "cpu 1000 bytes, no tier"
     )
 
 

@@ -102,7 +102,7 @@ def test_the_greedy_pass_casts_as_well() -> None:
     assert predict(apply(STEP, plan), slow).us <= without.us
 
 
-def test_the_far_tier_needs_room_for_what_is_sent_only() -> None:
+def test_the_tier_needs_room_for_offloaded_values_only() -> None:
     fast = machine(80.0)
     small = replace(fast, link=replace(fast.link, capacity=80_000))  # 20000 + 20000 + 40000
     plan = greedy_plan(STEP, small)

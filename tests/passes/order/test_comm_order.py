@@ -153,7 +153,7 @@ def test_gradients_are_there_until_they_are_packed_and_what_is_packed_until_it_h
     assert there["r_part"] == ("r_part", "step", "gradient")
 
 
-def test_nobody_reads_what_is_under_way() -> None:
+def test_no_op_reads_the_result_of_a_pending_collective() -> None:
     late = replace(STEP.op["p"], name="late", reads=("r_part",), makes=(), holds=())
     found = list(place_collectives(STEP).ops)
     at = next(i for i, op in enumerate(found) if op.name == "r_shard")
@@ -164,5 +164,5 @@ def test_nobody_reads_what_is_under_way() -> None:
 def test_a_machine_with_a_network_says_so() -> None:
     assert (
         str(Machine(8, network=Network(rate=1000.0, latency_us=20.0)))
-        == "cpu 8 bytes, no far tier, net 1000 MB/s after 20 us"
+        == "cpu 8 bytes, no tier, net 1000 MB/s after 20 us"
     )

@@ -68,7 +68,7 @@ def test_updates_alone_move_and_only_once(trace: Trace) -> None:
     assert [op for op in found.ops if op.phase != "update"] == [op for op in trace.ops if op.phase != "update"]
 
 
-def test_a_gradient_lives_until_its_update() -> None:
+def test_a_gradient_is_live_until_its_update() -> None:
     gradients = {
         life.storage: (life.first, life.last) for life in predict(STEP, LINKED).lifetimes if life.producer[0] == "d"
     }
@@ -77,7 +77,7 @@ def test_a_gradient_lives_until_its_update() -> None:
     assert gradients["dv"] == (at["dv"], at["v_update"])
 
 
-def test_what_is_far_is_updated_where_it_lies_and_fetched_for_all_others() -> None:
+def test_an_offloaded_parameter_is_updated_from_the_tier_and_reloaded_for_other_ops() -> None:
     assert_expected_inline(
         lines(planned("s", "w")),
         """\
@@ -96,7 +96,7 @@ v_update = SGD.step(r, v, dv)
     )
 
 
-def test_an_update_of_what_is_far_takes_a_window() -> None:
+def test_an_update_that_reads_from_the_tier_takes_a_window() -> None:
     forecast = predict(planned("r"), LINKED)
     taken = {op.name: int(n) for op, n in zip(forecast.trace.ops, forecast.by_kind["workspace"], strict=True) if n}
     assert taken == {"w_update": 40, "v_update": 60}

@@ -150,7 +150,7 @@ def test_room_is_there_until_what_takes_it_has_come() -> None:
     assert forecast.by_kind["temporary"][ops.index("l_sent")] == 60 + 20 + 1 * 4
 
 
-def test_nobody_reads_what_is_yet_to_be_gathered() -> None:
+def test_no_op_reads_what_is_yet_to_be_gathered() -> None:
     with pytest.raises(BrokenTrace, match="early reads what w_here has yet to wait for"):
         early = replace(STEP.op["y"], name="early")
         check(Trace((*STEP.ops[:10], early, *STEP.ops[10:]), STEP.outputs))
@@ -160,7 +160,7 @@ def test_nobody_reads_what_is_yet_to_be_gathered() -> None:
         check(Trace((*found[:at], found[at + 1], found[at], *found[at + 2 :]), STEP.outputs))
 
 
-def test_what_is_gathered_does_not_live_far() -> None:
+def test_a_gathered_parameter_is_not_offloaded() -> None:
     alone = Trace(tuple(op for op in STEP.ops if not op.name.startswith("u_")), STEP.outputs)
     assert set(StreamableStates(alone).inputs) == {"u"}
 

@@ -115,7 +115,7 @@ def test_parameters_that_are_small_together_share_a_slice() -> None:
     assert {op.slice for op in slice_microbatches(replace(trace, ops=(larger, *ops)), MACHINE).ops} == {0}
 
 
-def test_the_order_of_a_saved_plan_is_found_again() -> None:
+def test_the_order_of_a_saved_plan_is_restored() -> None:
     trace = slice_microbatches(layers(), MACHINE)
     assert reslice_microbatches(layers(), trace) == trace
     assert reslice_microbatches(layers(3), trace) == layers(3)

@@ -23,7 +23,7 @@ def streamed(fate: Placement) -> str:
     return lines(applied)
 
 
-def test_parameters_are_fetched_ahead_and_in_backward_in_reverse() -> None:
+def test_parameters_are_prefetched_and_in_backward_in_reverse() -> None:
     assert_expected_inline(
         streamed(Placement.OFFLOAD),
         """\
@@ -58,7 +58,7 @@ du__free = memgraph.free.default(du__out, du)
     )
 
 
-def test_what_is_fetched_when_it_is_used_is_there_for_its_use_alone() -> None:
+def test_a_value_that_is_reloaded_per_use_is_on_the_device_for_its_use_alone() -> None:
     assert_expected_inline(
         streamed(Placement.OFFLOAD_BLOCKING),
         """\

@@ -81,7 +81,7 @@ recompute b: before s
     )
 
 
-def test_a_chain_is_made_again_from_what_is_there() -> None:
+def test_a_chain_is_recomputed_from_what_is_kept() -> None:
     assert_expected_inline(
         decided(STEP, a=Placement.RECOMPUTE, b=Placement.RECOMPUTE, c=Placement.RECOMPUTE),
         """\
@@ -92,7 +92,7 @@ recompute c: before p
     )
 
 
-def test_a_chain_of_brief_values_is_made_anew_for_each_use() -> None:
+def test_a_chain_is_recomputed_per_use() -> None:
     assert_expected_inline(
         decided(STEP, a=Placement.RECOMPUTE_PER_USE, b=Placement.RECOMPUTE_PER_USE),
         """\
@@ -139,7 +139,7 @@ reload a: back p, use r
     )
 
 
-def test_what_stalls_is_away_for_all_of_its_gap() -> None:
+def test_a_blocking_offload_frees_the_value_for_all_of_its_gap() -> None:
     assert_expected_inline(
         decided(STEP, a=Placement.OFFLOAD_BLOCKING),
         """\
@@ -149,7 +149,7 @@ reload a: back r, use r
     )
 
 
-def test_what_is_fetched_comes_back_for_each_use() -> None:
+def test_a_value_can_be_reloaded_for_each_use() -> None:
     assert_expected_inline(
         decided(STEP, a=Placement.RELOAD_PER_USE),
         """\
@@ -182,7 +182,7 @@ recompute m: before p
     )
 
 
-def test_an_op_with_several_results_runs_anew_for_each_brief_use() -> None:
+def test_an_op_with_several_results_is_recomputed_per_use() -> None:
     step = parse(str(PARTS).replace("g(q, v)", "g(q, m)"))
     assert_expected_inline(
         decided(step, n_1=Placement.RECOMPUTE_PER_USE),
@@ -197,7 +197,7 @@ recompute m: before r
     )
 
 
-def test_a_part_can_be_sent_away_and_the_other_made_again() -> None:
+def test_one_item_can_be_offloaded_and_the_other_recomputed() -> None:
     assert_expected_inline(
         decided(PARTS, n_0=Placement.OFFLOAD_BLOCKING, n_1=Placement.RECOMPUTE),
         """\
@@ -209,7 +209,7 @@ reload y: back q, use q
     )
 
 
-def test_a_view_is_made_again_from_what_came_back() -> None:
+def test_a_view_is_recomputed_from_the_reloaded_value() -> None:
     assert_expected_inline(
         decided(PARTS, a=Placement.OFFLOAD_BLOCKING),
         """\
@@ -220,7 +220,7 @@ recompute v: before r
     )
 
 
-def test_what_backward_does_not_read_is_made_again_if_need_be() -> None:
+def test_a_value_that_backward_does_not_read_is_recomputed_if_needed() -> None:
     step = parse(str(STEP).replace("g(q, a)", "g(q)").replace("g(r, a, b, c)", "g(r, b, c)"))
     assert placement_of(ReuseGaps(step), {}, "a") is Placement.RECOMPUTE
     assert_expected_inline(
@@ -247,7 +247,9 @@ recompute b: before s
 
 
 @given(st.data(), traces(), machines(LINKS[1:]))
-def test_any_fates_are_carried_out_and_change_no_value(data: st.DataObject, trace: Trace, machine: Machine) -> None:
+def test_any_placements_are_carried_out_and_change_no_value(
+    data: st.DataObject, trace: Trace, machine: Machine
+) -> None:
     gaps = ReuseGaps(trace)
     applied = apply(trace, schedule(gaps, data.draw(legal_fates(gaps)), machine))
     check(applied)
@@ -283,7 +285,7 @@ def test_forward_is_not_touched_but_by_offloads(data: st.DataObject, trace: Trac
 
 
 @given(st.data(), traces(), machines(LINKS[1:]))
-def test_each_storage_goes_out_once_and_what_is_not_sent_away_never(
+def test_each_offloaded_storage_is_copied_out_once_and_others_never(
     data: st.DataObject, trace: Trace, machine: Machine
 ) -> None:
     gaps = ReuseGaps(trace)

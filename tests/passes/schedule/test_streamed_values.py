@@ -27,13 +27,13 @@ def fetches(fate: Placement, machine: Machine) -> list[tuple[str, str]]:
     return [(decision.back, decision.use) for decision in plan if isinstance(decision, Reload)]
 
 
-def test_a_slow_link_fetches_ahead_once() -> None:
+def test_a_slow_link_prefetches_once() -> None:
     assert fetches(Placement.OFFLOAD, SLOW) == [("t", "t")]
 
 
-def test_a_fast_link_fetches_ahead_for_each_use() -> None:
+def test_a_fast_link_prefetches_for_each_use() -> None:
     assert fetches(Placement.OFFLOAD, Machine(0, link=Link(out=6.4, back=6.4))) == [("t", "t"), ("e", "g")]
 
 
-def test_what_is_fetched_when_it_is_used_comes_for_each_use() -> None:
+def test_a_value_that_is_reloaded_per_use_is_reloaded_for_each_use() -> None:
     assert fetches(Placement.OFFLOAD_BLOCKING, SLOW) == [("t", "t"), ("g", "g")]

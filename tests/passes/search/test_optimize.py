@@ -30,7 +30,7 @@ from passes.ir import decisions
 from passes.lp import problem, solver
 from passes.schedule.schedule import Placement, schedule
 from passes.search.optimize import optimize
-from passes.search.work import WORK_PER_US, work_for
+from passes.search.work import WORK_PER_US, WorkLimits
 from tests.oracle.checkmate import checkmate
 from tests.oracle.exhaustive import all_fates, best_of, cheapest, cheapest_of_all
 from tests.oracle.network import layers
@@ -281,10 +281,13 @@ def test_the_budget_may_be_what_no_plan_can_lower() -> None:
 
 
 def test_a_step_of_few_ops_is_searched_for_as_far_as_its_time_pays() -> None:
-    short, long, endless = (work_for(100, us) for us in (20e3, 60e3, 1e9))
-    assert short == work_for(100, 0.0) < long < endless == work_for(1_000, 1e9)
+    def total(size: int, step_us: float) -> float:
+        return WorkLimits.for_step(size, step_us).total
+
+    short, long, endless = (total(100, us) for us in (20e3, 60e3, 1e9))
+    assert short == total(100, 0.0) < long < endless == total(1_000, 1e9)
     assert long == 3 * WORK_PER_US * 20e3
-    assert work_for(2_000, 0.0) == work_for(2_000, 1e9) == 2 * work_for(1_000, 0.0)
+    assert total(2_000, 0.0) == total(2_000, 1e9) == 2 * total(1_000, 0.0)
 
 
 def test_without_highs_the_other_passes_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,12 @@ from passes.lp.model import PlanModel
 from passes.lp.problem import PlanProblem
 from passes.lp.solver import INFINITY, SearchLimits, Solution
 from passes.pipeline import Pass
-from passes.search import optimize
+from passes.search import optimize, rounding_search
 from passes.search.greedy import greedy_plan_no_offload
-from passes.search.optimize import SEARCHES, optimize_no_offload
-from passes.search.work import FEW, NARROW, WORK_PER_OP
+from passes.search.optimize import THRESHOLDS, optimize_no_offload
+from passes.search.rounding_search import RoundingSearch
+from passes.search.state_search import plan_with_state
+from passes.search.work import FEW, NARROW, WORK_PER_OP, WorkLimits
 from tests.oracle.network import layers
 from tests.passes.lp.test_state_vars import CHAIN
 from tests.passes.search.test_optimize import between
@@ -28,35 +30,36 @@ LINKED = Machine(FLOOR, "cuda", "host", link=Link(1e3, 1e3))
 
 def thresholds(monkeypatch: pytest.MonkeyPatch, ran_out: bool) -> list[float]:
     """Those of the searches of a pass in which no search finds anything, as shares of the step."""
-    trace, found = layers(4), list[float]()
+    trace, searched = layers(4), list[float]()
     machine = between(trace, Machine(0), 0.3)
     step_us = PlanProblem(ReuseGaps(trace), machine).captured.us
 
-    def whole(
-        model: PlanModel, relaxed: Solution, threshold: float, effort: SearchLimits, known: Solution | None = None
+    def find_nothing(
+        model: PlanModel, relaxed: Solution, threshold: float, limits: SearchLimits, start: Solution | None = None
     ) -> tuple[list[Solution], float]:
-        found.append(threshold / step_us)
+        searched.append(threshold / step_us)
         model.lp.out_of_work = ran_out
         return [], -INFINITY
 
-    monkeypatch.setattr(optimize, "round_to_integers", whole)
+    monkeypatch.setattr(rounding_search, "round_to_integers", find_nothing)
     optimize.optimize(trace, machine)
-    return found
+    return searched
 
 
 def test_a_search_that_ran_out_of_its_work_is_followed_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thresholds(monkeypatch, ran_out=False) == pytest.approx(SEARCHES)
-    assert thresholds(monkeypatch, ran_out=True) == [SEARCHES[0], SEARCHES[-1]]
+    assert thresholds(monkeypatch, ran_out=False) == pytest.approx(THRESHOLDS)
+    assert thresholds(monkeypatch, ran_out=True) == [THRESHOLDS[0], THRESHOLDS[-1]]
 
 
 def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
-    search = optimize._Search(PlanProblem(ReuseGaps(STEP), LINKED), LINKED, INFINITY)
-    assert search.work < WORK_PER_OP * FEW
-    assert search.narrow == pytest.approx(NARROW * WORK_PER_OP * FEW)
+    problem = PlanProblem(ReuseGaps(STEP), LINKED)
+    limits = WorkLimits.for_step(problem.size, problem.captured.us)
+    assert limits.total < WORK_PER_OP * FEW
+    assert limits.narrow == pytest.approx(NARROW * WORK_PER_OP * FEW)
 
 
 @pytest.mark.parametrize(("home_us", "asked"), [(0.0, True), (1e6, False)])
-def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(home_us: float, asked: bool) -> None:
+def test_a_pass_without_offload_does_not_run_where_it_is_slower(home_us: float, asked: bool) -> None:
     was = list[str]()
 
     def first(trace: Trace, machine: Machine, until: float) -> Proposal:
@@ -72,7 +75,7 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(home_us:
     assert bool(was) is asked
 
 
-def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> None:
+def test_a_bound_without_offload_holds_for_plans_without_it() -> None:
     trace = layers(4)
     alone = between(trace, Machine(0), 0.3)
     linked = replace(alone, tier="host", link=Link(1e3, 1e3))
@@ -81,12 +84,14 @@ def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> 
     assert found.no_offload_us == optimize.optimize(trace, alone).any_us > 0.0
 
 
-def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_recomputation_reloads_state_there_is_no_second_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
     machine = Machine(
         4000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
     )
-    search = optimize._Search(PlanProblem(ReuseGaps(CHAIN), machine), machine, INFINITY)
-    monkeypatch.setattr(optimize._Search, "run", lambda search: pytest.fail("searched again"))
-    search._again()
-    assert search.program.states and not search._charge() and not search.events and search.charged
+    work = WorkLimits(1e9, 1e9)
+    search = RoundingSearch(PlanProblem(ReuseGaps(CHAIN), machine), INFINITY, work)
+    monkeypatch.setattr(RoundingSearch, "start", lambda *args: pytest.fail("searched again"))
+    assert plan_with_state(search, work, 0.0) is None
+    assert search.problem.states and not search.charge_reloads()
+    assert not search.reload_rows and search.charges_reloads

@@ -63,7 +63,7 @@ LONG = parse("""
 """)
 
 
-def test_a_plan_sends_away_what_costs_less_than_to_make_it_again() -> None:
+def test_a_plan_offloads_what_costs_less_than_its_recompute() -> None:
     budget = predict(LONG, Machine(1 << 30)).peak - (1 << 20)
     cheap = Machine(budget, link=Link(out=1000.0, back=1000.0, call_us=50.0))
     dear = replace(cheap, link=replace(cheap.link, us_per_byte=0.1))  # 0.4 s a copy
@@ -78,7 +78,7 @@ def _copies(trace: Trace) -> int:
 
 
 @given(planned(), machines(), st.sampled_from((1.0, 5.0)))
-def test_a_call_never_makes_a_step_faster_nor_dearer_than_all_of_them(
+def test_copy_overhead_never_makes_a_step_faster_nor_slower_than_its_sum(
     both: tuple[Trace, Plan], machine: Machine, more: float
 ) -> None:
     applied = apply(*both)

@@ -88,7 +88,7 @@ g: 324 = parameter 50, gradient 50, tangent 20, output 4, temporary 200
     )
 
 
-def test_what_is_away_weighs_nothing_and_staging_weighs_throughout() -> None:
+def test_an_offloaded_value_takes_no_bytes_and_staging_takes_some_throughout() -> None:
     assert_expected_inline(
         bytes_of(predict(apply(STEP, AWAY), MACHINE)),
         """\
@@ -204,7 +204,7 @@ back: a__in_1 80 to 90
     )
 
 
-def test_without_a_far_tier_the_clock_still_runs() -> None:
+def test_without_a_tier_the_clock_still_runs() -> None:
     assert predict(apply(STEP, AWAY), Machine(0)).us == 240  # at a byte a microsecond
 
 

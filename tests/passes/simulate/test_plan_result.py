@@ -49,7 +49,7 @@ CHAIN = parse("""
         ("recompute a: before p\nrecompute b: before p\nrecompute a: before q", False),
     ],
 )
-def test_what_runs_again_twice_or_early_is_not_of_the_first_class(plan: str, is_single: bool) -> None:
+def test_a_plan_that_recomputes_twice_or_early_is_not_single(plan: str, is_single: bool) -> None:
     plain = predict(CHAIN, Machine(1 << 20))
     choice = PlanResult(parse_plan(plan), plain, plain, bound_us=2.0, any_us=1.0)
     assert choice.is_single == is_single

@@ -109,23 +109,23 @@ def refusal(kind: type[Exception], call: Any, *given: Any) -> str:
 
 def _only_after_consolidation(rank: int) -> list[str]:
     module, ours = trained(optim.Adam, {}, 2)
-    said = [refusal(StateError, ours.state_dict)]
+    messages = [refusal(StateError, ours.state_dict)]
     ours.consolidate_state_dict(to=1)
     before = copy.deepcopy(ours.state_dict()) if rank == 1 else None
-    said += [refusal(StateError, ours.state_dict)] if rank == 0 else ["whole"]
+    messages += [refusal(StateError, ours.state_dict)] if rank == 0 else ["whole"]
     ours.param_groups[0]["lr"] = 0.5
     if rank == 1:
         kept = ours.state_dict()
         assert kept["param_groups"][0]["lr"] == 0.5  # options are those of now
         on(module, ours, 1)
-        assert before is not None and same(kept["state"], before["state"])  # the tensors are nobody else's
+        assert before is not None and same(kept["state"], before["state"])  # the tensors are copies
     else:
         on(module, ours, 1)
-    said.append(refusal(StateError, ours.state_dict))
-    said.append(refusal(StateError, ours.consolidate_state_dict, 7))
+    messages.append(refusal(StateError, ours.state_dict))
+    messages.append(refusal(StateError, ours.consolidate_state_dict, 7))
     ours.sharded_step.is_half_updated = rank == 1
-    said.append(refusal(StateError, ours.consolidate_state_dict))
-    return said
+    messages.append(refusal(StateError, ours.consolidate_state_dict))
+    return messages
 
 
 def test_a_rank_without_a_whole_state_says_so() -> None:
@@ -139,7 +139,7 @@ def test_a_rank_without_a_whole_state_says_so() -> None:
 
 
 class Odd(optim.SGD):
-    """Its state has something in it that nobody can write down."""
+    """Its state has something in it that JSON can not express."""
 
     def step(self, closure: Any = None) -> Any:
         self.state[self.param_groups[0]["params"][0]]["seen"] = {1}
@@ -184,36 +184,36 @@ def _refused(rank: int) -> dict[str, str]:
     _, ours = trained(optim.Adam, {}, 2)
     before = copy.deepcopy(ours.state_dict(all_ranks=True))
     given = _damaged(before)
-    said = {name: refusal(StateError, ours.load_state_dict, each) for name, each in given.items()}
-    said["one rank"] = refusal(AgreementError, ours.load_state_dict, before if rank == 0 else given["order"])
+    messages = {name: refusal(StateError, ours.load_state_dict, each) for name, each in given.items()}
+    messages["one rank"] = refusal(AgreementError, ours.load_state_dict, before if rank == 0 else given["order"])
     other = copy.deepcopy(before)
     other["param_groups"][0]["lr"] = 7.0 + rank
-    said["options"] = refusal(AgreementError, ours.load_state_dict, other)
+    messages["options"] = refusal(AgreementError, ours.load_state_dict, other)
     assert same(before, ours.state_dict(all_ranks=True))
-    return said
+    return messages
 
 
 def test_what_is_no_state_dict_of_it_is_refused_on_all_ranks_and_changes_nothing() -> None:
     first, second = on_ranks(2, _refused)
     assert first == second
-    told = {
+    texts = {
         name: text.removeprefix("the state dict is not this optimizer's: ").removesuffix("; nothing was changed")
         for name, text in first.items()
     }
-    assert told["groups"] == "it has 1 group, and the optimizer has 2"
-    assert told["length"] == "it has 2 parameters in group 0, and the optimizer has 3"
-    assert told["twice"] == "it has a parameter twice"
-    assert told["order"] == "'exp_avg' of parameter 0 is float32[7], which does not fit into Adam's float32[7, 11]"
-    assert told["dtype"] == "'exp_avg' of parameter 1 is float64[5, 7], which does not fit into Adam's float32[5, 7]"
-    assert told["strange"] == "it has a state of parameter 77, which is in none of its groups"
-    assert told["kind"] == "its group 0 has no 'betas', so it is of another optimizer than Adam"
-    assert told["state"] == "'exp_avg' of parameter 2 is float32[3], which does not fit into Adam's float32[3, 5]"
+    assert texts["groups"] == "it has 1 group, and the optimizer has 2"
+    assert texts["length"] == "it has 2 parameters in group 0, and the optimizer has 3"
+    assert texts["twice"] == "it has a parameter twice"
+    assert texts["order"] == "'exp_avg' of parameter 0 is float32[7], which does not fit into Adam's float32[7, 11]"
+    assert texts["dtype"] == "'exp_avg' of parameter 1 is float64[5, 7], which does not fit into Adam's float32[5, 7]"
+    assert texts["strange"] == "it has a state of parameter 77, which is in no group"
+    assert texts["kind"] == "its group 0 has no 'betas', so it is of another optimizer than Adam"
+    assert texts["state"] == "'exp_avg' of parameter 2 is float32[3], which does not fit into Adam's float32[3, 5]"
     assert (
-        told["nothing"] == told["list"] == "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
+        texts["nothing"] == texts["list"] == "it is no state dict of an optimizer, which has 'state' and 'param_groups'"
     )
-    assert told["numbers"].startswith("it is not made as one (")
-    assert "the ranks disagree on the state dict: fits on rank 0; 'exp_avg' of parameter 0 is" in told["one rank"]
-    assert "the ranks disagree on the options in group 0 of the state dict" in told["options"]
+    assert texts["numbers"].startswith("it is not made as one (")
+    assert "the ranks disagree on the state dict: fits on rank 0; 'exp_avg' of parameter 0 is" in texts["one rank"]
+    assert "the ranks disagree on the options in group 0 of the state dict" in texts["options"]
 
 
 def _hooked(rank: int) -> list[str]:

@@ -21,7 +21,7 @@ SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
 @given(SHAPES, st.integers(1, 5), st.booleans(), st.integers(1, 40))
-def test_every_element_of_a_piece_is_in_the_rows_of_one_rank(
+def test_every_element_of_a_shard_is_in_the_rows_of_one_rank(
     shape: list[int], ranks: int, turned: bool, piece: int
 ) -> None:
     like = torch.empty(shape[::-1] if turned else shape)

@@ -38,7 +38,7 @@ class Run:
 def _damaged(rank: int, path: Path) -> list[str]:
     module, ours = trained("Adam", 2)
     memgraph.save_sharded(path, module, ours)
-    said = []
+    messages = []
     for name, wanted in ("__1_0.distcp", b""), ("__0_0.distcp", b""), (".metadata", b"exp_avg"), ("__1.crc32", b"[["):
         found = path / name
         whole = found.read_bytes()
@@ -49,7 +49,7 @@ def _damaged(rank: int, path: Path) -> list[str]:
             found.write_bytes(data)
         torch.distributed.barrier()
         before, weights = ours.state_dict(all_ranks=True), [p.detach().clone() for p in module.parameters()]
-        said.append(refusal(StateError, memgraph.load_sharded, path, module, ours))
+        messages.append(refusal(StateError, memgraph.load_sharded, path, module, ours))
         assert same(ordered(before), ordered(ours.state_dict(all_ranks=True)))
         assert all(map(torch.equal, weights, module.parameters()))
         torch.distributed.barrier()
@@ -61,7 +61,7 @@ def _damaged(rank: int, path: Path) -> list[str]:
         notes.unlink()
     torch.distributed.barrier()
     memgraph.load_sharded(path, module, ours)
-    return said
+    return messages
 
 
 def _at_a_number(whole: bytes) -> int:
@@ -74,7 +74,7 @@ def test_what_is_damaged_is_named_on_all_ranks_and_nothing_is_changed(tmp_path: 
     assert first == second
     for text in first:
         assert "was damaged since it was written" in text or "is damaged" in text
-    assert all("__1_0.distcp; go on from an earlier one" in text for text in first[:1])
+    assert all("__1_0.distcp; continue from an earlier one" in text for text in first[:1])
 
 
 def _foreign(rank: int, path: Path) -> list[str]:
@@ -84,7 +84,7 @@ def _foreign(rank: int, path: Path) -> list[str]:
         notes.unlink()
     listed = (path / "run" / ".metadata").read_bytes()
     (path / "run" / ".metadata").write_bytes(pickle.dumps(Run(f"{path}/by the list")))
-    said = [refusal(StateError, memgraph.load_sharded, path / "run", module, ours)]
+    messages = [refusal(StateError, memgraph.load_sharded, path / "run", module, ours)]
 
     found = pickle.loads(listed)
     index = next(each for each in found.storage_data if each.fqn == "optimizer.param_groups.0.lr")
@@ -94,15 +94,15 @@ def _foreign(rank: int, path: Path) -> list[str]:
     (path / "run" / "foreign").write_bytes(content.getvalue())
     info.relative_path, info.offset, info.length = "foreign", 0, len(content.getvalue())
     (path / "run" / ".metadata").write_bytes(pickle.dumps(found))
-    said.append(refusal(StateError, memgraph.load_sharded, path / "run", module, ours))
-    return said
+    messages.append(refusal(StateError, memgraph.load_sharded, path / "run", module, ours))
+    return messages
 
 
 def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
-    (said,) = on_ranks(1, _foreign, tmp_path)
+    (messages,) = on_ranks(1, _foreign, tmp_path)
     assert os.listdir(tmp_path) == ["run"]
-    assert "posix.mkdir does not belong there" in said[0]
-    assert "Weights only load failed" in said[1] or "posix.mkdir" in said[1]
+    assert "posix.mkdir does not belong there" in messages[0]
+    assert "Weights only load failed" in messages[1] or "posix.mkdir" in messages[1]
 
 
 @pytest.mark.parametrize("name", ["__init__.__globals__", "Metadata.__class__", "serialization.os.mkdir", "load"])

@@ -176,7 +176,7 @@ def _refused(rank: int, path: Path) -> list[str]:
     several = memgraph.OSS([{"params": [p]} for p in module.parameters()], optim.Adam)
     (path / "files").mkdir(exist_ok=True)
     (path / "files" / "kept").write_text("")
-    said = [
+    messages = [
         refusal(StateError, memgraph.load_sharded, path / "none", module, ours),
         refusal(StateError, memgraph.load_sharded, path / "saved", other, ours),
         refusal(StateError, memgraph.load_sharded, path / "saved", module, sgd),
@@ -184,17 +184,17 @@ def _refused(rank: int, path: Path) -> list[str]:
         refusal(StateError, memgraph.save_sharded, path / "files", module, ours),
     ]
     FileSystemWriter.write_data = _full if rank == 1 else FileSystemWriter.write_data  # type: ignore[assignment, method-assign]
-    said.append(refusal(StateError, memgraph.save_sharded, path / "saved", module, ours))
+    messages.append(refusal(StateError, memgraph.save_sharded, path / "saved", module, ours))
     memgraph.load_sharded(path / "saved", module, ours)
     assert sorted(os.listdir(path)) == ["files", "saved"]
     if rank == 0:
         for part in (path / "saved").glob("*.distcp"):
             os.truncate(part, 100)
     dist.barrier()
-    said.append(refusal(StateError, memgraph.load_sharded, path / "saved", module, ours))
+    messages.append(refusal(StateError, memgraph.load_sharded, path / "saved", module, ours))
     assert same(ordered(before), ordered(ours.state_dict(all_ranks=True)))
     assert all(map(torch.equal, values, module.parameters()))
-    return [text.replace(str(path), "") for text in said]
+    return [text.replace(str(path), "") for text in messages]
 
 
 def _full(*_: object) -> None:

@@ -75,30 +75,30 @@ def _refused(rank: int) -> dict[str, str]:
     before = copy.deepcopy(ours.state_dict(all_ranks=True))
     given = _damaged(before)
     given["rows"]["state"][1]["exp_avg"] = ours.sharded_state_dict()["state"][1]["exp_avg"]
-    said = {name: refusal(StateError, ours.load_state_dict, each) for name, each in given.items()}
+    messages = {name: refusal(StateError, ours.load_state_dict, each) for name, each in given.items()}
     other = copy.deepcopy(before)
     other["state"][2]["step"] += rank
-    said["another step"] = refusal(AgreementError, ours.load_state_dict, other)
+    messages["another step"] = refusal(AgreementError, ours.load_state_dict, other)
     other = copy.deepcopy(before)
     other["state"][2]["exp_avg"] += rank
-    said["another value"] = refusal(AgreementError, ours.load_state_dict, other)
+    messages["another value"] = refusal(AgreementError, ours.load_state_dict, other)
     handle = ours.register_load_state_dict_pre_hook(_hook if rank else lambda *_: None)
-    said["a hook"] = refusal(ArithmeticError if rank else AgreementError, ours.load_state_dict, before)
+    messages["a hook"] = refusal(ArithmeticError if rank else AgreementError, ours.load_state_dict, before)
     handle.remove()
     with pytest.MonkeyPatch.context() as patch:
         if rank:
             patch.setattr(ours.inner, "load_state_dict", _hook)
-        said["memory"] = refusal(StateError, ours.load_state_dict, before)
+        messages["memory"] = refusal(StateError, ours.load_state_dict, before)
     assert same(before, ours.state_dict(all_ranks=True))
     ours.load_state_dict(before)
     for name, kind, entry in (("Adafactor", optim.Adafactor, "row_var"), ("RMSprop", optim.RMSprop, "square_avg")):
         _, other_kind = trained(kind, {}, 1)
         state = copy.deepcopy(other_kind.state_dict(all_ranks=True))
         state["state"][0][entry] = torch.zeros(4)
-        said[name] = refusal(StateError, other_kind.load_state_dict, state)
+        messages[name] = refusal(StateError, other_kind.load_state_dict, state)
         del state["state"][0][entry]
-        said[f"{name} without"] = refusal(StateError, other_kind.load_state_dict, state)
-    return said
+        messages[f"{name} without"] = refusal(StateError, other_kind.load_state_dict, state)
+    return messages
 
 
 def _hook(*_: object) -> None:
@@ -108,57 +108,58 @@ def _hook(*_: object) -> None:
 def test_a_state_that_the_plain_optimizer_fails_with_is_refused_with_what_it_is_and_has_to_be() -> None:
     first, own = on_ranks(2, _refused)
     assert own.pop("a hook") == "no" and {**first, "a hook": ""} == {**own, "a hook": ""}
-    told = {
+    texts = {
         name: text.removeprefix("the state dict is not this optimizer's: ").removesuffix("; nothing was changed")
         for name, text in first.items()
     }
     fits = "which does not fit into Adam's float32[5, 7]"
-    assert told["missing"] == "parameter 1 has no 'exp_avg_sq', and Adam's has float32[5, 7]"
-    assert told["int64"] == f"'exp_avg' of parameter 1 is int64[5, 7], {fits}"
-    assert told["one number"] == f"'exp_avg' of parameter 1 is float32[], {fits}"
-    assert told["text"] == "'step' of parameter 1 is str, which does not fit into Adam's float32[]"
-    assert told["a number"] == f"'exp_avg' of parameter 1 is float, {fits}"
-    assert told["no values"] == "'exp_avg' of parameter 1 is float32[5, 7] on the meta device, where it has no values"
-    assert told["rows"].endswith("is float32[5, 7] in rows, a DTensor; give it to load_sharded_state_dict()")
-    assert told["sparse"] == f"'exp_avg' of parameter 1 is float32[8], {fits}"
-    assert "the state of parameter 2 in the state dict: step 2.0, exp_avg" in told["another step"]
-    assert "on rank 0; step 3.0" in told["another step"]
-    assert "ranks disagree on the state of parameter 2 in the state dict: step 2.0, exp_avg" in told["another value"]
-    assert "the state dict: fits on rank 0; ArithmeticError: no on rank 1. Load the same" in told["a hook"]
-    assert told["memory"] == "the state could not be loaded: ArithmeticError: no on rank 1; the optimizer is as it was"
+    assert texts["missing"] == "parameter 1 has no 'exp_avg_sq', and Adam's has float32[5, 7]"
+    assert texts["int64"] == f"'exp_avg' of parameter 1 is int64[5, 7], {fits}"
+    assert texts["one number"] == f"'exp_avg' of parameter 1 is float32[], {fits}"
+    assert texts["text"] == "'step' of parameter 1 is str, which does not fit into Adam's float32[]"
+    assert texts["a number"] == f"'exp_avg' of parameter 1 is float, {fits}"
+    assert texts["no values"] == "'exp_avg' of parameter 1 is float32[5, 7] on the meta device, where it has no values"
+    assert texts["rows"].endswith("is float32[5, 7] in rows, a DTensor; give it to load_sharded_state_dict()")
+    assert texts["sparse"] == f"'exp_avg' of parameter 1 is float32[8], {fits}"
+    assert "the state of parameter 2 in the state dict: step 2.0, exp_avg" in texts["another step"]
+    assert "on rank 0; step 3.0" in texts["another step"]
+    assert "ranks disagree on the state of parameter 2 in the state dict: step 2.0, exp_avg" in texts["another value"]
+    assert "the state dict: fits on rank 0; ArithmeticError: no on rank 1. Load the same" in texts["a hook"]
+    assert texts["memory"] == "the state could not be loaded: ArithmeticError: no on rank 1; the optimizer is as it was"
     assert (
-        told["Adafactor"] == "'row_var' of parameter 0 is float32[4], which does not fit into Adafactor's float32[7, 1]"
+        texts["Adafactor"]
+        == "'row_var' of parameter 0 is float32[4], which does not fit into Adafactor's float32[7, 1]"
     )
-    assert told["Adafactor without"] == "parameter 0 has no 'row_var', and Adafactor's has float32[7, 1]"
-    assert told["RMSprop"].endswith("is float32[4], which does not fit into RMSprop's float32[7, 11]")
-    assert told["RMSprop without"] == "parameter 0 has no 'square_avg', and RMSprop's has float32[7, 11]"
+    assert texts["Adafactor without"] == "parameter 0 has no 'row_var', and Adafactor's has float32[7, 1]"
+    assert texts["RMSprop"].endswith("is float32[4], which does not fit into RMSprop's float32[7, 11]")
+    assert texts["RMSprop without"] == "parameter 0 has no 'square_avg', and RMSprop's has float32[7, 11]"
 
 
 def _refused_in_rows(rank: int, path: Path) -> list[str]:
     module, ours = trained(optim.Adam, {}, 2)
     before = ours.state_dict(all_ranks=True)
-    said = []
+    messages = []
 
-    def told(change: Callable[[State], None], kind: type[Exception] = StateError) -> None:
+    def texts(change: Callable[[State], None], kind: type[Exception] = StateError) -> None:
         state = ours.sharded_state_dict()
         change(state["state"][0])
-        said.append(refusal(kind, ours.load_sharded_state_dict, state))
+        messages.append(refusal(kind, ours.load_sharded_state_dict, state))
 
-    told(lambda entries: entries.pop("exp_avg"))
-    told(lambda entries: entries.pop("step") if rank else None)
-    told(lambda entries: entries.update(exp_avg=entries["exp_avg"].full_tensor()))
-    told(lambda entries: entries.update(exp_avg=entries["exp_avg"].redistribute(placements=[Replicate()])))
-    told(lambda entries: entries.update(exp_avg=entries["exp_avg"].long()))
-    told(lambda entries: entries.update(more=entries["exp_avg"]) if rank else None, AgreementError)
+    texts(lambda entries: entries.pop("exp_avg"))
+    texts(lambda entries: entries.pop("step") if rank else None)
+    texts(lambda entries: entries.update(exp_avg=entries["exp_avg"].full_tensor()))
+    texts(lambda entries: entries.update(exp_avg=entries["exp_avg"].redistribute(placements=[Replicate()])))
+    texts(lambda entries: entries.update(exp_avg=entries["exp_avg"].long()))
+    texts(lambda entries: entries.update(more=entries["exp_avg"]) if rank else None, AgreementError)
     original = memgraph.OSS.sharded_state_dict
     for place, change in enumerate((lambda entries: entries.pop("exp_avg"), _whole)):
         with pytest.MonkeyPatch.context() as patch:
             changed = partial(_changed, original, change)
             patch.setattr(memgraph.OSS, "sharded_state_dict", lambda self, changed=changed: changed(self))
             memgraph.save_sharded(path / str(place), module, ours)
-        said.append(refusal(StateError, memgraph.load_sharded, path / str(place), module, ours))
+        messages.append(refusal(StateError, memgraph.load_sharded, path / str(place), module, ours))
     assert same(before, ours.state_dict(all_ranks=True))
-    return [text.replace(str(path), "") for text in said]
+    return [text.replace(str(path), "") for text in messages]
 
 
 def _whole(entries: State) -> None:

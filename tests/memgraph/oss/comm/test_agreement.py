@@ -49,20 +49,20 @@ def _given(name: str, differs: bool) -> tuple[list[dict[str, Any]], type[optim.O
 
 
 def _told(rank: int) -> list[str]:
-    said = [refusal(AgreementError, memgraph.OSS, *_given(name, rank == 1)) for name in NAMES]
+    messages = [refusal(AgreementError, memgraph.OSS, *_given(name, rank == 1)) for name in NAMES]
     optimizer = memgraph.OSS(*_given("", False))
     added = {"params": [nn.Parameter(torch.full((3,), float(rank)))]}
-    said.append(refusal(AgreementError, optimizer.add_param_group, added))
+    messages.append(refusal(AgreementError, optimizer.add_param_group, added))
     assert len(optimizer.param_groups) == 2
     optimizer.step()  # goes on as before
-    return said
+    return messages
 
 
-def test_what_differs_is_told_on_all_ranks() -> None:
+def test_a_difference_is_an_error_on_all_ranks() -> None:
     first, *others = on_ranks(3, _told)
     assert others == [first, first]
-    told = dict(zip(NAMES, first, strict=False))
-    start = {name: text.removeprefix("the ranks disagree on ").split(". Build")[0] for name, text in told.items()}
+    texts = dict(zip(NAMES, first, strict=False))
+    start = {name: text.removeprefix("the ranks disagree on ").split(". Build")[0] for name, text in texts.items()}
     w, b = ("float32[3, 4] strides [4, 1] on cpu", "float32[4] strides [1] on cpu")
     sums = {name: f"{checksum(p):08x}" for name, p in zip("wb", _parameters(), strict=True)}
     assert (
@@ -82,7 +82,7 @@ def test_what_differs_is_told_on_all_ranks() -> None:
     assert start["groups"].startswith("the options of group 2: nothing on ranks 0, 2; ")
     assert "lr=0.001" in start["option"] and "lr=0.3" in start["option"]
     assert start["optimizer"].startswith("the optimizer: Adam on ranks 0, 2; AdamW on rank 1")
-    assert told["values"].endswith("for p in model.parameters(): torch.distributed.broadcast(p.data, 0)")
+    assert texts["values"].endswith("for p in model.parameters(): torch.distributed.broadcast(p.data, 0)")
     assert "on rank 0; float32[3] strides [1] on cpu, with values of checksum" in first[-1]
 
 

@@ -58,9 +58,9 @@ def test_a_rank_that_goes_in_mid_step_is_named_on_the_others(victim: int, how: s
     for collective, ranks, text in found:
         assert collective.startswith(("averaging of the gradients of param", "gathering of parameters 0 to 5"))
         assert ranks == (victim,)
-        fate = "alive and did not come to it in time" if how == "late" else "gone or stopped: no sign of life for 3 s"
+        reason = "alive and did not come to it in time" if how == "late" else "gone or stopped: no sign of life for 3 s"
         assert text.startswith(
-            f"the {collective} has failed: rank {victim} is {fate}; look into the log of that process"
+            f"the {collective} has failed: rank {victim} is {reason}; look into the log of that process"
         )
 
 
@@ -94,9 +94,9 @@ def _apart(rank: int) -> tuple[tuple[int, ...], str]:
     return caught.value.ranks, str(caught.value)
 
 
-def test_ranks_that_make_different_calls_are_told_which() -> None:
+def test_ranks_that_make_different_calls_are_named_with_them() -> None:
     wanted = (
-        "has failed: every rank has come, but rank 0 was in the exchange of which gradients there are, rank 1 was in the "
+        "has failed: every rank has come, but rank 0 was in the exchange of gradient flags, rank 1 was in the "
         "comparison of what the ranks were given: see that all ranks make the same calls; look into the first error of each"
     )
     for ranks, text in on_ranks(2, _apart, meet=False):

@@ -39,9 +39,11 @@ def _wrong(rank: int, folder: str) -> None:
         for kind, wrong, words in WRONG:
             for who in (0, 1):
                 given = {**right, **wrong} if rank == who else right
-                said = refusal(kind if rank == who else AgreementError, lambda given=given, call=call: call(**given))
-                assert words in said
-                assert rank == who or f" on rank {who}" in said
+                messages = refusal(
+                    kind if rank == who else AgreementError, lambda given=given, call=call: call(**given)
+                )
+                assert words in messages
+                assert rank == who or f" on rank {who}" in messages
         given = {**right, "model": Stateless(8, 8) if rank else model}
         assert "has failed on rank 1: KeyError: 'no state today'" in refusal(
             StateError, lambda given=given, call=call: call(**given)
@@ -49,6 +51,6 @@ def _wrong(rank: int, folder: str) -> None:
     memgraph.load_sharded(**right)
 
 
-def test_a_wrong_argument_on_one_rank_is_told_on_all() -> None:
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(2, _wrong, str(Path(folder) / "run"), seconds=SECONDS)

@@ -55,7 +55,7 @@ def _counts_its_states() -> bool:
     sizes = []
     for count in (1, 2):
         ours = memgraph.OSS([nn.Parameter(torch.ones(5, 7))], Means, count=count)
-        sizes.append(sum(_update_nbytes(ours, laid)[0] for laid in ours.layout.buckets))
+        sizes.append(sum(_update_nbytes(ours, bucket)[0] for bucket in ours.layout.buckets))
     return sizes[1] == 2 * sizes[0]
 
 
@@ -103,7 +103,7 @@ def _frozen_first() -> bool:
     """A small parameter that comes first in its bucket is frozen."""
     parameters = [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(512, 256))]
     ours = memgraph.OSS(parameters, optim.AdamW, bucket_bytes=1 << 20)
-    first = {laid.bucket.params[0] for laid in ours.layout.buckets}
+    first = {bucket.bucket.params[0] for bucket in ours.layout.buckets}
     before = [part.nbytes for part in shard_parts(ours)]
     parameters[0].requires_grad_(False)
     return first == {0} and before == [part.nbytes for part in shard_parts(ours)] and sum(before) > BYTES

@@ -30,11 +30,11 @@ Compiled = tuple[Net, Any, memgraph.OSS]
 SECONDS = 6.0
 
 
-def compiled(budget: int = ROOM, kind: str = "AdamW", near: bool = False, **options: Any) -> Compiled:
+def compiled(budget: int = ROOM, kind: str = "AdamW", shared: bool = False, **options: Any) -> Compiled:
     """A module whose forward gathers: by messages, or as ranks that read each other's memory."""
     net, (cls, given) = Net(), KINDS[kind]
     optimizer = memgraph.OSS(net.parameters(), cls, bucket_bytes=BYTES, gather="forward", **given, **options)
-    optimizer.comm.shared_memory = optimizer.comm.shared_memory if near else None
+    optimizer.comm.shared_memory = optimizer.comm.shared_memory if shared else None
     return net, memgraph.compile(net, budget, optimizer=optimizer, time_limit=0.0), optimizer
 
 
@@ -84,8 +84,8 @@ def _between(rank: int, folder: Path) -> None:
     batch = batches(rank, True)
     train(plain, theirs, batches(rank, True), 2)
     train(model, optimizer, batch, 2)
-    for laid in optimizer.layout.buckets:
-        for other, views in enumerate(laid.views):
+    for bucket in optimizer.layout.buckets:
+        for other, views in enumerate(bucket.views):
             assert all(view.isnan().all() == (other != rank) for view in views if view.numel())
     with pytest.raises(ShardError, match=r"state_dict\(\) reads parameters 0 to .* call optimizer.gather\(\) before"):
         model.state_dict()
@@ -152,12 +152,12 @@ def _loops(rank: int) -> list[str]:
         train(model, optimizer, batch, 1)
 
     wrong = []
-    for near, loops in (
+    for shared, loops in (
         (False, (frozen, kinds_of_calls, twice, forward_alone)),
         (True, (hooked, bound_anew, scaled)),
     ):
         plain, theirs = plainly()
-        ours, model, optimizer = compiled(near=near)
+        ours, model, optimizer = compiled(shared=shared)
         for loop in loops:
             for of, one, module in ((plain, theirs, plain), (model, optimizer, ours)):
                 batch = batches(rank, True)

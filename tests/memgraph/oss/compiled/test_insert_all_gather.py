@@ -70,16 +70,16 @@ class Others:
         named = dict(its.model.named_parameters())
         self.parameters = {one.bucket: [named[name] for name in one.names] for one in arriving(its)}
         self.updated = {parameter: parameter.detach().clone() for parameter in named.values()}
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.ended: list[int] = []
         for parameter in named.values():
             parameter.data.fill_(torch.nan)
 
     def begin(self, bucket: int) -> None:
-        self.begun.append(bucket)
+        self.started.append(bucket)
 
     def end(self, bucket: int) -> None:
-        assert bucket in self.begun
+        assert bucket in self.started
         self.ended.append(bucket)
         for parameter in self.parameters[bucket]:
             parameter.data.copy_(self.updated[parameter])
@@ -89,12 +89,12 @@ def run(name: str, at_once: bool, gather: Any) -> list[Tensor]:
     """The outputs and gradients of a step with everything as it was before the first."""
     its = subject(name)
     captured, graph, trace = stepped(name, at_once=at_once)
-    flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
+    run = StepRun(partition(rewrite(graph, trace), captured.graph), None)
     its.again()
     if gather:
-        flight.gather = gather(its)
-    outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
-    return [*outputs, *flight.backward([torch.ones_like(outputs[0])], [], keep=False)]
+        run.gather = gather(its)
+    outputs = run.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
+    return [*outputs, *run.backward([torch.ones_like(outputs[0])], [], keep=False)]
 
 
 @pytest.mark.parametrize("name, at_once", [("attention", False), ("parts", True), ("pictures", False)])
@@ -107,4 +107,4 @@ def test_parameters_are_whole_when_they_are_read_and_without_others_nothing_is_d
 
     found, plain = run(name, at_once, gather), run(name, at_once, None)
     assert all(map(torch.equal, found, plain)) and not any(one.isnan().any() for one in found)
-    assert sorted(others[0].begun) == sorted(others[0].ended) == sorted(one.bucket for one in arriving(subject(name)))
+    assert sorted(others[0].started) == sorted(others[0].ended) == sorted(one.bucket for one in arriving(subject(name)))

@@ -32,8 +32,8 @@ RANKS = 2
 NAMES = ("attention", "parts", "pictures")
 
 
-def parcels(its: Subject) -> list[GradBucket]:
-    """Of each parameter but the first half in a parcel alone; all other halves in two more."""
+def grad_buckets(its: Subject) -> list[GradBucket]:
+    """Of each parameter but the first half in a bucket alone; all other halves in two more."""
     named = list(its.model.named_parameters())
     found, rests = list[GradBucket](), [list[Stretch](), list[Stretch]()]
     for i, (name, parameter) in enumerate(named):
@@ -52,7 +52,7 @@ def parcels(its: Subject) -> list[GradBucket]:
 @cache
 def stepped(name: str, adds: bool) -> tuple[Captured, fx.Graph, Trace]:
     its = subject(name)
-    captured = insert_reduce_scatters(capture(its.model, its.args, its.kwargs, wanted=select_losses), parcels(its))
+    captured = insert_reduce_scatters(capture(its.model, its.args, its.kwargs, wanted=select_losses), grad_buckets(its))
     graph = corrected(captured, adds)
     return captured, graph, slice_microbatches(place_collectives(summarize(graph, price)), Machine(0))
 
@@ -66,7 +66,7 @@ def test_the_rewritten_graph_is_what_the_applied_text_says(name: str, adds: bool
     holds(graph, trace, data)
 
 
-class Twin:
+class FakeExchange:
     """Sums with a rank that has the same."""
 
     def __init__(self) -> None:
@@ -86,27 +86,27 @@ def test_each_rank_has_its_part_of_the_gradients(name: str, adds: bool) -> None:
     its = subject(name)
     its.again()
     captured, graph, trace = stepped(name, adds)
-    flight = StepRun(partition(rewrite(graph, trace), captured.graph), None)
-    flight.exchange = twin = Twin()
-    outputs = flight.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
+    run = StepRun(partition(rewrite(graph, trace), captured.graph), None)
+    run.exchange = exchange = FakeExchange()
+    outputs = run.forward(its.tensors, sum(role.kind == "output" for role in captured.outputs))
     roles = [role for role in captured.outputs if role.kind != "output"]
-    sizes = {parcel.bucket: parcel.part for parcel in parcels(its)}
+    sizes = {bucket.bucket: bucket.part for bucket in grad_buckets(its)}
     there = [torch.ones(sizes[role.index]) for role in roles] if adds else []
-    found: list[Any] = flight.backward([torch.ones_like(outputs[0])], there, keep=False)
-    assert [role.kind for role in roles] == ["shard"] * len(parcels(its)) and not twin.under_way
+    found: list[Any] = run.backward([torch.ones_like(outputs[0])], there, keep=False)
+    assert [role.kind for role in roles] == ["shard"] * len(grad_buckets(its)) and not exchange.under_way
     its.again()
     its.model(*its.args, **its.kwargs).backward()
     gradients = {name: parameter.grad for name, parameter in its.model.named_parameters()}
     for role, part in zip(roles, found, strict=True):
-        assert torch.equal(part, expected(parcels(its)[role.index], gradients) + adds)
+        assert torch.equal(part, expected(grad_buckets(its)[role.index], gradients) + adds)
 
 
-def expected(parcel: GradBucket, gradients: dict[str, Tensor | None]) -> Tensor:
-    packed = torch.zeros(parcel.size)
-    for stretch in parcel.stretches:
+def expected(bucket: GradBucket, gradients: dict[str, Tensor | None]) -> Tensor:
+    packed = torch.zeros(bucket.size)
+    for stretch in bucket.stretches:
         gradient = gradients.get(stretch.name)
         if gradient is not None:
             packed[stretch.at : stretch.at + stretch.end - stretch.begin] = gradient.flatten()[
                 stretch.begin : stretch.end
             ]
-    return packed[parcel.part :]
+    return packed[bucket.part :]

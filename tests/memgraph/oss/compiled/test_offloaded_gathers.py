@@ -21,10 +21,10 @@ from tests.memgraph.oss.compiled.test_forward_gathers import measured_anew
 from tests.memgraph.oss.test_offloaded_states import (
     FAULTS,
     alike,
+    are_offloaded,
     batches,
     begun_again,
     compiled,
-    far,
     is_kept,
     made,
     train,
@@ -57,7 +57,7 @@ def _training(rank: int, messages: bool) -> str:
     measured_anew(model)
     train(model, ours, batch, 2)
     streamed = any(isinstance(decision, Stream) for decision in model.plan.plan)
-    both = streamed and any(far(ours)) and "memgraph.gathered" in str(model.plan.forecast.trace)
+    both = streamed and any(are_offloaded(ours)) and "memgraph.gathered" in str(model.plan.forecast.trace)
     return "" if both and is_kept(model) and are_same((model, ours), plain) else str(model.plan)
 
 
@@ -103,7 +103,7 @@ def _unable(rank: int, messages: bool) -> bool:
         model(batches()())
     assert lacking(model)
     train(model, ours, batch)
-    return are_same((model, ours), plain) and any(far(ours))
+    return are_same((model, ours), plain) and any(are_offloaded(ours))
 
 
 def _all(rank: int) -> tuple[list[str], list[list[str]], list[bool]]:
