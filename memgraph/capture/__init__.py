@@ -6,6 +6,9 @@ fake_tensors          fake tensors, torch's modes and random generators around a
 constant_fake_mode    fake tensors with known values where no input affects them
 user_checkpoint       torch.utils.checkpoint and fused layers in a trace
 trace_joint           first trace: forward and backward, op by op
+float_inputs          floats of a call that become inputs of the graph
+float_capture         capture with these, compared with a capture in which they are constants
+type_checks           find code that checks the type or identity of a float
 inplace               in-place ops on temporaries as functional ops
 functionalize         second trace: no in-place ops left
 finalize              order outputs, write buffers back, own gradients

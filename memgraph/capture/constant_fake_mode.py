@@ -25,7 +25,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
+from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
+from ..tensors.traced_float import ValueNeededError
+from .float_inputs import with_values
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
@@ -70,8 +73,10 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self) -> None:
+    def __init__(self, has_floats: bool = False) -> None:
+        """With `has_floats`, ops may read traced floats."""
         super().__init__(allow_non_fake_inputs=True)
+        self.has_floats = has_floats
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -84,12 +89,15 @@ class ConstantFakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        kwargs = kwargs or {}
+        if self.has_floats:
+            args, kwargs = with_values(func, args, kwargs)
         try:
             with self._caching(func):
                 result = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
-                self.failed = FailedOp(error, func, args, kwargs or {})
+                self.failed = FailedOp(error, func, args, kwargs)
             raise
         _record_storages(func, result)
         return match_kernel_layout(func, args, result, self)
@@ -113,6 +121,8 @@ class ConstantFakeMode(FakeTensorMode):
         needed = _dependencies(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
+        if any(map(float_arguments, needed)):
+            raise ValueNeededError("forward looks at a tensor that is made of it")
         with _disable_current_modes(), torch.no_grad():
             return _run(needed, self.tracer.root)
 

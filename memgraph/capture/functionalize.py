@@ -26,6 +26,7 @@ from ..graph.nodes import returned_values, written_inputs
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
 from .constants import describe_constants, refuse_changed_constants
+from .float_inputs import with_stand_ins
 from .inplace import replace_inplace
 from .trace_joint import JointGraph
 
@@ -65,7 +66,7 @@ class _Replay:
     """The function of the second trace: returns the graph's results, and the inputs' values at the end of forward."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self.graph = joint.graph
+        self.graph, self.has_floats = joint.graph, joint.mode.has_floats
         self.state = [i for i, role in enumerate(joint.inputs) if role.kind != "tangent"]
         gradients = range(sum(role.kind == "output" for role in joint.outputs), len(joint.outputs))
         self.forward_results = [i for i in range(len(joint.outputs) + len(joint.assigned)) if i not in gradients]
@@ -74,7 +75,7 @@ class _Replay:
     def __call__(self, *values: Tensor) -> list[Any]:
         with FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=True):
             inputs = [to_fun(value) for value in values]
-            run = _Interpreter(self.graph, lambda values: self._end_forward(inputs, values))
+            run = _Interpreter(self.graph, lambda values: self._end_forward(inputs, values), self.has_floats)
             results = list(run.run(*inputs))
             ends, last = run.ends or run.at_boundary(results)
             if any(from_fun(inputs[i]) is not value for i, value in zip(self.state, last, strict=True)):
@@ -96,9 +97,11 @@ class _Replay:
 class _Interpreter(fx.Interpreter):
     """Runs a joint graph, and calls `at_boundary` once, between forward and backward."""
 
-    def __init__(self, graph: fx.GraphModule, at_boundary: Callable[[Sequence[Any]], GraphEnds]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, at_boundary: Callable[[Sequence[Any]], GraphEnds], has_floats: bool
+    ) -> None:
         super().__init__(graph)
-        self.at_boundary = at_boundary
+        self.at_boundary, self.has_floats = at_boundary, has_floats
         self.ends: GraphEnds | None = None
         self.results = returned_values(graph.graph)
 
@@ -110,6 +113,10 @@ class _Interpreter(fx.Interpreter):
             for written in written_inputs(n):
                 _restore_strides(self.env[written], written.meta["val"])
         return result
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        arguments = super().fetch_args_kwargs_from_env(n)
+        return with_stand_ins(arguments) if self.has_floats else arguments
 
     def _run_check(self, n: fx.Node) -> Any:
         """Run below the functional mode, which would wrap the op in one that orders effects."""

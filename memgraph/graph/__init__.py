@@ -2,6 +2,7 @@
 
 captured            Captured: the joint graph and the roles of its inputs and outputs
 nodes               facts about a node: views, storages, mutation, randomness
+float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
+from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,9 @@ class Captured:
     Names of parameters: backward updates `updates`, and averages the gradients of `reduced` over ranks. Forward gathers
     the buckets `gathers` from other ranks. `has_custom_functions`: a Python autograd.Function computed an output, and
     may hold tensors that the graph does not show.
+
+    Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
+    capture are `float_values`. At `special_values` the graph would be another.
     """
 
     graph: fx.GraphModule
@@ -45,6 +49,9 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     has_custom_functions: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
+    floats: tuple[FloatNode, ...] = ()
+    float_values: FloatValues = field(default_factory=dict)
+    special_values: tuple[SpecialValue, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""

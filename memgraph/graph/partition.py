@@ -1,8 +1,8 @@
 """Partition a joint graph into one GraphModule for forward and one for backward.
 
     joint:     forward ops, backward ops
-    forward:   inputs                     -> outputs, what backward reads
-    backward:  what it reads, tangents    -> gradients
+    forward:   inputs, floats                     -> outputs, what backward reads
+    backward:  what it reads, floats, tangents    -> gradients
 
 Both take a list and empty it, and release every value at its last use. For a loss of only some outputs, the gradients
 of the others are dropped from backward:
@@ -18,16 +18,18 @@ Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
+from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
+from ..tensors.traced_float import FloatArgument, FloatNode
 from .aten_shims import COPY_WITH_STRIDES
 from .nodes import all_storages, aten, returned_values, storages
 from .ops import accumulate
@@ -38,7 +40,7 @@ INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The two modules. Backward takes what forward returns after its outputs, then tangents, then gradients."""
+    """The two modules. Backward takes what forward returns after its outputs, then floats, tangents and gradients."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -48,8 +50,8 @@ class Partition:
     caller_values: tuple[int, ...] = ()
 
 
-def partition(graph: fx.Graph, root: torch.nn.Module) -> Partition:
-    """Partition a joint graph by `meta["phase"]`."""
+def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[FloatNode] = ()) -> Partition:
+    """Partition a joint graph by `meta["phase"]`; both modules take these floats."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
@@ -60,12 +62,12 @@ def partition(graph: fx.Graph, root: torch.nn.Module) -> Partition:
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
     first = [node for node in inputs if node not in given]
-    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
+    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late, floats)
     if not gradients and not late:
         return Partition(forward, None)
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
-    backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
+    backward = _module(graph, root, saved, gradients, late.__contains__, floats, given)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
     caller_values = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
     return Partition(forward, backward, fakes, names, caller_values)
@@ -87,19 +89,37 @@ def _module(
     inputs: Iterable[fx.Node],
     outputs: Iterable[fx.Node],
     belongs: Callable[[fx.Node], bool],
+    floats: Sequence[FloatNode],
+    last: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
-    """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs` to `outputs`."""
+    """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs`, `floats` and the `last` inputs to
+    `outputs`."""
     part = fx.Graph()
     part.set_codegen(_DirectCode())
-    env = {}
-    for node in inputs:
-        env[node] = part.placeholder(node.name)
-        env[node].meta = dict(node.meta)
+    env: dict[fx.Node, fx.Node] = {}
+
+    def add_inputs(nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            env[node] = part.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+
+    add_inputs(inputs)
+    float_placeholders = {node: part.placeholder(f"float__in_{i}") for i, node in enumerate(floats)}
+    add_inputs(last)
     for node in graph.nodes:
         if node not in env and (node.op == "get_attr" or (node.op == "call_function" and belongs(node))):
             env[node] = part.node_copy(node, env.__getitem__)
+            if float_placeholders:
+                _read_placeholders(env[node], float_placeholders)
     part.output(tuple(env[node] for node in outputs))
     return fx.GraphModule(root, part)
+
+
+def _read_placeholders(node: fx.Node, placeholders: Mapping[FloatNode, fx.Node]) -> None:
+    """Let a node read placeholders instead of the floats at capture."""
+    node.args, node.kwargs = tree_map_only(
+        FloatArgument, lambda argument: placeholders[argument.node], (node.args, dict(node.kwargs))
+    )
 
 
 class _DirectCode(_BoxedCodeGen):

@@ -17,6 +17,7 @@ from torch.nn.modules import module as modules
 from ..tensors.layout import has_storage
 from .module_attributes import AttributeGuard
 
+ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
 GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
 PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 

@@ -4,7 +4,7 @@
     unflatten([y, 3], spec)     ->  {"x": y, "k": 3}
 
 `torch.utils._pytree` opens the containers that it knows. Any other object (a key-value cache, a dataclass) is pickled
-in memory without its tensors, and rebuilt by an unpickler that inserts the given ones.
+in memory without its tensors and floats, and rebuilt by an unpickler that inserts the given ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .traced_float import TracedFloat
 
 CONSTANTS = (
     types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, range, types.EllipsisType,
@@ -33,11 +34,11 @@ OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 @dataclass(frozen=True)
 class Shell:
-    """A pickled object without its tensors, and the classes and functions that it refers to."""
+    """A pickled object without its tensors and floats, and the classes and functions that it refers to."""
 
     blob: bytes
     named: tuple[Any, ...]
-    tensors: int
+    leaves: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Spec:
     @property
     def leaves(self) -> int:
         """The number of leaves."""
-        return sum(1 if shell is None else shell.tensors for shell in self.shells)
+        return sum(1 if shell is None else shell.leaves for shell in self.shells)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
@@ -72,7 +73,7 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
         raise ValueError(f"{spec.leaves} leaves belong to this tree, {len(leaves)} were given")
     rest = iter(leaves)
     tops = [
-        next(rest) if shell is None else _close(shell, [next(rest) for _ in range(shell.tensors)])
+        next(rest) if shell is None else _close(shell, [next(rest) for _ in range(shell.leaves)])
         for shell in spec.shells
     ]
     return pytree.tree_unflatten(tops, spec.tree)
@@ -93,29 +94,29 @@ def _open(top: Any) -> tuple[Shell | None, list[Any]]:
             f"an argument or an output is a {name}, which can't be taken apart into tensors: {error}\n"
             "pass tensors in tuples, lists, dicts or picklable objects, or register the class with torch.utils._pytree"
         ) from error
-    return Shell(pickler.blob.getvalue(), tuple(pickler.named), len(pickler.tensors)), pickler.tensors
+    return Shell(pickler.blob.getvalue(), tuple(pickler.named), len(pickler.leaves)), pickler.leaves
 
 
-def _close(shell: Shell, tensors: list[Tensor]) -> Any:
+def _close(shell: Shell, leaves: list[Any]) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(shell.blob))
-    stored = {"tensor": tensors, "named": shell.named}
+    stored = {"leaf": leaves, "named": shell.named}
     unpickler.persistent_load = lambda place: stored[place[0]][place[1]]  # type: ignore[method-assign]
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Replaces tensors, classes and functions by positions."""
+    """Replaces tensors, floats, classes and functions by positions."""
 
     def __init__(self) -> None:
         self.blob = io.BytesIO()
         super().__init__(self.blob, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
+        self.leaves: list[Any] = []
         self.named: list[Any] = []
 
     def persistent_id(self, thing: Any) -> tuple[str, int] | None:
-        if isinstance(thing, Tensor):
-            self.tensors.append(thing)
-            return "tensor", len(self.tensors) - 1
+        if isinstance(thing, Tensor) or type(thing) in (float, TracedFloat):
+            self.leaves.append(thing)
+            return "leaf", len(self.leaves) - 1
         if isinstance(thing, OPAQUE):
             self.named.append(thing)
             return "named", len(self.named) - 1
