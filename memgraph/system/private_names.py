@@ -54,6 +54,7 @@ NAMES: Mapping[str, str] = {
     "torch.utils._pytree.tree_flatten": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_leaves": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_map": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_map_only": "finds the floats among an op's arguments",
     "torch.utils._pytree.tree_unflatten": "arguments and results are flattened as torch's own tools do",
     "torch.nn.modules.batchnorm._NormBase": "names the remedy where a norm has no momentum",
     # Graphs
