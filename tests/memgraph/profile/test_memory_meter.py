@@ -170,7 +170,7 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
         most = now
 
     def stats(_: object) -> dict[str, int]:
-        """Blocks are larger than what is asked for, and segments are larger than blocks."""
+        """Blocks are larger than the requested bytes, and segments are larger than blocks."""
         kinds = {"requested_bytes": 1, "allocated_bytes": 2, "reserved_bytes": 3}
         return {f"{kind}.all.{when}": times * nbytes for kind, times in kinds.items()
                 for when, nbytes in (("current", now), ("peak", most))}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The printed report, whole, of a step that fits, is over its budget, offloads, streams, is compiled, is sharded."""
+"""Complete reports of steps that fit, exceed the budget, offload, stream, are compiled or sharded."""
 
 from __future__ import annotations
 

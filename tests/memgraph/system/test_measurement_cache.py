@@ -1,5 +1,4 @@
-"""What is measured is kept for later processes, exactly and under a key that says all it depends on; a cache that is of
-no use is done without."""
+"""Measurements are kept exactly for later processes; an unusable cache is ignored with a warning."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own, of which this process remembers nothing."""
+    """An empty cache for this test."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
     for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
@@ -42,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if in another process."""
+    """Clear what this process has cached, as if in another process."""
     for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
 
@@ -186,7 +185,7 @@ def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
 # --- caches that are of no use
 
 
-def test_a_corrupted_cache_is_put_aside_and_begun_anew(folder: Path) -> None:
+def test_a_corrupted_cache_is_renamed_and_replaced(folder: Path) -> None:
     folder.mkdir()
     path = folder / "costs.sqlite"
     path.write_bytes(b"no database" * 1000)
@@ -198,7 +197,7 @@ def test_a_corrupted_cache_is_put_aside_and_begun_anew(folder: Path) -> None:
     assert (folder / "costs.sqlite.unreadable").read_bytes().startswith(b"no database")
 
 
-def test_a_cache_that_is_torn_in_the_middle_is_begun_anew(folder: Path) -> None:
+def test_a_cache_with_a_damaged_middle_is_replaced(folder: Path) -> None:
     for i in range(300):
         write_cached(f"{i} {'x' * 200}", i)
     path = folder / "costs.sqlite"
@@ -232,7 +231,7 @@ def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
         (measurement_cache.TABLE, f"PRAGMA application_id = {measurement_cache.MARK}", "PRAGMA user_version = 99"),
     ],
 )
-def test_a_foreign_file_is_put_aside_whole(folder: Path, statements: tuple[str, ...]) -> None:
+def test_a_foreign_file_is_renamed_unchanged(folder: Path, statements: tuple[str, ...]) -> None:
     folder.mkdir()
     with sqlite3.connect(folder / "costs.sqlite") as file:
         for statement in statements:
@@ -259,7 +258,7 @@ def test_a_folder_that_can_not_be_made_is_said_once(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def nobody() -> Iterator[int]:
-    """A user to whom a folder's mode means something."""
+    """Return a user other than root, so that a folder's mode has an effect."""
     yield 65534 if os.geteuid() == 0 else os.geteuid()
     if os.getuid() == 0:
         os.seteuid(0)
@@ -336,7 +335,7 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
     assert measure_disk(tmp_path / "below") == found
 
 
-def test_a_slow_disk_is_not_asked_for_large_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_copies_are_not_timed_on_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_bandwidth, "_copied", lambda tier: (2e5, 2e5))
     assert [nbytes for nbytes, _ in measure_disk(tmp_path)[0].points] == list(SIZES)[:1]
 

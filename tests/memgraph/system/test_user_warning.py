@@ -1,4 +1,4 @@
-"""What is said without an error: warnings at the user's line, and in the log when something is planned."""
+"""Warnings name the user's line, and the log tells when a step is planned."""
 
 from __future__ import annotations
 
