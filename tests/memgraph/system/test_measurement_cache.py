@@ -214,7 +214,7 @@ def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
     write_cached("a", {"workspace": 4096})
     with sqlite3.connect(folder / "costs.sqlite") as file:
         file.execute("UPDATE costs SET value = ?", (json.dumps({"workspace": 0}),))
-    with pytest.warns(RuntimeWarning, match="were damaged"):
+    with pytest.warns(RuntimeWarning, match="has damaged costs"):
         assert read_cached("a") is None
 
 

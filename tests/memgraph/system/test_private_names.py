@@ -83,7 +83,7 @@ def test_a_name_that_is_gone_is_named_with_its_reason_and_the_versions_that_work
         check()
     first, *lines = str(error.value).splitlines()
     assert first == f"torch {torch.__version__.partition('+')[0]} lacks what memgraph uses:"
-    assert lines[0] == "  torch._C._storage_Use_Count (gradients that somebody else holds are not written over)"
+    assert lines[0] == "  torch._C._storage_Use_Count (gradients with other references are not overwritten)"
     assert lines[1] == "  torch.amp.GradScaler._unscale_grads_ (ranks agree on which gradients are infinite)"
     assert lines[2].startswith("It is known to work with torch 2.11, ") and len(lines) == 3
 
