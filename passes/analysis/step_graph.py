@@ -5,8 +5,8 @@
     b = mm(a, w)  # 90 us
     return output b
 
-The graph answers questions about dependencies: which ops read a value, what a value is computed from, and which chain of
-ops takes longest.  It is built once for a step.  Planners that ask thousands of times a second index arrays instead.
+The graph answers questions about dependencies: which ops read a value, what a value is computed from, and which chain
+of ops takes longest.  It is built once for a step.  Planners that ask thousands of times index arrays instead.
 """
 
 from __future__ import annotations
