@@ -1,12 +1,12 @@
 """Train any module under a byte budget.
 
-    model = memgraph.compile(model, budget="8GB", optimizer=optimizer)    the training loop stays as it was
-    print(model.plan)                                                     what was decided, forecast and measured
+    model = memgraph.compile(model, budget="8GB", optimizer=optimizer)    the training loop stays the same
+    print(model.plan)                                                     decisions, forecast and measurement
     print(memgraph.plan(model, *args, budget="8GB"))                      the same, before any step
-    print(memgraph.sweep(model, *args))                                   what each budget costs
+    print(memgraph.sweep(model, *args))                                   time of the step by budget
     except memgraph.BudgetError as error: ...                             error.smallest is a budget that works
 
-`help(memgraph.compile)` says what each argument means; the README and `docs/` have the rest.
+`help(memgraph.compile)` describes each argument; see also the README and `docs/`.
 """
 
 from .api.budget_sweep import sweep
@@ -35,7 +35,7 @@ from .report.report import Report
 from .report.saved_plan import SavedPlan
 from .storage.pinned_pool import PinnedError
 from .storage.spill_file import SpillError
-from .system import private_names  # noqa: F401  # isort: split  # looked up before others use them
+from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
 
 __all__ = [
     "OSS",

@@ -1,4 +1,4 @@
-"""What memgraph raises, beside TypeError and ValueError for arguments of a wrong kind or value.
+"""Typed errors of memgraph. Arguments of a wrong type or value raise TypeError or ValueError.
 
     except memgraph.BudgetError as error:    model = memgraph.compile(model, error.smallest)
 
@@ -13,56 +13,55 @@ import passes
 
 
 class MemgraphError(RuntimeError):
-    """What all of memgraph's own errors are."""
+    """Base class of all errors that memgraph defines."""
 
 
 class TorchVersionError(MemgraphError, ImportError):
-    """A torch that lacks a private name which memgraph uses; says which, and with which versions it works."""
+    """This torch lacks a private name that memgraph uses. The message lists the names and the tested versions."""
 
 
 class CaptureError(MemgraphError):
-    """A module whose step can't be written down as one graph; says where, and what to change."""
+    """The step can't be captured as one graph. The message says where, and what to change."""
 
 
 class PlanError(MemgraphError, ValueError):
-    """A saved plan that can't be used again: damaged, of another step, or over the budget; says which."""
+    """A saved plan can't be reused: it is damaged, belongs to another step, or exceeds the budget."""
 
 
 class FusedError(MemgraphError):
-    """What would need gradients that `fuse_update=True` has done away with; says what to do."""
+    """An operation needs gradients that `fuse_update=True` has already freed."""
 
 
 class UpdateError(MemgraphError, TypeError):
-    """An optimizer whose update can't be planned, or can't be run in windows where it has to be; says why, and what to
-    do."""
+    """The optimizer's update can't be planned, or can't be run in windows. The message says why, and what to do."""
 
 
 class LoweringError(MemgraphError):
-    """What Inductor can't compile of a step, although `lower="inductor"` wants it; says what it is, and why."""
+    """Inductor can't compile a part of the step that `lower="inductor"` asks for."""
 
 
 class RecordingError(MemgraphError):
-    """What can't be recorded of a step, although `cuda_graphs=True` wants it; says why, and what to do."""
+    """The step can't be recorded as CUDA graphs, which `cuda_graphs=True` asks for."""
 
 
 class StateError(MemgraphError, ValueError):
-    """A state, or a file of one, that is none of this model and optimizer, or can't be saved; nothing was changed."""
+    """A training state can't be saved, or does not belong to this model and optimizer. Nothing was changed."""
 
 
 class ShardError(MemgraphError, ValueError):
-    """What an optimizer that is spread over ranks can't take; says what is, and what to do."""
+    """The sharded optimizer does not support a parameter, an option or a call."""
 
 
 class AgreementError(ShardError):
-    """The ranks of a group were given different things; the same error is raised on all of them."""
+    """The ranks of a group were given different arguments. The same error is raised on all of them."""
 
 
 class CollectiveError(MemgraphError):
-    """A collective that has failed; says which one, and who is missing.
+    """A collective has failed.
 
     Attributes:
-        collective: what the ranks were about.
-        ranks: who is gone, stopped or late, as global ranks; empty if every rank has come.
+        collective: description of the collective.
+        ranks: global ranks that ended, stopped or are late; empty if every rank took part.
     """
 
     def __init__(self, message: str, collective: str, ranks: Iterable[int]) -> None:
@@ -72,13 +71,13 @@ class CollectiveError(MemgraphError):
 
 
 class NoPlanError(MemgraphError, AttributeError):
-    """A compiled module that has not been called yet is asked for its plan."""
+    """The compiled module has no plan yet, because it was not called."""
 
 
 class BudgetError(passes.BudgetError, MemgraphError):
     """No plan of this step fits the budget.
 
     Attributes:
-        budget: the bytes that were allowed.
-        smallest: a budget with which it works, gradients that are there to be added to included.
+        budget: bytes that were allowed.
+        smallest: a budget that works, also if gradients are accumulated.
     """

@@ -11,15 +11,19 @@ that other ops read are recreated behind it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
+from .analysis.step_graph import sources, step_graph
 from .ir.machine import Machine
 from .ir.ops import SEGMENT, is_runtime
 from .ir.trace import Op, Storage, Trace
 from .simulate.forecast import predict
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 LEAST, MOST = 2, 64  # ops that compute, in one segment
 
@@ -48,12 +52,12 @@ class Price:
 
 def find_segments(trace: Trace, fusible: Callable[[Op], bool]) -> tuple[Segment, ...]:
     """Return the longest segments of views and ops that are `fusible`."""
-    readers = _readers(trace)
+    graph = step_graph(trace)
     tuples = {op.reads[0] for op in trace.ops if op.fn == "getitem"}  # values with items
     segments: list[Segment] = []
     for key, lines in groupby(trace.ops, lambda op: _place(op, fusible)):
         if key is not None:
-            segments += _cut(list(lines), readers, tuples)
+            segments += _cut(list(lines), graph, tuples)
     return tuple(segments)
 
 
@@ -109,15 +113,15 @@ def is_view(op: Op) -> bool:
     return not op.makes and bool(op.holds)
 
 
-def _cut(lines: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> Iterator[Segment]:
+def _cut(lines: list[Op], graph: nx.DiGraph, tuples: set[str]) -> Iterator[Segment]:
     """Yield the segments of a run of lines: none is too long, and none separates a tuple from its items."""
     begin = 0
     while begin < len(lines):
         run = _first(lines[begin:])
         end = begin + len(run)
-        while (bad := _half(run, readers, tuples)) is not None:
+        while (bad := _half(run, graph, tuples)) is not None:
             end, run = begin + bad + 1, run[:bad]
-        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, readers, tuples)).outputs:
+        if sum(not is_view(op) for op in run) >= LEAST and (segment := _segment(run, graph, tuples)).outputs:
             yield segment
         begin = end
 
@@ -128,19 +132,19 @@ def _first(lines: list[Op]) -> list[Op]:
     return lines[: computing[MOST]] if len(computing) > MOST else lines
 
 
-def _half(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> int | None:
+def _half(run: list[Op], graph: nx.DiGraph, tuples: set[str]) -> int | None:
     """Return the first op whose items are taken out behind the run, or that takes an item of an op before it."""
     names = {op.name for op in run}
     for i, op in enumerate(run):
         taken = op.fn == "getitem" and op.reads[0] not in names
-        if taken or (op.name in tuples and not names.issuperset(readers[op.name])):
+        if taken or (op.name in tuples and not names.issuperset(graph[op.name])):
             return i
     return None
 
 
-def _segment(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[str]) -> Segment:
+def _segment(run: list[Op], graph: nx.DiGraph, tuples: set[str]) -> Segment:
     names = {op.name for op in run}
-    outside = [op for op in run if not names.issuperset(readers[op.name])]
+    outside = [op for op in run if not names.issuperset(graph[op.name])]
     made = {storage.name for op in run for storage in op.makes}
     read_later = dict.fromkeys(held for op in outside for held in op.holds if held in made)
     whole: dict[str, str] = {}  # of each storage, the first value that is all of it
@@ -149,28 +153,11 @@ def _segment(run: list[Op], readers: Mapping[str, Sequence[str]], tuples: set[st
             for held in op.holds:
                 whole.setdefault(held, op.name)
     outputs = tuple(whole[held] for held in read_later)
-    views = _with_sources(run, [op for op in outside if op.name not in outputs], set(outputs))
-    ops = _needed(run, outputs)
+    shown = sources(graph, [op.name for op in outside if op.name not in outputs], names - set(outputs))
+    views = tuple(op.name for op in run if op.name in shown)  # with the views that they are made of
+    ops = sources(graph, outputs, names)
     reads = dict.fromkeys(read for op in run if op.name in ops for read in op.reads if read not in names)
     return Segment(f"{run[0].name}_segment", tuple(op.name for op in run), tuple(reads), outputs, views)
-
-
-def _with_sources(run: list[Op], views: list[Op], outputs: set[str]) -> tuple[str, ...]:
-    """Return the views, with the views of the run that they are made of."""
-    needed = {op.name for op in views}
-    for op in reversed(run):
-        if op.name in needed:
-            needed |= {read for read in op.reads if read not in outputs}
-    return tuple(op.name for op in run if op.name in needed)
-
-
-def _needed(run: list[Op], outputs: Iterable[str]) -> set[str]:
-    """Return the ops that have to run for the outputs."""
-    needed = set(outputs)
-    for op in reversed(run):
-        if op.name in needed:
-            needed |= set(op.reads)
-    return needed
 
 
 def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]) -> Iterator[Op]:
@@ -194,14 +181,3 @@ def _lines(trace: Trace, segment: Segment, price: Price, renamed: dict[str, str]
 
 def _holding(op: Op, renamed: Mapping[str, str]) -> Op:
     return replace(op, holds=tuple(renamed.get(held, held) for held in op.holds))
-
-
-def _readers(trace: Trace) -> Mapping[str, Sequence[str]]:
-    """Map each value to the ops that read it; "return" stands for the caller."""
-    readers: defaultdict[str, list[str]] = defaultdict(list)
-    for op in trace.ops:
-        for read in op.reads:
-            readers[read].append(op.name)
-    for _, value in trace.outputs:
-        readers[value].append("return")
-    return readers

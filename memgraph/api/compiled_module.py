@@ -27,6 +27,8 @@ from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
 from ..options.compile_options import CompileOptions
 from ..planning.call_kinds import CallKinds
+from ..planning.capture_cache import CaptureCache, EarlierCapture
+from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
 from ..report.report import Report
 from ..report.tables import mb
@@ -60,6 +62,8 @@ class CompiledModule(ModuleProxy):
         self.__dict__ |= {"_planner": planner, "_steps": OrderedDict(), "_latest": None}
         self.__dict__["_outputs"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
+        self.__dict__["_captures"] = CaptureCache()
+        self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -132,13 +136,13 @@ class CompiledModule(ModuleProxy):
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        step = self._step(args, kwargs, key)
+        step, floats = self._step(args, kwargs, key)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
-        outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs))
+        outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
     def refuse_partial_update(self) -> None:
@@ -166,38 +170,55 @@ class CompiledModule(ModuleProxy):
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
         return tensors, ((guard, self._planner.state.key()), adds, self._outputs)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
-        """Return the step of a call, kept or planned now."""
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
+        """Return the step of a call, kept or planned now, and the floats that it takes."""
+        key, floats = self._floats.lookup(call, self._steps)
         step: Step | None = self._steps.get(key)
         if step is None or step.needs_replan:
-            return self._planned(args, kwargs, key)
+            return self._planned(args, kwargs, call)
         with suppress(KeyError):  # another thread may have dropped it by now
             self._steps.move_to_end(key)
-        return step
+        return step, floats
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         steps: OrderedDict[Key, Step] = self._steps
         with PLANNING_LOCK:
+            key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                steps[key] = self._new_step(args, kwargs, key)
+                key, floats = self._floats.add(call, key, self._new_step(args, kwargs, key), steps)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()
             steps.move_to_end(key)  # or it could be dropped below: a better plan may count for more
             while len(steps) > PLANS and sum(map(_weight, steps.values())) > NODES:
-                steps.popitem(last=False)
-            return step
+                (guard, _, outputs), dropped = steps.popitem(last=False)
+                if self._planner.keeps_captures:
+                    self._captures.add((guard, outputs), dropped.parts.captured)
+            return step, floats
 
     def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:
         """Plan a step, and log why that happens and how long it took."""
         LOG.info("a call unlike the %d before: it is captured, priced and planned", self._kinds.number)
-        if warning := self._kinds.warning(args, kwargs):
-            warn_user(warning)
         guard, adds, outputs = key
-        step = self._planner.step(args, kwargs, outputs, self._steps.get((guard, not adds, outputs)))
+        similar = self._steps.get((guard, not adds, outputs))
+        earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
+        traces = earlier is None and self._planner.keeps_captures
+        capture = self._floats.capture_for(key, self._steps) if traces else None
+        if capture is None:
+            self._warn_of_kinds(args, kwargs)
+        step = self._planner.step(args, kwargs, outputs, earlier, capture)
+        if capture is not None and self._floats.are_inputs(key, capture, step):
+            self._kinds.forget(args, kwargs)
+        elif capture is not None:
+            self._warn_of_kinds(args, kwargs)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
+
+    def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one more kind of calls, and warn if there are ever more."""
+        if warning := self._kinds.warning(args, kwargs):
+            warn_user(warning)
 
     def _unplanned(self, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnplannedGradient:
         """Return what to do when gradients arrive for other outputs than planned."""

@@ -1,6 +1,6 @@
-"""A module's call taken apart: the tensors that it reads, each with its role, and all that is left when they are gone.
+"""A module's call, taken apart into the tensors that it reads and the rest.
 
-model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form in which `run` puts other tensors
+model(x, labels=y)   ->   parameter w, buffer mean, input 0, input 1  +  a form that `run` fills with other tensors
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..tensors.pytree import Spec, flatten, tensors_of, unflatten
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What runs, and the real tensors that it reads, in the order of the placeholders."""
+    """A module, and the real tensors that its call reads, in the order of the placeholders."""
 
     module: nn.Module
     leaves: list[Any]
@@ -38,11 +38,11 @@ class Call:
         return cls(module, leaves, spec, inputs, (*parameters.values(), *buffers.values(), *given))
 
     def state(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By name, what stands in the place of parameters and buffers; `values` has a tensor for each input."""
+        """Map names of parameters and buffers to their `values`, which has a tensor for each input."""
         return {role.name: value for role, value in zip(self.inputs, values, strict=True) if role.kind != "input"}
 
     def run(self, values: Sequence[Tensor]) -> Any:
-        """The result with other tensors in the place of the inputs; parameters and buffers are the module's own."""
+        """Return the result for other inputs. Parameters and buffers are the module's own."""
         pairs = zip(self.tensors, self.inputs, values, strict=True)
         given = {id(tensor): value for tensor, role, value in pairs if role.kind == "input"}
         leaves = [given[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]

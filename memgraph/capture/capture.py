@@ -1,14 +1,16 @@
-"""A module and the arguments of one call -> the graph of a whole step.
+"""Capture a call of a module as the graph of a whole step.
 
     model(x, labels=y)   ->   parameters, buffers, x, y, tangents -> forward ops, backward ops -> outputs, gradients
 
-The call is traced on fake tensors, forward and backward at once, then made functional, then put in order.  Everything
-that is not a tensor is written into the graph as it was in this call: a caller that reuses a graph must compare.
+The call is traced on fake tensors, forward and backward at once, then made functional, then put in order. All that is
+not a tensor is a constant of the graph: a caller that reuses the graph must compare it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..errors import CaptureError
 from ..graph.accumulate_grads import sum_grads_early
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
+from ..graph.float_arguments import float_inputs
 from ..graph.nodes import returned_values
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
@@ -25,6 +28,7 @@ from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
 from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
+from .float_inputs import FloatInputs
 from .functionalize import functionalize
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
@@ -51,27 +55,36 @@ def capture(
     *,
     grad: bool = True,
     wanted: OutputSelector = select_all,
+    floats: FloatInputs | None = None,
 ) -> Captured:
-    """The step of `module(*args, **kwargs)`; no real tensor is read or written.
+    """Capture the step of `module(*args, **kwargs)`; no real tensor is read or written.
 
-    With `grad` it includes the backward from those differentiable outputs that are `wanted`; or from all, where these
-    are a guess, and a forward that is run again for the others would make other values of them.
+    With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
+    the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
+    the graph instead of constants.
+
+    Raises:
+        CaptureError: the call can't be captured.
+        ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    captured = _captured(module, args, kwargs, grad, wanted)
+    captured = _captured(module, args, kwargs, grad, wanted, floats)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, select_all)
+    return _captured(module, args, kwargs, grad, select_all, floats)
 
 
 def _captured(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
-) -> Captured:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
+    floats: FloatInputs | None,
+) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
+    if floats is not None:
+        call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode()
+    mode = ConstantFakeMode(has_floats=floats is not None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
-        with refuse_reseeding(module):
+        with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
@@ -79,31 +92,30 @@ def _captured(
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    found = joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents
     speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
-    return Captured(
-        graph,
-        *found,
-        speculative,
-        sources=joint.sources,
-        has_custom_functions=joint.has_custom_functions,
-        rewritten=joint.rewritten,
-    )
+    captured = Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+    )  # fmt: skip
+    if floats is None:
+        return captured
+    special_values = tuple(floats.trace.special_values)
+    return replace(captured, floats=float_inputs(graph.graph), special_values=special_values)
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The real tensors for the placeholders of a captured call, without the tangents."""
+    """Return the real tensors for the placeholders of a captured call, without the tangents."""
     return Call.of(module, args, kwargs).tensors
 
 
 def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:
-    made = returned_values(graph.graph)
-    single = {place for place in tangents if made[place].meta["val"].numel() == 1}
-    return tuple(place for place in tangents if place not in single) if single else ()
+    outputs = returned_values(graph.graph)
+    scalars = {place for place in tangents if outputs[place].meta["val"].numel() == 1}
+    return tuple(place for place in tangents if place not in scalars) if scalars else ()
 
 
 def _refuse_shared(call: Call, changed: dict[int, fx.Node]) -> None:
-    """What forward changes must have no second name: the graph would not see the change under it."""
+    """Raise if forward changes a tensor that shares memory with another: the graph would not see the change there."""
     storages = [tensor.untyped_storage()._cdata for tensor in call.tensors]
     for i in changed:
         for j, role in enumerate(call.inputs):

@@ -1,9 +1,9 @@
-"""Values that are known while a step is traced, because no input goes into them.
+"""Fake tensors that have a value where no input affects it.
 
     positions = torch.arange(n);  if (positions.diff() != 1).any(): ...
 
-Python looks at such values freely in eager, and so it may here: the few ops that lead there are run on real tensors.
-Everything that depends on an input stays unknown, and asking for it is an error.
+In eager, Python may look at such values. Here, the few ops behind them run on real tensors. Values that depend on an
+input are unknown, and it is an error to ask for them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, copy_as_laid_out
+from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
+from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
+from ..tensors.traced_float import ValueNeededError
+from .float_inputs import with_values
 
-ELEMENTS = 1 << 24  # what may be computed to answer one question
-ASKED_BY_TRANSFORMERS = "transformers.utils.import_utils"
+MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
+TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedOp:
     """An op that failed on fake tensors."""
 
     error: Exception
@@ -41,13 +44,13 @@ class Failed:
     kwargs: Any
 
     def runs(self) -> bool:
-        """Whether it does on real ones: zeros of the same shapes, if these are not much."""
-        given, form = pytree.tree_flatten((self.args, self.kwargs))
-        fakes = [thing for thing in given if isinstance(thing, Tensor)]
-        if not isinstance(self.op, OpOverload) or sum(fake.numel() for fake in fakes) > ELEMENTS:
+        """Return True if it runs on zeros of the same shapes, unless these are large."""
+        leaves, form = pytree.tree_flatten((self.args, self.kwargs))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not isinstance(self.op, OpOverload) or sum(fake.numel() for fake in fakes) > MAX_ELEMENTS:
             return False
         with _disable_current_modes(), torch.no_grad():
-            real = [_zeros(thing) if isinstance(thing, Tensor) else thing for thing in given]
+            real = [_zeros(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(real, form)
             try:
                 self.op(*args, **kwargs)
@@ -60,22 +63,24 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
 
 
-_noted: set[Any] = set()  # ops that this process has seen a result of which torch did not remember
-_roomy: set[Any] = set(COPY_STORAGES)  # those of them whose results lie in larger storages than they cover
+_measured: set[Any] = set()  # ops that ran uncached at least once in this process
+_large: set[Any] = set(COPY_STORAGES)  # ops whose results have storages larger than they cover
 
 
 class ConstantFakeMode(FakeTensorMode):
-    """Fake tensors that have a value where it is known; without a ShapeEnv, for all else is an error at once."""
+    """Fake tensors with constant values; without a ShapeEnv, so that any other question is an error at once."""
 
-    tracer: Any = None  # of the trace that is going on
-    failed: Failed | None = None  # the latest
+    tracer: Any = None  # of the current trace
+    failed: FailedOp | None = None  # most recently
 
-    def __init__(self) -> None:
+    def __init__(self, has_floats: bool = False) -> None:
+        """With `has_floats`, ops may read traced floats."""
         super().__init__(allow_non_fake_inputs=True)
+        self.has_floats = has_floats
 
     @contextmanager
-    def knowing(self) -> Iterator[None]:
-        """Forget the trace at the end, with all that it holds."""
+    def tracing(self) -> Iterator[None]:
+        """Drop the trace at the end of the block."""
         try:
             yield
         finally:
@@ -84,49 +89,54 @@ class ConstantFakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
+        kwargs = kwargs or {}
+        if self.has_floats:
+            args, kwargs = with_values(func, args, kwargs)
         try:
-            with self._remembering(func):
-                made = super().dispatch(func, types, args, kwargs)
+            with self._caching(func):
+                result = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
-                self.failed = Failed(error, func, args, kwargs or {})
+                self.failed = FailedOp(error, func, args, kwargs)
             raise
-        _note(func, made)
-        return copy_as_laid_out(func, args, made, self)
+        _record_storages(func, result)
+        return match_kernel_layout(func, args, result, self)
 
     @contextmanager
-    def _remembering(self, func: Any) -> Iterator[None]:
-        """Let torch give a result that it remembers, but not of an op that makes storages larger than results cover.
+    def _caching(self, func: Any) -> Iterator[None]:
+        """Let torch cache a result, unless the op makes storages larger than its results cover.
 
-        It gives no more than they cover, so the bytes of a step would depend on what the process has traced before.
+        The cached result has smaller storages, so the bytes of a step would depend on earlier traces of the process.
         """
         before = self.cache_enabled
-        self.cache_enabled = before and func in _noted and func not in _roomy
+        self.cache_enabled = before and func in _measured and func not in _large
         try:
             yield
         finally:
             self.cache_enabled = before
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """The real value of a traced tensor, if no input goes into it."""
+        """Return the real value of a traced tensor if no input affects it."""
         node = self.tracer and get_proxy_slot(tensor, self.tracer, None, lambda slot: slot.proxy.node)
-        needed = _leading_to(node) if node is not None else []
+        needed = _dependencies(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
+        if any(map(float_arguments, needed)):
+            raise ValueNeededError("forward looks at a tensor that is made of it")
         with _disable_current_modes(), torch.no_grad():
             return _run(needed, self.tracer.root)
 
 
-def _note(func: Any, made: Any) -> None:
-    """Remember of an op whether what it makes lies in more bytes than it covers, as a window of `hann_window` does."""
-    _noted.add(func)
-    if func in _roomy or not isinstance(func, OpOverload) or func.is_view or func._schema.is_mutable:
+def _record_storages(func: Any, result: Any) -> None:
+    """Record ops whose results cover only part of their storages, as the window of `hann_window` does."""
+    _measured.add(func)
+    if func in _large or not isinstance(func, OpOverload) or func.is_view or func._schema.is_mutable:
         return
-    if any(_is_roomy(leaf) for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)):
-        _roomy.add(func)
+    if any(_has_large_storage(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
+        _large.add(func)
 
 
-def _is_roomy(tensor: Tensor) -> bool:
+def _has_large_storage(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided:
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -135,11 +145,11 @@ def _is_roomy(tensor: Tensor) -> bool:
 
 
 def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManager[Any]:
-    """Let the library's models treat what is known like a real tensor.
+    """Let transformers treat tensors with a constant value as real ones.
 
-    Where they see a fake one they build a mask that eager does without, and the gradients differ in their last bits.
+    For a fake tensor it builds a mask that eager does not, and the gradients differ in their last bits.
     """
-    module = sys.modules.get(ASKED_BY_TRANSFORMERS)
+    module = sys.modules.get(TRANSFORMERS_CHECKS)
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
 
@@ -149,17 +159,17 @@ def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManag
     return mock.patch.object(module, "is_fake_tensor", is_fake_tensor)
 
 
-def _leading_to(node: fx.Node) -> list[fx.Node]:
-    """The node and all that it is computed from, in order; nothing if that can't be run by itself."""
-    found, waiting = {node}, [node]
+def _dependencies(node: fx.Node) -> list[fx.Node]:
+    """Return a node and all nodes that it is computed from, in order; nothing if they can't run outside of the step."""
+    needed, waiting = {node}, [node]
     while waiting:
-        now = waiting.pop()
-        if not _is_computable(now):
+        current = waiting.pop()
+        if not _is_computable(current):
             return []
-        new = set(now.all_input_nodes) - found
-        found |= new
+        new = set(current.all_input_nodes) - needed
+        needed |= new
         waiting.extend(new)
-    return [candidate for candidate in node.graph.nodes if candidate in found]
+    return [candidate for candidate in node.graph.nodes if candidate in needed]
 
 
 def _is_computable(node: fx.Node) -> bool:
@@ -172,13 +182,13 @@ def _is_computable(node: fx.Node) -> bool:
 
 def _too_large(nodes: list[fx.Node]) -> bool:
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
-    return sum(value.numel() for value in values if isinstance(value, Tensor)) > ELEMENTS
+    return sum(value.numel() for value in values if isinstance(value, Tensor)) > MAX_ELEMENTS
 
 
 def _changed_in_place(nodes: list[fx.Node]) -> bool:
-    """Whether any op so far has written to what these nodes hold."""
-    held = all_storages(nodes)
-    return any(storages(written) & held for node in nodes[0].graph.nodes for written in written_inputs(node))
+    """Return True if an op of the graph has written to the storages of these nodes."""
+    constant = all_storages(nodes)
+    return any(storages(written) & constant for node in nodes[0].graph.nodes for written in written_inputs(node))
 
 
 def _run(nodes: list[fx.Node], root: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors that a step reads though they are neither parameters, buffers nor arguments.
+"""Tensors that a step reads besides parameters, buffers and arguments.
 
 torch.tensor([1., 2.]) in forward, or a tensor in a plain attribute    ->   a `get_attr` node with a real tensor
 """
@@ -14,22 +14,22 @@ from ..guards.attribute_snapshot import attached_values
 
 
 def describe_constants(graph: fx.GraphModule, mode: FakeTensorMode) -> None:
-    """Give each constant of a graph its fake tensor."""
+    """Set the fake tensor of each constant of a graph."""
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target))
         if isinstance(constant, FakeTensor):
             raise CaptureError(
-                f"a tensor {tuple(constant.shape)} was kept from an earlier trace: make it anew in forward"
+                f"a tensor {tuple(constant.shape)} was kept from an earlier trace: create it in forward, in each call"
             )
         if isinstance(constant, Tensor):
             node.meta["val"] = mode.from_tensor(constant)
 
 
 def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
-    """Raise if backward reached tensors that are no inputs and whose gradient somebody may look at.
+    """Raise if backward computes gradients of tensors that are no inputs, where a user could read them.
 
     A tensor that forward makes and then gives `requires_grad_()`, as PEFT's and transformers'
-    `enable_input_require_grads` do, is gone with the step, and so would its gradient be: it needs none.
+    `enable_input_require_grads` do, is dropped with the step, so it needs no gradient.
     """
     for tensor in trained:
         if not isinstance(tensor, FakeTensor):
@@ -43,7 +43,7 @@ def refuse_trained_constants(trained: list[Tensor], module: nn.Module) -> None:
 
 
 def refuse_changed_constants(graph: fx.GraphModule, module: nn.Module) -> None:
-    """A graph that only makes new values can't write to a constant."""
+    """Raise if an op writes to a constant, which a functional graph can't do."""
     constants = {
         node.meta["val"].untyped_storage()._cdata: getattr(graph, str(node.target))
         for node in graph.graph.find_nodes(op="get_attr")

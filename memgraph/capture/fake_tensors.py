@@ -1,11 +1,6 @@
-"""Where a trace takes place: fake tensors in the place of real ones, and the modes of torch around them.
+"""Fake tensors, and the modes of torch around a trace.
 
-No real tensor is read or written, and the random generators and autocast's cache are afterwards as if nothing had been.
-
-
-MERGED:Random numbers while a step is traced: torch draws none, and what Python draws would be the same in every step.
-
-A module that asks `random` or numpy (for a layer to drop, for spans to mask) would be captured with that one answer.
+No real tensor is read or written. Random generators and autocast's cache are restored.
 """
 
 from __future__ import annotations
@@ -29,16 +24,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import CaptureError
 from ..graph.captured import Input
 
-CACHED = 4096  # ops on fake tensors that torch remembers for the whole process: some kB each, and without an end
+MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 
 
 @contextmanager
 def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
-    """What must be on, and what must be off, while a step is traced."""
+    """Enter the modes in which a step is traced."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(refuse_python_random())
-        stack.callback(_forget_old_shapes)
+        stack.callback(_clear_full_cache)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
         stack.enter_context(mode)
@@ -52,15 +47,15 @@ def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _forget_old_shapes() -> None:
-    """Empty torch's cache of ops on fake tensors once it is full: with each new shape of a call it grows."""
-    if len(FakeTensorMode.cache) > CACHED:
+def _clear_full_cache() -> None:
+    """Clear torch's cache of ops on fake tensors once it is full: it grows with each new shape of a call."""
+    if len(FakeTensorMode.cache) > MAX_CACHED_OPS:
         FakeTensorMode.cache_clear()
 
 
 @contextmanager
 def _without_saved_tensor_hooks() -> Iterator[None]:
-    """The caller's hooks, those of a checkpoint around the call say, are for real tensors."""
+    """Disable the caller's hooks, such as those of a checkpoint around the call: they are for real tensors."""
     before = _saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -70,7 +65,7 @@ def _without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
-    """In an ordinary loop `loss.backward()` stands outside of autocast."""
+    """Disable autocast, as around `loss.backward()` in an ordinary loop."""
     with ExitStack() as stack:
         for device in {"cpu", *(value.device.type for value in values)}:
             if torch.amp.is_autocast_available(device):
@@ -79,7 +74,7 @@ def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
 
 
 def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
-    """A tensor without bytes, of the same strides: an expanded input stays expanded, for kernels look at strides."""
+    """Return a tensor without bytes, of the same strides, since kernels look at strides."""
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
     if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
@@ -96,7 +91,10 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
 
 @contextmanager
 def refuse_python_random() -> Iterator[None]:
-    """All global generators are afterwards as they were; if one of Python's was used, that is an error."""
+    """Raise if forward draws from `random` or numpy, and restore all generators.
+
+    Each step would get the numbers of the trace.
+    """
     python, numpy = random.getstate(), _numpy()
     before = numpy.get_state() if numpy else None
     try:

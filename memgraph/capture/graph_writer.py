@@ -1,4 +1,4 @@
-"""A graph with room beside it: new nodes are put where forward ends, or behind the gradient that they copy.
+"""Insert nodes where forward ends, or after the gradient that they copy.
 
 mm = aten.mm(x, d)                       mm = aten.mm(x, d)
 ...                             ->       ...
@@ -18,68 +18,68 @@ from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
 from ..graph.nodes import all_storages, aten, fake_result, storages
-from ..graph.provenance import PROVENANCE
+from ..graph.provenance import PROVENANCE, is_backward
 
 
 class GraphWriter:
-    """A graph under the pen.  `turn` is where backward begins; each new node is run on fake tensors."""
+    """Inserts nodes and runs each on fake tensors. `boundary` is the first node of backward."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.mode = graph, mode
         self.placeholders = graph.find_nodes(op="placeholder")
-        self.turn = next((node for node in graph.nodes if _is_backward(node)), graph.output_node())
+        self.boundary = next((node for node in graph.nodes if is_backward(node)), graph.output_node())
 
-    def shield(self, changed: dict[int, str]) -> None:
-        """Let what reads an old value after it has been overwritten read a copy; `changed` labels placeholders."""
+    def copy_overwritten_reads(self, changed: dict[int, str]) -> None:
+        """Let readers of an old value read a copy if it is overwritten by then; `changed` labels placeholders."""
         labels = {storage: label for place, label in changed.items() for storage in storages(self.placeholders[place])}
-        for node in self._until_turn():
-            late = {user for user in node.users if user.op == "output" or _is_backward(user)}
-            held = storages(node) & labels.keys()
-            if late and held:
+        for node in self._forward_nodes():
+            late = {user for user in node.users if user.op == "output" or is_backward(user)}
+            overwritten = storages(node) & labels.keys()
+            if late and overwritten:
                 if not isinstance(node.meta["val"], Tensor) or node_order(node.meta["val"]) is None:
-                    label = labels[min(held)]
-                    raise CaptureError(f"forward changes {label} while a piece of its old value is needed: clone it")
-                copy = self._copy(node, node.meta["val"], self.turn, "forward")
+                    label = labels[min(overwritten)]
+                    raise CaptureError(f"forward changes {label} while part of its old value is still needed: clone it")
+                copy = self._copy(node, node.meta["val"], self.boundary, "forward")
                 node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         for node in self.graph.nodes:
-            if _is_backward(node) and storages(node) & labels.keys():
+            if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
 
-    def own_output(self, node: fx.Node) -> fx.Node:
-        """The output, or a copy of it if it is a view of an input or of a constant."""
-        given = all_storages([*self.placeholders, *self.graph.find_nodes(op="get_attr")])
-        return self._copy(node, node.meta["val"], self.turn, "forward") if storages(node) & given else node
+    def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
+        """Return the node, or a copy if it is a view of an input or of a constant."""
+        inputs = all_storages([*self.placeholders, *self.graph.find_nodes(op="get_attr")])
+        return self._copy(node, node.meta["val"], self.boundary, "forward") if storages(node) & inputs else node
 
     def write_back(self, changed: Iterable[int], new: Iterable[fx.Node]) -> None:
-        """Copy the new values into what the module changed."""
+        """Copy new values into the inputs that the module changed."""
         for place, value in zip(changed, new, strict=True):
-            self._add(value, self.turn, "forward", aten.copy_.default, self.placeholders[place], value)
+            self._add(value, self.boundary, "forward", aten.copy_.default, self.placeholders[place], value)
 
-    def own_gradients(self, handed: list[fx.Node], owners: list[fx.Node | None]) -> list[fx.Node]:
-        """Copies in the place of gradients that share or don't fill their storage, or lie unlike their owner."""
-        taken = all_storages(self._until_turn())
-        taken |= all_storages(node for node, owner in zip(handed, owners, strict=True) if owner is None)
-        owned = []
-        for node, owner in zip(handed, owners, strict=True):
+    def copy_unlike_owner(self, results: list[fx.Node], owners: list[fx.Node | None]) -> list[fx.Node]:
+        """Copy gradients that share or don't fill their storage, or have other strides than their owner."""
+        taken = all_storages(self._forward_nodes())
+        taken |= all_storages(node for node, owner in zip(results, owners, strict=True) if owner is None)
+        copied = []
+        for node, owner in zip(results, owners, strict=True):
             if owner is not None:
-                if storages(node) & taken or not _obeys(node.meta["val"], owner.meta["val"]):
-                    before = node.next if _is_backward(node) else self.turn
+                if storages(node) & taken or not _has_grad_layout(node.meta["val"], owner.meta["val"]):
+                    before = node.next if is_backward(node) else self.boundary
                     node = self._copy(node, owner.meta["val"], before, "backward")
                 taken |= storages(node)
-            owned.append(node)
-        return owned
+            copied.append(node)
+        return copied
 
-    def _until_turn(self) -> list[fx.Node]:
-        return list(takewhile(lambda node: node is not self.turn, self.graph.nodes))
+    def _forward_nodes(self) -> list[fx.Node]:
+        return list(takewhile(lambda node: node is not self.boundary, self.graph.nodes))
 
     def _copy(self, node: fx.Node, like: Tensor, before: fx.Node, phase: str) -> fx.Node:
-        """A copy of a value that is dense, with its dimensions in the order in which they lie in `like`."""
+        """Copy a value densely, with the order of dimensions that `like` has in memory."""
         order = node_order(like) or list(range(like.dim()))
-        straight = order == sorted(order)
-        if not straight:
+        is_permuted = order != sorted(order)
+        if is_permuted:
             node = self._add(node, before, phase, aten.permute.default, node, order)
         node = self._add(node, before, phase, aten.clone.default, node, memory_format=torch.contiguous_format)
-        if not straight:
+        if is_permuted:
             node = self._add(node, before, phase, aten.permute.default, node, sorted(order, key=order.index))
         return node
 
@@ -94,7 +94,7 @@ class GraphWriter:
 
 
 def node_order(tensor: Tensor) -> list[int] | None:
-    """The dimensions from the outermost to the innermost as they lie in memory; None if there are gaps or overlaps."""
+    """Return the dimensions from outermost to innermost in memory; None if there are gaps or overlaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     long = [d for d in order if tensor.shape[d] != 1]
     step = 1
@@ -105,12 +105,8 @@ def node_order(tensor: Tensor) -> list[int] | None:
     return list(range(tensor.dim())) if long == sorted(long) else order
 
 
-def _obeys(gradient: Tensor, owner: Tensor) -> bool:
-    """Whether a gradient fills its storage, and lies in it as autograd's AccumulateGrad would lay it."""
-    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+def _has_grad_layout(gradient: Tensor, owner: Tensor) -> bool:
+    """Return True if a gradient fills its storage, with the strides of autograd's AccumulateGrad."""
+    fills_storage = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     order = node_order(owner) or list(range(owner.dim()))
-    return whole and gradient.permute(order).is_contiguous()
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
+    return fills_storage and gradient.permute(order).is_contiguous()

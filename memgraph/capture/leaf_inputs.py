@@ -1,10 +1,10 @@
-"""Inputs that forward may change in place, though they require a gradient: results of an op before the module.
+"""Inputs that forward may change in place though they require a gradient, since an op before the module made them.
 
-    h = before(x); model(h)       model begins with nn.ReLU(inplace=True): h is another tensor afterwards, for autograd
-                                  and in memory, and its old gradient is that of what `before` made
+    h = before(x); model(h)       model begins with nn.ReLU(inplace=True): afterwards h is another tensor for autograd,
+                                  and gradients reach `before` through its old value
 
-While a call is traced, such an input has a node of autograd's behind it, as `h` has, but no op.  In a step, `rewrite`
-tells autograd that `h` is now what the step made of it.
+In a trace, such an input has an autograd node, as `h` has, but no op. In a step, `rewrite_leaf_inputs` tells autograd
+that `h` is now the step's result.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from ..errors import CaptureError
 
 @dataclass(frozen=True)
 class InputGradEdges:
-    """By their places, where the gradients of such inputs arrive: `edges` stay those of the inputs as they were."""
+    """Where the gradients of such inputs, as they were before the call, arrive in a trace; by position."""
 
     edges: Mapping[int, GradientEdge] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Sequence[Tensor], places: Sequence[int]) -> InputGradEdges:
-        """Give the traced inputs at these places a node of autograd's; no op is written down."""
+        """Give the traced inputs at these positions an autograd node, without recording an op."""
         for place in places:
             seed = torch.zeros((), requires_grad=True)
             _InputGradEdge.apply(values[place].requires_grad_(False), seed)  # type: ignore[no-untyped-call]
         return cls({place: get_gradient_edge(values[place]) for place in places})
 
     def seeds(self) -> list[int]:
-        """The ids of the leaves behind the nodes, of which nobody wants a gradient."""
+        """Return the ids of the leaves behind the nodes, whose gradients are not needed."""
         behind = [node for edge in self.edges.values() for node, _ in edge.node.next_functions]
         return [id(node.variable) for node in behind if node is not None]  # type: ignore[attr-defined]
 
     def rewritten(self, values: Sequence[Tensor]) -> list[int]:
-        """The places of those that forward has changed in place, and not behind autograd's back."""
+        """Return the positions of inputs that forward has changed in place, with autograd's knowledge."""
         return [place for place, edge in self.edges.items() if values[place].grad_fn is not edge.node]
 
 
 def rewrite_leaf_inputs(outputs: list[Tensor], tensors: Sequence[Tensor], rewritten: Mapping[int, int]) -> list[Tensor]:
-    """The outputs of a step, with each input that it has changed in the place of its new value."""
+    """Return the outputs, with each changed input itself in place of its new value."""
     for place, output in rewritten.items():
         outputs[output] = _RewrittenInput.apply(tensors[place], outputs[output])  # type: ignore[no-untyped-call]
     return outputs
@@ -65,7 +65,7 @@ def refuse_leaf_writes(tensors: Sequence[Tensor], rewritten: Mapping[int, int]) 
 
 
 class _InputGradEdge(torch.autograd.Function):
-    """Nothing, as an op that works in place."""
+    """The identity, as an in-place op."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seed: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _InputGradEdge(torch.autograd.Function):
 
 
 class _RewrittenInput(torch.autograd.Function):
-    """What has been written to `tensor` is `value`: its gradient goes there, and none to what `tensor` was."""
+    """Replace `tensor` by `value` for autograd: gradients reach `value`, and not what `tensor` was."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The gradient of a product, which torch computes in one of two ways, by what the values are.
+"""The gradient of a product, which torch computes in one of two ways, depending on the values.
 
     no zeros:   grad * result / x            bit-equal to eager, where it divides
     a zero:     grad * all the others        bit-equal to eager, where it does not
 
-A trace sees no values, and torch takes the second way there.  In the graph both are computed, and one is chosen.
+A trace has no values, and torch takes the second way there. The graph computes both, and selects one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch._subclasses import FakeTensor
 
 @contextmanager
 def eager_prod_gradient() -> Iterator[None]:
-    """Let `torch.prod` and `Tensor.prod` have gradients that choose as eager's do."""
+    """Give `torch.prod` and `Tensor.prod` gradients that choose as in eager."""
     method: Callable[..., Tensor] = torch.Tensor.prod
 
     def prod(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _chooses(x, kwargs):
+        if not _depends_on_values(x, kwargs):
             return method(x, *args, **kwargs)
-        dim, keepdim = _given(args, kwargs)
+        dim, keepdim = _dim_and_keepdim(args, kwargs)
         x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-        found: Tensor = _ProdGradient.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
-        return found
+        result: Tensor = _ProdGradient.apply(x, dim, keepdim)  # type: ignore[no-untyped-call]
+        return result
 
     def function(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return prod(input, *args, **kwargs)
@@ -38,14 +38,14 @@ def eager_prod_gradient() -> Iterator[None]:
         yield
 
 
-def _chooses(x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the way depends on values that a trace does not see; other threads have real ones."""
+def _depends_on_values(x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Return True if the way depends on values. Only fake tensors: other threads have real ones."""
     if not isinstance(x, FakeTensor) or kwargs.get("out") is not None or isinstance(kwargs.get("dim"), str):
         return False
     return x.requires_grad and torch.is_grad_enabled() and x.dim() > 0 and (x.is_floating_point() or x.is_complex())
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, bool]:
+def _dim_and_keepdim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | None, bool]:
     dim = args[0] if args else kwargs.get("dim")
     return dim, bool(args[1] if len(args) > 1 else kwargs.get("keepdim", False))
 
@@ -62,17 +62,17 @@ class _ProdGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, result = ctx.saved_tensors
         zeros = (x == 0).sum()
-        careful = _careful(x, grad, ctx.dim, ctx.keepdim)
+        general = _product_of_others(x, grad, ctx.dim, ctx.keepdim)
         if ctx.dim is None:
-            careful = torch.where(zeros > 1, torch.zeros_like(x), careful)
+            general = torch.where(zeros > 1, torch.zeros_like(x), general)
         elif not ctx.keepdim:
             grad, result = grad.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
-        return torch.where(zeros == 0, grad * (result / x).conj(), careful), None, None
+        return torch.where(zeros == 0, grad * (result / x).conj(), general), None, None
 
 
-def _careful(x: Tensor, grad: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """The way that torch takes in a trace."""
+def _product_of_others(x: Tensor, grad: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Compute the gradient as torch does in a trace."""
     with torch.enable_grad():
-        again = x.detach().requires_grad_()
-        made = torch.ops.aten.prod.default(again) if dim is None else torch.ops.aten.prod.dim_int(again, dim, keepdim)
-    return torch.autograd.grad(made, again, grad)[0]
+        leaf = x.detach().requires_grad_()
+        product = torch.ops.aten.prod.default(leaf) if dim is None else torch.ops.aten.prod.dim_int(leaf, dim, keepdim)
+    return torch.autograd.grad(product, leaf, grad)[0]

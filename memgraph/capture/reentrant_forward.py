@@ -1,10 +1,10 @@
-"""Whether forward can be run a second time, although it changes buffers.
+"""Check whether forward can run a second time although it changes buffers.
 
-    y = linear(x) - mean; mean.lerp_(y.mean(0), 0.1)    ->   no: y is made of what the buffer held before
-    y = batch_norm(x)  # while it trains                ->   yes: y is made of x alone, and the buffer is only kept up
+    y = linear(x) - mean; mean.lerp_(y.mean(0), 0.1)    ->   no: y depends on the buffer's old value
+    y = batch_norm(x)  # in training                    ->   yes: y depends on x alone; the buffer is only updated
 
-A second forward starts from the buffers as the first one has left them.  Where an output is made of what they held
-before, a copy of that would be needed, which takes memory in every step for the sake of one that may never come.
+A second forward starts from the buffers that the first one has left. For outputs that depend on the old values, it
+would need a copy, which takes memory in every step for a second forward that is rare.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ..graph.nodes import STATISTICS, aten, changed_storages, returned_values, s
 if TYPE_CHECKING:
     from ..graph.captured import Captured
 
-NORMALIZED = 3  # results of a batch norm before its new statistics: the values, and what backward needs
-OVERWRITING = (aten.copy.default, aten.copy_.default)  # their first argument gives its place, not its numbers
+NORMALIZED = 3  # results of a batch norm before its new statistics
+OVERWRITING = (aten.copy.default, aten.copy_.default)  # of their first argument, they only read the layout
 
 
 def can_run_again(captured: Captured) -> bool:
-    """Whether a forward that starts from what this one leaves has the same differentiable outputs."""
+    """Return True if a second forward would have the same differentiable outputs."""
     graph = captured.graph.graph
     written = overwritten_buffers(captured)
     if not written:
         return True
     if captured.has_custom_functions or any(role.kind != "buffer" for role in written.values()):
         return False
-    made, reached = returned_values(graph), _made_of(written, graph)
-    return not any(made[place] in reached for place in captured.differentiable)
+    outputs, reached = returned_values(graph), _reachable(written, graph)
+    return not any(outputs[place] in reached for place in captured.differentiable)
 
 
 def overwritten_buffers(captured: Captured) -> dict[fx.Node, Input]:
-    """The placeholders of what forward changes, and what they stand for."""
+    """Return the placeholders that forward changes, with their roles."""
     graph = captured.graph.graph
     changed = changed_storages(graph)
     inputs = zip(graph.find_nodes(op="placeholder"), captured.inputs, strict=True)
     return {node: role for node, role in inputs if not changed.isdisjoint(storages(node))}
 
 
-def _made_of(sources: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose values depend on what these hold at the start, with them."""
+def _reachable(sources: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose values depend on the old values of these, and these."""
     reached, statistics = set(sources), set[fx.Node]()
     for node in graph.nodes:
         read = set(node.all_input_nodes)
@@ -65,7 +65,7 @@ def _made_of(sources: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def _statistics(node: fx.Node) -> Mapping[str, fx.Node]:
-    """The running statistics that a batch norm takes while it trains, by the names of its arguments."""
+    """Return the running statistics that a batch norm takes in training, by argument."""
     if not isinstance(node.target, OpOverload):
         return {}
     names = [argument.name for argument in node.target._schema.arguments]

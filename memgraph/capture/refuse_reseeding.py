@@ -1,11 +1,11 @@
-"""What forward does to torch's generators, or to a tensor's `.data`, is done once, while it is traced: it is refused.
+"""Refuse what forward does to torch's generators or to `.data`: it would happen only once, in the trace.
 
-    torch.manual_seed(0)                                a CaptureError, at the user's line
+    torch.manual_seed(0)                                a CaptureError, with the user's line
     with torch.random.fork_rng(): ...                   the same
-    noise = torch.rand(4, generator=self.generator)     fine: the graph draws from it, in every step
-    y.data = y * 2                                      a CaptureError: no op is written down for it
+    noise = torch.rand(4, generator=self.generator)     allowed: the graph draws from it in every step
+    y.data = y * 2                                      a CaptureError: no op is recorded for it
 
-Torch's own code may do all of it: only who calls from elsewhere is refused.
+Torch's own code may do all of it: only calls from elsewhere are refused.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ from ..system.frames import MEMGRAPH, TORCH
 
 STATES = ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all")
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed")
-# Who passes calls on.
+# Files that only pass calls on.
 BETWEEN = (torch.random.__file__, torch.cuda.random.__file__, _compile.__file__, eval_frame.__file__, __file__)
 INSTEAD = (
     "seed outside of the module, or draw from a torch.Generator that the module makes in __init__ and seeds nowhere "
     "else"
 )
-TRACING = threading.local()  # whose `on` is there in the thread that traces
+TRACING = threading.local()  # has `on` in the thread that traces
 DATA: Any = torch.Tensor.data
 
 
 @contextmanager
 def refuse_reseeding(module: nn.Module) -> Iterator[None]:
-    """Raise where forward asks or sets the state of one of torch's generators, makes one, or sets a tensor's `.data`.
-
-    All generators are afterwards as they were.
-    """
+    """Raise if forward reads or sets the state of a generator, makes one, or sets `.data`; restore all generators."""
     default = torch.default_generator
     with _disable_current_modes():
         seed, state = default.initial_seed(), default.get_state()
@@ -53,11 +50,11 @@ def refuse_reseeding(module: nn.Module) -> Iterator[None]:
         with _guarded():
             yield
         with _disable_current_modes():
-            # Other threads may draw from it, but not forward, whose numbers are no real ones.
+            # Other threads may draw from it; forward does not, its numbers are fake.
             changed = ["torch.default_generator"] if default.initial_seed() != seed else []
             changed += [name for name, generator, before in own if not torch.equal(generator.get_state(), before)]
         if changed:
-            raise CaptureError(f"forward seeds {changed[0]}, which would be done once: {INSTEAD}")
+            raise CaptureError(f"forward seeds {changed[0]}, which would happen only once: {INSTEAD}")
     finally:
         with _disable_current_modes():
             if default.initial_seed() != seed:
@@ -68,9 +65,9 @@ def refuse_reseeding(module: nn.Module) -> Iterator[None]:
 
 def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
     for path, part in module.named_modules():
-        for name, held in vars(part).items():
-            if isinstance(held, torch.Generator):
-                yield ".".join(filter(None, (path, name))), held
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                yield ".".join(filter(None, (path, name))), value
 
 
 @contextmanager
@@ -90,8 +87,8 @@ def _guarded() -> Iterator[None]:
 
 def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if (found := _asker()) is not None:
-            place, called = found
+        if (caller := _caller()) is not None:
+            place, called = caller
             _refuse(called or name, place)
         return run(*args, **kwargs)
 
@@ -99,7 +96,7 @@ def _refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Guard:
-    """In the place of the default generator, for the functions of torch.random."""
+    """Replaces the default generator for the functions of torch.random."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -109,7 +106,7 @@ class _Guard:
 
 
 class _CreatedGenerators(type(torch.Generator)):  # type: ignore[misc]
-    """Has a class that makes nothing for the user, and that all generators are instances of."""
+    """Metaclass of a class that the user cannot instantiate, but whose instances are all generators."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _refusing("a torch.Generator that it makes", torch._C.Generator)(*args, **kwargs)
@@ -119,14 +116,14 @@ class _CreatedGenerators(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Refused(torch._C.Generator, metaclass=_CreatedGenerators):
-    """In the place of torch.Generator."""
+    """Replaces torch.Generator."""
 
 
 def _set_data(tensor: Any, value: Any) -> None:
-    if (found := _asker()) is not None:
-        place, _ = found
+    if (caller := _caller()) is not None:
+        place, _ = caller
         raise CaptureError(
-            f"forward sets .data of a tensor at {place}, for which no op is written down: "
+            f"forward sets .data of a tensor at {place}, for which no op is recorded: "
             "compute another tensor, or change this one in place (under torch.no_grad(), if need be)"
         )
     DATA.__set__(tensor, value)
@@ -134,13 +131,12 @@ def _set_data(tensor: Any, value: Any) -> None:
 
 def _refuse(what: str, place: str) -> NoReturn:
     raise CaptureError(
-        f"forward asks or seeds {what} at {place}, which would be done once, while it is captured: {INSTEAD}"
+        f"forward asks or seeds {what} at {place}, which would happen only once, while it is captured: {INSTEAD}"
     )
 
 
-def _asker() -> tuple[str, str] | None:
-    """Return the line that asks and the function of torch's that it calls, if that is known; None if the line is
-    torch's or memgraph's own, or of another thread than that which traces."""
+def _caller() -> tuple[str, str] | None:
+    """Return the line that calls and torch's function, if known; None for torch, memgraph, and other threads."""
     if not hasattr(TRACING, "on"):
         return None
     frame, called = sys._getframe(1), ""

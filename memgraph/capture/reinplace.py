@@ -1,4 +1,4 @@
-"""Write to a buffer in the buffer, where nobody wants its old value: a captured step takes no more than eager does.
+"""Write to a buffer in place where its old value is not read later, so that a step takes no more memory than eager.
 
     mul = mul(mean, 0.9)                           mul_ = mul_(mean, 0.9)
     add = add(mul, x)                       ->     add_ = add_(mean, x)
@@ -9,10 +9,9 @@
     ...                                     ->     ...
     copy_(queue, scatter)
 
-A chain of new values that ends in the buffer is run in the buffer, link by link, each where it stood.  It stays as it
-is if anything reads an older value behind the next link, if a value of the chain is returned, or if ops that read one
-would make more bytes than the buffer has: those can't run again, for the buffer may have changed by then.  What is left
-of the copies into buffers stands as early as it may.
+A chain of new values that ends in the buffer runs in the buffer, each op where it was. The chain stays if an older
+value is read after the next one, or if the step returns one. It also stays if ops that read one would make more bytes
+than the buffer has: they can't run again, since the buffer may have changed. Other copies into buffers move up.
 """
 
 from __future__ import annotations
@@ -28,25 +27,34 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..graph.aten_shims import COPY_WITH_STRIDES
-from ..graph.nodes import all_storages, allocates_nothing, aten, fake_result, is_random, storages, tensors
-from ..graph.provenance import PROVENANCE
+from ..graph.nodes import (
+    all_storages,
+    allocates_nothing,
+    argument_types,
+    aten,
+    fake_result,
+    is_random,
+    storages,
+    tensors,
+)
+from ..graph.provenance import PROVENANCE, is_backward
 
-# What puts a piece into a value, and the op that gives a view of that piece.
-PIECES: Mapping[Any, OpOverload] = {
+# An op that writes into part of a value, and the op that views that part.
+VIEW_OF_SCATTER: Mapping[Any, OpOverload] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
     aten.diagonal_scatter.default: aten.diagonal.default,
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
-# Besides those that work element by element: torch makes the new value by copying the old one and writing into that.
+# Besides pointwise ops: these copy the old value and write into the copy.
 WRITERS = ("copy", "fill", "zero", "index_put", "index_copy", "index_fill", "index_add", "scatter", "scatter_add")
 
 
 def reinplace(graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node], assigned: Container[fx.Node]) -> None:
-    """Let the buffers, placeholders of a graph that copies new values into them, be written where they are.
+    """Write to the buffers, placeholders into which a graph copies new values, in place.
 
-    To those that are `assigned` eager gives another tensor, so they are copied into.  All others eager changes in place
-    itself, by the ops that are put in place here, and so with the same bits.
+    Eager gives another tensor to those in `assigned`, so they are copied into. It changes the others in place with the
+    same ops, and so with the same bits.
     """
     changed = set[int]()
     for buffer in buffers:
@@ -59,66 +67,59 @@ def reinplace(graph: fx.Graph, mode: FakeTensorMode, buffers: Iterable[fx.Node],
         else:
             _move_up(buffer, copy)
     if changed:
-        _follow(graph, mode, changed)
+        _update_views(graph, mode, changed)
 
 
 def _chain(buffer: fx.Node, copy: fx.Node) -> list[fx.Node]:
-    """The new values of a buffer, the one that is copied into it last, if each is the one before it, written to."""
+    """Return the new values of a buffer, in order, if each is the one before it with something written to it."""
     links: list[fx.Node] = []
     value: Any = copy.args[1]
     while value is not buffer:
-        if not isinstance(value, fx.Node) or not _lies_alike(value, buffer):
+        if not isinstance(value, fx.Node) or not _is_alike(value, buffer):
             return []
         links.append(value)
-        value = _written(_bare(value))
+        value = _written(_skip_copies(value))
     return links[::-1]
 
 
 def _written(value: fx.Node) -> fx.Node | None:
-    """The value that an op would change if it worked in place."""
-    if value.kwargs if value.target in PIECES else _in_place(value) is None:
+    """Return the value that an op would change if it worked in place."""
+    if value.kwargs if value.target in VIEW_OF_SCATTER else _in_place(value) is None:
         return None
     base = value.args[0]
-    return _bare(base) if isinstance(base, fx.Node) else None
+    return _skip_copies(base) if isinstance(base, fx.Node) else None
 
 
-def _bare(node: fx.Node) -> fx.Node:
-    """A value without the copies that only give it strides."""
+def _skip_copies(node: fx.Node) -> fx.Node:
+    """Return a value without copies that only change its strides."""
     while node.target is COPY_WITH_STRIDES:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _lies_alike(node: fx.Node, other: fx.Node) -> bool:
-    one, two = node.meta.get("val"), other.meta["val"]
-    if not isinstance(one, Tensor):
-        return False
-    return (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+def _is_alike(node: fx.Node, other: fx.Node) -> bool:
+    return _fits(node, other) and node.meta["val"].stride() == other.meta["val"].stride()
 
 
 def _fits(node: fx.Node, other: fx.Node) -> bool:
-    one, two = node.meta["val"], other.meta["val"]
-    return (one.shape, one.dtype) == (two.shape, two.dtype)
+    value, target = node.meta.get("val"), other.meta["val"]
+    return isinstance(value, Tensor) and (value.shape, value.dtype) == (target.shape, target.dtype)
 
 
 def _in_place(node: fx.Node) -> OpOverload | None:
-    """`aten.mul_.Tensor` for an `aten.mul.Tensor`; None if there is no op that gives the same bits in place."""
+    """Return `aten.mul_.Tensor` for `aten.mul.Tensor`; None if no in-place op gives the same bits."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or is_random(node):
         return None
     name = target._schema.name.removeprefix("aten::")
     if torch.Tag.pointwise not in target.tags and name not in WRITERS:
         return None
-    found = getattr(getattr(aten, f"{name}_", None), target._overloadname, None)
-    return found if found is not None and _arguments(found) == _arguments(target) else None
-
-
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    result = getattr(getattr(aten, f"{name}_", None), target._overloadname, None)
+    return result if result is not None and argument_types(result) == argument_types(target) else None
 
 
 def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> bool:
-    """Whether all would read what they read now, and few of them could not run again for it."""
+    """Return True if all readers would read what they read now, and few bytes become impossible to recompute."""
     holders = _holders(graph, {buffer, *chain})
     for old, new in zip([buffer, *chain], chain, strict=False):
         late = {
@@ -129,20 +130,20 @@ def _may_be_in_place(graph: fx.Graph, buffer: fx.Node, chain: list[fx.Node]) -> 
     readers = {user for value in chain for holder in holders[value] for user in holder.users} - set(chain)
     if graph.output_node() in readers:
         return False
-    barred = (
-        reader for reader in readers - _only_for(chain) if not _is_backward(reader) and not allocates_nothing(reader)
+    not_recomputable = (
+        reader for reader in readers - _only_for(chain) if not is_backward(reader) and not allocates_nothing(reader)
     )
-    return sum(map(_nbytes, barred)) <= _nbytes(buffer)
+    return sum(map(_nbytes, not_recomputable)) <= _nbytes(buffer)
 
 
 def _holders(graph: fx.Graph, values: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each of these values the nodes that hold its storage."""
+    """Return the nodes that hold the storage of each value."""
     owner = {storage: value for value in values for storage in storages(value)}
-    found: dict[fx.Node, list[fx.Node]] = {value: [] for value in values}
+    result: dict[fx.Node, list[fx.Node]] = {value: [] for value in values}
     for node in graph.nodes:
         for storage in storages(node) & owner.keys():
-            found[owner[storage]].append(node)
-    return found
+            result[owner[storage]].append(node)
+    return result
 
 
 def _copies_into(user: fx.Node, buffer: fx.Node) -> bool:
@@ -150,18 +151,14 @@ def _copies_into(user: fx.Node, buffer: fx.Node) -> bool:
 
 
 def _only_for(chain: list[fx.Node]) -> set[fx.Node]:
-    """The values of which nothing but the chain is made, the chain itself included."""
-    found, waiting = set(chain), [read for link in chain for read in link.all_input_nodes]
+    """Return the values that only the chain uses, and the chain."""
+    result, waiting = set(chain), [read for link in chain for read in link.all_input_nodes]
     while waiting:
         node = waiting.pop()
-        if node not in found and node.op == "call_function" and found.issuperset(node.users):
-            found.add(node)
+        if node not in result and node.op == "call_function" and result.issuperset(node.users):
+            result.add(node)
             waiting += node.all_input_nodes
-    return found
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
+    return result
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -170,7 +167,7 @@ def _nbytes(node: fx.Node) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _ViewWrite:
-    """A piece of a value, as a graph may write it down several times."""
+    """A view of a value, which may occur in a graph several times."""
 
     view: OpOverload
     whole: fx.Node | _ViewWrite
@@ -178,12 +175,12 @@ class _ViewWrite:
 
 
 def _is(old: fx.Node | _ViewWrite, node: fx.Node) -> bool:
-    """Whether a node is this value, or this piece of one."""
+    """Return True if a node is this value, or this view of one."""
     if isinstance(old, fx.Node):
         return node is old
     if node.target is not old.view or node.kwargs or tuple(node.args[1:]) != old.args:
         return False
-    return _is(old.whole, _bare(node.args[0]))  # type: ignore[arg-type]
+    return _is(old.whole, _skip_copies(node.args[0]))  # type: ignore[arg-type]
 
 
 def _run_in(buffer: fx.Node, chain: list[fx.Node], mode: FakeTensorMode) -> None:
@@ -194,37 +191,38 @@ def _run_in(buffer: fx.Node, chain: list[fx.Node], mode: FakeTensorMode) -> None
 
 @dataclass(frozen=True)
 class _ReinplaceRewriter:
-    """Writes ops that work in place before a link."""
+    """Inserts in-place ops before a node of the chain."""
 
     link: fx.Node
     mode: FakeTensorMode
 
     def put(self, into: fx.Node, old: fx.Node | _ViewWrite, value: fx.Node) -> None:
         """Let `into`, a view of a buffer that holds `old`, hold `value`."""
-        made, known = _bare(value), partial(_is, old)
-        written = _written(made)
-        if known(made):
+        node, is_old = _skip_copies(value), partial(_is, old)
+        written = _written(node)
+        if is_old(node):
             return
-        if made.target is aten.copy.default:
-            source: Any = made.args[1]
-            if not known(_bare(source)):  # as after `buffer[i] += x`, which ends with buffer[i] = buffer[i]
-                self._add(aten.copy_.default, into, *made.args[1:])
-        elif made.target in PIECES and written is not None and known(written):
-            view, args = PIECES[made.target], tuple(made.args[2:])
-            self.put(self._add(view, into, *args), _ViewWrite(view, old, args), made.args[1])  # type: ignore[arg-type]
-        elif self._is_from(made, known) and _fits(value, into):
-            self.put(into, old, made.args[0])  # type: ignore[arg-type]
-            self._add(_in_place(made), into, *made.args[1:], **made.kwargs)
+        if node.target is aten.copy.default:
+            source: Any = node.args[1]
+            if not is_old(_skip_copies(source)):  # `buffer[i] += x` ends with buffer[i] = buffer[i]
+                self._add(aten.copy_.default, into, *node.args[1:])
+        elif node.target in VIEW_OF_SCATTER and written is not None and is_old(written):
+            view, args = VIEW_OF_SCATTER[node.target], tuple(node.args[2:])
+            self.put(self._add(view, into, *args), _ViewWrite(view, old, args), node.args[1])  # type: ignore[arg-type]
+        elif self._is_from(node, is_old) and _fits(value, into):
+            self.put(into, old, node.args[0])  # type: ignore[arg-type]
+            self._add(_in_place(node), into, *node.args[1:], **node.kwargs)
         else:
             self._add(aten.copy_.default, into, value)
 
-    def _is_from(self, made: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-        """Whether a value is made of the old one by ops that may work in place, and nobody reads what lies between."""
-        while not known(made):
-            base = _written(made)
-            if base is None or made.target in PIECES or (made is not _bare(self.link) and len(made.users) > 1):
+    def _is_from(self, node: fx.Node, is_old: Callable[[fx.Node], bool]) -> bool:
+        """Return True if a value is computed from the old one by in-place ops, and no value between is read."""
+        while not is_old(node):
+            base = _written(node)
+            is_read = node is not _skip_copies(self.link) and len(node.users) > 1
+            if base is None or node.target in VIEW_OF_SCATTER or is_read:
                 return False
-            made = base
+            node = base
         return True
 
     def _add(self, target: OpOverload | None, *args: Any, **kwargs: Any) -> fx.Node:
@@ -237,23 +235,23 @@ class _ReinplaceRewriter:
 
 
 def _move_up(buffer: fx.Node, copy: fx.Node) -> None:
-    """Let a copy into a buffer stand right behind the last op that wants the old value, so that the new one can go."""
-    held = storages(buffer)
-    readers = {user for node in _aliases(buffer, held) for user in node.users if user < copy}
+    """Move a copy into a buffer right behind the last reader of the old value, so that the new one can be freed."""
+    buffer_storages = storages(buffer)
+    readers = {user for node in _aliases(buffer, buffer_storages) for user in node.users if user < copy}
     last = max({copy.args[1], *readers})  # type: ignore[type-var]
     if last.op == "call_function":  # type: ignore[union-attr]
         last.append(copy)  # type: ignore[union-attr]
 
 
-def _aliases(node: fx.Node, held: set[int]) -> Iterator[fx.Node]:
+def _aliases(node: fx.Node, buffer_storages: set[int]) -> Iterator[fx.Node]:
     yield node
     for user in node.users:
-        if user.target is not aten.copy_.default and storages(user) & held:
-            yield from _aliases(user, held)
+        if user.target is not aten.copy_.default and storages(user) & buffer_storages:
+            yield from _aliases(user, buffer_storages)
 
 
-def _follow(graph: fx.Graph, mode: FakeTensorMode, changed: set[int]) -> None:
-    """Let the views of what now lies in a buffer be views of the buffer."""
+def _update_views(graph: fx.Graph, mode: FakeTensorMode, changed: set[int]) -> None:
+    """Let views of values that are now in a buffer be views of the buffer."""
     for node in graph.nodes:
         if node.op == "call_function" and node.users and storages(node) & changed:
             node.meta["val"] = fake_result(node, mode)

@@ -54,7 +54,7 @@ def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
     if _ops(first.graph) != _ops(second.graph):
         return False
     pairs = zip(first.graph.find_nodes(op="get_attr"), second.graph.find_nodes(op="get_attr"), strict=True)
-    return all(_is_same_constant(getattr(first, str(a.target)), getattr(second, str(b.target))) for a, b in pairs)
+    return all(is_same_constant(getattr(first, str(a.target)), getattr(second, str(b.target))) for a, b in pairs)
 
 
 def _ops(graph: fx.Graph) -> list[object]:
@@ -64,7 +64,8 @@ def _ops(graph: fx.Graph) -> list[object]:
     return [(node.op, target, repr(args)) for node, target, args in zip(graph.nodes, targets, arguments, strict=True)]
 
 
-def _is_same_constant(first: Any, second: Any) -> bool:
+def is_same_constant(first: Any, second: Any) -> bool:
+    """Return True if two constants of graphs are the same, bit by bit."""
     if first is second:
         return True
     tensors = isinstance(first, Tensor) and isinstance(second, Tensor)

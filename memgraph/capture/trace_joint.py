@@ -1,8 +1,8 @@
-"""The first trace: a call is run once on fake tensors, forward and backward, and every op is written down.
+"""Run a call once on fake tensors, forward and backward, and record every op.
 
     parameters, buffers, inputs, tangents -> forward ops, backward ops -> outputs, gradients, newly assigned buffers
 
-What comes out may still hold ops that work in place; `functional.py` sees to these.
+The graph may still have in-place ops, which `functionalize` replaces.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JointGraph:
 
 
 def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
-    """Trace a call and, where gradients are on, its backward from those differentiable outputs that are `wanted`."""
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
@@ -76,7 +76,7 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
-    return step.found(graph)
+    return step.joint_graph(graph)
 
 
 def _traced(
@@ -84,7 +84,7 @@ def _traced(
 ) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
-    with step.notes.following(), mode.knowing():
+    with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
     keep_rnn_workspaces(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
@@ -93,9 +93,10 @@ def _traced(
 
 
 def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
-    """What has to be the same in every call."""
+    """Return what must be the same in every call."""
     leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in step.leaves]
-    return graph, (step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)), step.left
+    facts = step.inputs, step.outputs, leaves, step.spec, step.differentiable, list(step.assigned)
+    return graph, facts, step.attributes_after
 
 
 class _TracedStep:
@@ -103,7 +104,7 @@ class _TracedStep:
 
     def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
         self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
-        self.notes = ProvenanceTracer(call.module)
+        self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
         self.outputs: tuple[Output, ...] = ()
@@ -114,12 +115,11 @@ class _TracedStep:
         self.sources: dict[Output, frozenset[int]] = {}
         self.has_custom_functions = False
         self.rewritten: dict[int, int] = {}
-        self.entries = InputGradEdges()
-        self.trained: list[Tensor] = []  # what backward reaches besides the inputs
-        self.left: AttributeSnapshot  # in the module's attributes, when forward has ended
+        self.grad_edges = InputGradEdges()
+        self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
+        self.attributes_after: AttributeSnapshot
 
-    def found(self, graph: fx.GraphModule) -> JointGraph:
-        """What is known once the trace has ended."""
+    def joint_graph(self, graph: fx.GraphModule) -> JointGraph:
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
@@ -129,62 +129,64 @@ class _TracedStep:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer
-        self.notes.attach(tracer)
+        self.provenance.attach(tracer)
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        self.entries = InputGradEdges.of(values, self._results_of_ops())
+        self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
         outputs = self._read(self._forward(values), values)
         self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
         gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:
-        """The places of inputs that are no leaves for autograd, so that forward may change them."""
+        """Return the positions of inputs that are no autograd leaves, so that forward may change them."""
         given = zip(self.inputs, self.call.tensors, strict=False) if torch.is_grad_enabled() else ()
         return [i for i, (role, tensor) in enumerate(given) if role.kind == "input" and tensor.grad_fn is not None]
 
     def _forward(self, values: Sequence[Tensor]) -> Any:
-        """The module's result, with the traced values in the place of its parameters and buffers."""
-        now = self.call.state(values)
+        """Run the module with traced values in place of its parameters and buffers."""
+        traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
-        with stateless._reparametrize_module(self.call.module, now, tie_weights=True):
+        with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
             result = self.call.run(values)
-            self._find_assigned(now, names)
+            self._find_assigned(traced, names)
         self.before.refuse_leaks(set(map(id, values)))
-        self.left = AttributeSnapshot(self.call.module, values)
+        self.attributes_after = AttributeSnapshot(self.call.module, values)
         return result
 
-    def _find_assigned(self, now: dict[str, Tensor], names: Set[str]) -> None:
-        """Note the buffers, of these names, under which forward has put another tensor."""
+    def _find_assigned(self, traced: dict[str, Tensor], names: Set[str]) -> None:
+        """Record buffers in whose place forward has put another tensor; `names` are the buffers before."""
         module = self.call.module
-        for place, (path, before) in enumerate(now.items()):
+        inputs = set(map(id, traced.values()))
+        for place, (path, before) in enumerate(traced.items()):
             owner, _, name = path.rpartition(".")
-            held = getattr(module.get_submodule(owner), name, None)
-            if held is not before:
-                self.assigned[place] = _assignable(self.inputs[place], before, held)
-        for path, held in module.named_buffers(remove_duplicate=False):
+            assigned = getattr(module.get_submodule(owner), name, None)
+            if assigned is not before:
+                self.assigned[place] = _assignable(self.inputs[place], before, assigned)
+        for path, buffer in module.named_buffers(remove_duplicate=False):
             if path not in names:
                 raise CaptureError(
                     f"forward registers the buffer {path}: register it in __init__, or run the plain module once "
                     "before it is compiled"
                 )
-            if path not in now and isinstance(held, FakeTensor) and all(held is not value for value in now.values()):
+            if path not in traced and isinstance(buffer, FakeTensor) and id(buffer) not in inputs:
                 raise CaptureError(f"forward assigns to {path}, a second name of a buffer: change it in place")
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
-        """The different tensors of a result; the rest of it is kept as `leaves` and `spec`."""
+        """Return the distinct tensors of a result, and keep the rest as `leaves` and `spec`."""
         leaves, self.spec = flatten(result)
-        # The old value of a buffer that was assigned anew is not handed through: the buffer then holds another one.
-        rewritten = self.entries.rewritten(values)
+        # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
+        rewritten = self.grad_edges.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}
-        made = {leaf.untyped_storage()._cdata for leaf in _seen(leaves) if all(leaf is not value for value in values)}
+        inputs = set(map(id, values))
+        differentiable = {leaf.untyped_storage()._cdata for leaf in _differentiated(leaves) if id(leaf) not in inputs}
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 refs.append(leaf)
-            elif (handed := self._handed(leaf, passed, made)) is not None:
-                refs.append(handed)
+            elif (ref := self._input_ref(leaf, passed, differentiable)) is not None:
+                refs.append(ref)
             else:
                 outputs.setdefault(id(leaf), leaf)
                 refs.append(Ref("output", list(outputs).index(id(leaf))))
@@ -194,87 +196,89 @@ class _TracedStep:
             self.rewritten[i] = list(outputs).index(id(values[i]))
         return list(outputs.values())
 
-    def _handed(self, leaf: Tensor, passed: Mapping[int, Tensor], made: Set[int]) -> Ref | None:
-        """What a result is, if it is an input, or a view of one that autograd knows nothing of; `made` are the storages
-        of which autograd knows a view among the results."""
+    def _input_ref(self, leaf: Tensor, passed: Mapping[int, Tensor], differentiable: Set[int]) -> Ref | None:
+        """Return a reference if a result is an input, or a view of one that autograd does not know.
+
+        `differentiable` are the storages with a result that autograd differentiates.
+        """
         for i, value in passed.items():
-            # The gradient of a parameter that is returned shall come out of the graph with the rest of it, and that of
-            # an input with those of its views: they are summed in the order in which autograd would.
-            whole = self.inputs[i].kind == "parameter" or value.untyped_storage()._cdata in made
-            if leaf is value and not (whole and value.requires_grad and torch.is_grad_enabled()):
+            # The gradient of a returned parameter leaves the graph summed with its others, and that of an input with
+            # those of its views: in the order in which autograd sums them.
+            needs_sum = self.inputs[i].kind == "parameter" or value.untyped_storage()._cdata in differentiable
+            if leaf is value and not (needs_sum and value.requires_grad and torch.is_grad_enabled()):
                 return Ref("input", i)
         views = ((i, View.of(leaf, value)) for i, value in passed.items())
         return next((Ref("input", i, view) for i, view in views if view is not None), None)
 
     def _backward(self, values: Sequence[Tensor], outputs: Sequence[Tensor], tracer: Any) -> list[Tensor]:
-        """The gradients of what requires one, for tangents that become further placeholders."""
-        found = {i: output for i, output in enumerate(outputs) if output.requires_grad}
-        self.differentiable = tuple(found)
-        behind = reachable_nodes(output.grad_fn for output in found.values())
-        self.has_custom_functions = any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in behind)
+        """Return the gradients of all inputs that require one, for tangents that become further placeholders."""
+        candidates = {i: output for i, output in enumerate(outputs) if output.requires_grad}
+        self.differentiable = tuple(candidates)
+        nodes = reachable_nodes(output.grad_fn for output in candidates.values())
+        self.has_custom_functions = any(isinstance(node, BackwardCFunction) and not _is_ours(node) for node in nodes)
         needed = [i for i, value in enumerate(values) if value.requires_grad]
-        asked = self.wanted(found) if needed else ()
-        if not asked:
+        roots = self.wanted(candidates) if needed else ()
+        if not roots:
             return []
-        tangents = [_tangent(outputs[i], i, tracer) for i in asked]
-        self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in asked))
-        leaves: list[Any] = [self.entries.edges.get(i, values[i]) for i in needed]
-        self._turn([outputs[i].grad_fn for i in asked], {*map(id, values), *self.entries.seeds()})
+        tangents = [_tangent(outputs[i], i, tracer) for i in roots]
+        self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in roots))
+        leaves: list[Any] = [self.grad_edges.edges.get(i, values[i]) for i in needed]
+        self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
         with without_autocast(values):
-            roots = [outputs[i] for i in asked]
-            gradients = torch.autograd.grad(roots, leaves, tangents, allow_unused=True)
-        made = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
+            starts = [outputs[i] for i in roots]
+            gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
+        grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
         self.sources = _sources(
-            outputs, asked, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))
+            outputs, roots, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))
         )
-        for role, gradient in made.items():
+        for role, gradient in grads.items():
             if gradient.layout != torch.strided:
                 raise CaptureError(f"the gradient of {role.label} is {gradient.layout}: use sparse=False")
-        self.outputs += tuple(map(_gradient_of, made))
-        return list(made.values())
+        self.outputs += tuple(map(_gradient_of, grads))
+        return list(grads.values())
 
-    def _turn(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
-        """Forward has ended: note where each op of backward will come from, and which tensors it will reach."""
+    def _begin_backward(self, roots: Sequence[Node | None], inputs: set[int]) -> None:
+        """Record the provenance of backward's ops, and which tensors besides the inputs it reaches."""
         nodes = reachable_nodes(roots)
-        self.notes.turn(nodes)
+        self.provenance.begin_backward(nodes)
         variables = [getattr(node, "variable", None) for node in nodes]
         self.trained = [variable for variable in variables if variable is not None and id(variable) not in inputs]
 
 
 def _is_ours(node: BackwardCFunction) -> bool:
-    """Whether it is of a function that the capture itself has put there."""
+    """Return True if capture itself has inserted this function."""
     return str(type(node)._forward_cls.__module__).startswith("memgraph.")  # type: ignore[attr-defined]
 
 
-def _seen(leaves: Sequence[Any]) -> list[Tensor]:
-    """The tensors among these that autograd has to differentiate."""
+def _differentiated(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that autograd has to differentiate."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()]
 
 
 def _sources(
-    outputs: Sequence[Tensor], asked: Sequence[int], leaves: Mapping[Output, Tensor | GradientEdge]
+    outputs: Sequence[Tensor], roots: Sequence[int], leaves: Mapping[Output, Tensor | GradientEdge]
 ) -> dict[Output, frozenset[int]]:
-    """From which outputs backward leads to each of these leaves."""
+    """Map each leaf to the outputs from which backward reaches it."""
     reached = {}
-    for i in asked:
+    for i in roots:
         nodes = reachable_nodes([outputs[i].grad_fn])
         reached[i] = {outputs[i], *nodes, *(getattr(node, "variable", None) for node in nodes)}
     ends = {role: leaf.node if isinstance(leaf, GradientEdge) else leaf for role, leaf in leaves.items()}
-    return {role: frozenset(i for i in asked if end in reached[i]) or frozenset(asked) for role, end in ends.items()}
+    return {role: frozenset(i for i in roots if end in reached[i]) or frozenset(roots) for role, end in ends.items()}
 
 
-def _assignable(role: Input, before: Tensor, held: object) -> Tensor:
-    """The tensor that was assigned to a buffer, if a copy into the buffer amounts to the same."""
-    if role.kind == "parameter" or not isinstance(held, Tensor):
+def _assignable(role: Input, before: Tensor, assigned: object) -> Tensor:
+    """Return the tensor that was assigned to a buffer, if copying it into the buffer is the same."""
+    if role.kind == "parameter" or not isinstance(assigned, Tensor):
         raise CaptureError(
-            f"forward puts a {type(held).__name__} in the place of {role.label}, as no captured step can"
+            f"forward puts a {type(assigned).__name__} in the place of {role.label}, as no captured step can"
         )
-    if (held.shape, held.dtype, held.device) != (before.shape, before.dtype, before.device):
+    if (assigned.shape, assigned.dtype, assigned.device) != (before.shape, before.dtype, before.device):
         raise CaptureError(
-            f"forward assigns {held.dtype} {tuple(held.shape)} to {role.label}, which is {before.dtype} "
+            f"forward assigns {assigned.dtype} {tuple(assigned.shape)} to {role.label}, which is {before.dtype} "
             f"{tuple(before.shape)}; a captured step can only give it a tensor of its own dtype and shape"
         )
-    return held
+    return assigned
 
 
 def _gradient_of(role: Input) -> Output:
@@ -282,7 +286,7 @@ def _gradient_of(role: Input) -> Output:
 
 
 def _tangent(output: Tensor, index: int, tracer: Any) -> Tensor:
-    """A placeholder behind the others: the gradient of an output, dense, its strides in the output's order."""
+    """Insert a placeholder for the gradient of an output: dense, with the output's order of dimensions."""
     with disable_proxy_modes_tracing():
         tangent = torch.empty_like(output.detach())
     last = [node for node in tracer.graph.nodes if node.op == "placeholder"][-1]

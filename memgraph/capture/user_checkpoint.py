@@ -1,17 +1,11 @@
-"""A user's `torch.utils.checkpoint`, made to do nothing while a step is captured.
+"""Make torch's special cases behave in a trace as in eager.
 
-Traced as it is, its recomputation would be written into the graph, where it draws fresh dropout masks: wrong gradients
-without an error.  memgraph decides itself what to recompute.  The functions behind `checkpoint` are replaced, not that
-name: others hold partials of it.
-
-
-MERGED:What eager takes without gradients, and leaves out in a trace, though it differs in the last bits.
-
+    torch.utils.checkpoint in the model      ->   calls its function: memgraph decides what to recompute
     TransformerEncoderLayer, eval, no_grad   ->   one aten._transformer_encoder_layer_fwd, as in eager
     torch.linalg.svdvals(x), no gradient     ->   aten._linalg_svd(x, compute_uv=False), as in eager
 
-Where torch sees that it is traced it leaves them out, because a trace may want to differentiate what is in them.  Here
-nobody does: with gradients, torch does not take them in eager either.
+A traced checkpoint would draw new dropout masks when it recomputes: wrong gradients without an error. Fused layers and
+decompositions without vectors give other bits; torch avoids them in a trace, which might need their gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint as theirs
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
@@ -35,37 +29,40 @@ GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_witho
 
 @contextmanager
 def without_checkpoint() -> Iterator[None]:
-    """Both of checkpoint's modes only call the function."""
-    there = [name for name in GENERATORS if hasattr(theirs, name)]
-    if not there or not hasattr(theirs, "CheckpointFunction"):
+    """Let both modes of checkpoint only call the function.
+
+    The functions behind `checkpoint` are replaced, not that name: others hold partials of it.
+    """
+    generators = [name for name in GENERATORS if hasattr(torch_checkpoint, name)]
+    if not generators or not hasattr(torch_checkpoint, "CheckpointFunction"):
         raise CaptureError(
             f"torch.utils.checkpoint of torch {torch.__version__} is not laid out as memgraph knows it; "
             "a checkpoint in the model would give wrong gradients"
         )
-    replaced: dict[str, Any] = {"CheckpointFunction": _Plain} | dict.fromkeys(there, _nothing)
-    with mock.patch.multiple(theirs, **replaced):
+    replaced: dict[str, Any] = {"CheckpointFunction": _PlainCall} | dict.fromkeys(generators, _run_plainly)
+    with mock.patch.multiple(torch_checkpoint, **replaced):
         yield
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """A generator in the place of the one that runs around a checkpointed function."""
+def _run_plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Replaces the generator that runs around a checkpointed function."""
     yield
 
 
-class _Plain:
-    """In the place of the autograd Function of the reentrant mode."""
+class _PlainCall:
+    """Replaces the autograd Function of the reentrant mode."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         # In the reentrant mode nothing inside gets a gradient unless one of the arguments asks for one.
-        asked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with torch.set_grad_enabled(asked and torch.is_grad_enabled()):
+        requires_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return function(*args)
 
 
 @contextmanager
 def eager_fast_paths() -> Iterator[None]:
-    """Let attention and encoder layers choose as they do when nobody traces."""
+    """Let attention and encoder layers choose their fused kernels as outside of a trace."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.overrides, "has_torch_function", _is_overridden))
         if hasattr(activation, "_is_make_fx_tracing"):
@@ -74,7 +71,7 @@ def eager_fast_paths() -> Iterator[None]:
 
 
 def _is_overridden(tensors: Iterable[object]) -> bool:
-    """Whether a class of one of these overrides torch's functions; the mode of the trace does not count."""
+    """Return True if a class overrides torch's functions; the mode of the trace does not count."""
     kinds = {type(tensor) for tensor in tensors} - {Tensor}
     off = torch._C._disabled_torch_function_impl
     return any(getattr(kind, "__torch_function__", off) is not off for kind in kinds)
@@ -82,7 +79,7 @@ def _is_overridden(tensors: Iterable[object]) -> bool:
 
 @contextmanager
 def eager_value_decompositions() -> Iterator[None]:
-    """Let singular values and eigenvalues be computed without vectors where eager would, which gives other bits."""
+    """Compute singular values and eigenvalues without vectors where eager does, which gives other bits."""
     svdvals, eigvalsh = torch.linalg.svdvals, torch.linalg.eigvalsh
 
     def singular(A: Tensor, *, driver: str | None = None, **kwargs: Any) -> Tensor:
@@ -100,5 +97,5 @@ def eager_value_decompositions() -> Iterator[None]:
 
 
 def _needs_vectors(matrix: object) -> bool:
-    """Whether a gradient would need them; other threads have real matrices, of which torch knows that itself."""
+    """Return True if a gradient needs them, or if the matrix is a real one, of another thread."""
     return not isinstance(matrix, FakeTensor) or (matrix.requires_grad and torch.is_grad_enabled())

@@ -1,17 +1,16 @@
-"""The fx graph of a step: read it, change it, cut it into two halves.
+"""The fx graph of a step: read it, change it, partition it into forward and backward.
 
 captured            Captured: the joint graph and the roles of its inputs and outputs
 nodes               facts about a node: views, storages, mutation, randomness
+float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
-result_layout       how the results of an op are laid out
+result_layout       layout of an op's results
 aten_shims          ops that aten lacks
 ops                 runtime ops: offload, reload, wait, free, update, collectives
-accumulate_grads    add gradients to .grad inside backward
+accumulate_grads    add gradients to .grad, and over micro-batches, inside backward
 fuse_updates        insert parameter updates into backward
-sums                where gradients are summed over micro-batches
 summarize           fx graph -> passes.Trace
 rewrite             fx graph and planned trace -> rewritten fx graph
 partition           joint graph -> forward and backward GraphModule
-unused              a backward half without the gradients of unused outputs
-inductor            compile a stretch of a graph
+inductor            compile segments of a graph
 """

@@ -1,18 +1,15 @@
-"""Let backward add each gradient to the one that is there as soon as it is made.
+"""Add gradients inside backward, as soon as they are computed.
 
 g = mm(x, d)                        g = mm(x, d)
-...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes go here
+...                       ->        w_grad = accumulate(w_grad, g)    # in place; g's bytes are free here
 return g                            ...
                                     return w_grad
 
-
-MERGED:The gradient of a parameter is summed over micro-batches as soon as it is made, and where its first term lies.
-
-g_1 = mm(t_1, x_1)                      g_1 = mm(t_1, x_1)
-...                                     ...
-g_2 = mm(t_2, x_2)             ->       g_2 = mm(t_2, x_2)
-...                                     g = accumulate(g_1, g_2)     # in place; the same bits
-g = add(g_1, g_2)                       ...
+g_1 = mm(t_1, x_1)                  g_1 = mm(t_1, x_1)
+...                                 ...
+g_2 = mm(t_2, x_2)        ->        g_2 = mm(t_2, x_2)
+...                                 g = accumulate(g_1, g_2)     # micro-batches: in place; the same bits
+g = add(g_1, g_2)                   ...
 """
 
 from __future__ import annotations
@@ -26,33 +23,37 @@ from .nodes import aten, is_lazy, returned_values, storages
 from .ops import accumulate
 
 
-def accumulate_grads(captured: Captured, watched: Container[str]) -> fx.Graph:
-    """A copy of the joint graph that takes the parameters' gradients as inputs, and adds to those not `watched`; and to
-    this rank's part of what ranks have summed."""
+def accumulate_grads(captured: Captured, hooked: Container[str]) -> fx.Graph:
+    """Return a joint graph that takes existing gradients as inputs and adds to them, except for `hooked` parameters.
+
+    Shards of reduced gradients are added to as well.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     output = graph.output(graph.graph_copy(captured.graph.graph, copies))
     output.meta = dict(captured.graph.graph.output_node().meta)
-    inputs, handed = graph.find_nodes(op="placeholder"), returned_values(graph)
+    inputs, results = graph.find_nodes(op="placeholder"), returned_values(graph)
     owners = {role.name: node for role, node in zip(captured.inputs, inputs, strict=True) if role.kind == "parameter"}
     last_input = inputs[-1]
     for place, role in enumerate(captured.outputs):
         if role.kind not in ("gradient", "shard"):
             continue
         with graph.inserting_after(last_input):
-            last_input = _gradient_input(graph, owners[role.name] if role.kind == "gradient" else handed[place])
-        if role.kind == "shard" or role.name not in watched:
-            with graph.inserting_after(handed[place]):
-                handed[place] = _accumulate(graph, last_input, handed[place])
-    output.args = (tuple(handed),)
+            last_input = _gradient_input(graph, owners[role.name] if role.kind == "gradient" else results[place])
+        if role.kind == "shard" or role.name not in hooked:
+            with graph.inserting_after(results[place]):
+                results[place] = _accumulate(graph, last_input, results[place])
+    output.args = (tuple(results),)
     return graph
 
 
-def mark_hooked_grads(captured: Captured, watched: Container[str]) -> None:
-    """Say of the gradients of these parameters that autograd hands them on, so that they can't go elsewhere; nor can
-    those that are yet to be conjugated or negated, of which a copy would have to be made for it."""
+def mark_hooked_grads(captured: Captured, hooked: Container[str]) -> None:
+    """Mark the gradients of these parameters, which autograd accumulates, so that they are not offloaded.
+
+    Lazily conjugated or negated gradients are marked as well: to offload them takes a copy.
+    """
     output = captured.graph.graph.output_node()
     output.meta["kinds"] = tuple(
-        "watched" if role.kind == "gradient" and (role.name in watched or is_lazy(node)) else kind
+        "watched" if role.kind == "gradient" and (role.name in hooked or is_lazy(node)) else kind
         for role, kind, node in zip(
             captured.outputs, output.meta["kinds"], returned_values(captured.graph.graph), strict=True
         )
@@ -60,7 +61,7 @@ def mark_hooked_grads(captured: Captured, watched: Container[str]) -> None:
 
 
 def _gradient_input(graph: fx.Graph, owner: fx.Node) -> fx.Node:
-    """An input for the gradient that is there, which looks like the parameter, or the part of a sum, whose it is."""
+    """Insert an input for an existing gradient, with the layout of its parameter or shard."""
     node = graph.placeholder(f"{owner.name}_grad")
     node.meta = {"kind": "gradient", "val": owner.meta["val"].detach().clone(), "where": owner.meta.get("where", "")}
     return node
@@ -73,7 +74,10 @@ def _accumulate(graph: fx.Graph, gradient: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def sum_grads_early(graph: fx.Graph) -> None:
-    """Let each sum over micro-batches stand behind its last term, and in place if nobody else needs the first."""
+    """Move each sum over micro-batches behind its last term.
+
+    It is made in-place if the first term is not read later.
+    """
     sums = dict[fx.Node, None]()
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if _is_sum(node, sums):
@@ -91,7 +95,7 @@ def sum_grads_early(graph: fx.Graph) -> None:
 
 
 def _is_sum(node: fx.Node, sums: Container[fx.Node]) -> bool:
-    """Whether it adds what one more micro-batch says of a parameter."""
+    """Return True if a node adds the gradient from one more micro-batch."""
     terms = node.all_input_nodes
     if node.kwargs or node.meta["phase"] != "backward" or node.meta.get("part") or len(terms) != 2:
         return False
@@ -103,7 +107,12 @@ def _sum_in_place(node: fx.Node, holders: Mapping[int, Sequence[fx.Node]], place
     term, total = first.meta["val"], node.meta["val"]
     alike = (term.shape, term.stride(), term.dtype) == (total.shape, total.stride(), total.dtype)
     fills = term.untyped_storage().nbytes() == total.untyped_storage().nbytes()
-    held = [holder for storage in storages(first) for holder in holders[storage]]
-    made = all(holder.op == "call_function" for holder in held)
-    if alike and fills and made and all(place[user] <= place[node] for holder in held for user in holder.users):
+    same_storage = [holder for storage in storages(first) for holder in holders[storage]]
+    is_own = all(holder.op == "call_function" for holder in same_storage)
+    if (
+        alike
+        and fills
+        and is_own
+        and all(place[user] <= place[node] for holder in same_storage for user in holder.users)
+    ):
         node.target, node.meta["val"] = accumulate, term

@@ -1,12 +1,12 @@
-"""Ops that aten lacks, so that a graph without ops in place and without grad mode runs the kernels that eager runs.
+"""Ops that aten lacks, so that a functional graph runs the kernels that eager runs.
 
     x.add_(y), x with gaps in its memory      ->  laid(add(x, y), x's strides)
     mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
     select_scatter(x, y), x an input          ->  select_scatter(laid(x, x's strides), y)
 
-Kernels look at strides: the last bits of a sigmoid depend on how many numbers stand in a row.  And oneDNN's recurrent
-layer makes the workspace that its backward reads only where grad mode is on.  And a scatter copies the whole storage of
-what it is given, which may be the caller's data set, of which the input is a slice.
+Kernels look at strides: the last bits of a sigmoid depend on the length of a row. oneDNN's recurrent layer makes the
+workspace of its backward only in grad mode. A scatter copies the whole storage of its argument; if that is a slice of
+the caller's data set, the storage is the data set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from .nodes import all_storages, allocates_nothing, aten, fake_result, storages
 
 LAYER = aten.mkldnn_rnn_layer.default
-# A write into a view, made functional: they copy the storage of the view, all of it, and not only what it covers.
+# Functional writes into a view. They copy the whole storage of the view, not only what it covers.
 COPY_STORAGES = (
     aten.copy.default,
     aten.slice_scatter.default,
@@ -30,8 +30,8 @@ COPY_STORAGES = (
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 )
-# Where the two numbers by which dropout is drawn again stand among their results: backward reads them on the host, and
-# with them on the device, where the fake ones are, the process would end.  Not yet run on a GPU.
+# Position of the two seeds of dropout among the results. Backward reads them on the host; with seeds on the device, as
+# the fake ones are, the process would crash.  Not yet run on a GPU.
 SEEDS_ON_HOST = {aten._scaled_dot_product_efficient_attention.default: 2, aten._efficient_attention_forward.default: 2}
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
@@ -40,24 +40,24 @@ _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"
 
 
 def copy_with_strides(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """A copy of `x` with these strides."""
+    """Return a copy of `x` with these strides."""
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def keep_rnn_workspaces(graph: fx.Graph) -> None:
-    """Let the recurrent layers that ran in grad mode do so in the graph as well."""
+    """Let recurrent layers that were traced in grad mode run in grad mode."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         if node.meta["val"][3].numel():
             node.target = torch.ops.memgraph_surrogates.rnn_layer.default
 
 
 def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Let what copies a storage copy of an input's no more than the input: nobody knows how large that storage is."""
-    given = all_storages(graph.find_nodes(op="placeholder"))
+    """Let ops that copy a storage copy only the input, since the size of its storage is unknown."""
+    inputs = all_storages(graph.find_nodes(op="placeholder"))
     views = {node for node in graph.nodes if node.op == "call_function" and allocates_nothing(node)}
     changed = set[fx.Node]()
     for node in graph.nodes:
-        if node.target in COPY_STORAGES and not given.isdisjoint(storages(node.args[0])):
+        if node.target in COPY_STORAGES and not inputs.isdisjoint(storages(node.args[0])):
             value: Tensor = node.args[0].meta["val"]
             if node.meta["val"].stride() != value.stride():  # its elements overlap, and they alone are copied
                 continue
@@ -71,15 +71,15 @@ def copy_only_inputs(graph: fx.Graph, mode: FakeTensorMode) -> None:
         changed.add(node)
 
 
-def copy_as_laid_out(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
-    """The fake result of an op, where torch's own has not the storages that the kernel makes."""
+def match_kernel_layout(func: OpOverload, args: Sequence[Any], result: Any, mode: FakeTensorMode) -> Any:
+    """Return the fake result of an op with the storages that the kernel makes, where torch's fake differs."""
     if func is LAYER and torch.is_grad_enabled():
-        with mode:  # not its size, which oneDNN knows alone: `truth.py` corrects that
+        with mode:  # only oneDNN knows its size: `correct_fakes.py` measures it
             return (*result[:3], result[3].new_empty(1))
     if func is aten.mkldnn_rnn_layer_backward.default:
-        with mode:  # whatever it reads it makes float32, which the fake ones are from torch 2.13 on
-            made = [torch.empty_like(one, dtype=torch.float32) if one.dtype != torch.float32 else one for one in result]
-            return (*made[:4], torch.empty_like(made[3]), *made[5:])
+        with mode:  # its results are float32 for any dtype; so are torch's fakes from 2.13 on
+            grads = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in result]
+            return (*grads[:4], torch.empty_like(grads[3]), *grads[5:])
     if func in SEEDS_ON_HOST:
         first, last = SEEDS_ON_HOST[func], SEEDS_ON_HOST[func] + 2
         with mode:

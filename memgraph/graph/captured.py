@@ -1,4 +1,4 @@
-"""The graph of a whole step, and the roles of its inputs and outputs.
+"""The graph of a step, and the roles of its inputs and outputs.
 
 placeholders `inputs`  ->  forward ops, backward ops  ->  results `outputs`
 """
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
+from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A step.  The graph's placeholders are `inputs`, it returns `outputs`, and its nodes bear `val`, `phase`, `where`.
+    """A step. The graph has placeholders `inputs` and results `outputs`; meta of nodes has `val`, `phase`, `where`.
 
     `leaves` and `spec` are the module's result, with a `Ref` in place of each tensor.
 
@@ -29,6 +30,9 @@ class Captured:
     Names of parameters: backward updates `updates`, and averages the gradients of `reduced` over ranks. Forward gathers
     the buckets `gathers` from other ranks. `has_custom_functions`: a Python autograd.Function computed an output, and
     may hold tensors that the graph does not show.
+
+    Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
+    capture are `float_values`. At `special_values` the graph would be another.
     """
 
     graph: fx.GraphModule
@@ -45,21 +49,23 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     has_custom_functions: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
+    floats: tuple[FloatNode, ...] = ()
+    float_values: FloatValues = field(default_factory=dict)
+    special_values: tuple[SpecialValue, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """What the module returns, of what the graph returned and of the real tensors that it read."""
+        """Return the module's result for the graph's outputs and the real tensors that it read."""
         tensors = {"output": outputs, "input": inputs}
-        found: dict[Ref, Tensor] = {}  # a tensor that is returned twice is one
+        returned: dict[Ref, Tensor] = {}  # a tensor that is returned twice is one object
         for leaf in self.leaves:
-            if isinstance(leaf, Ref) and leaf not in found:
-                found[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
-        return unflatten([found[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec)
+            if isinstance(leaf, Ref) and leaf not in returned:
+                returned[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
+        return unflatten([returned[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves], self.spec)
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for: a parameter or buffer by its name, an input by its place among the different
-    tensors that the call is given, a tangent by the place of its output."""
+    """The role of a placeholder. A tangent has the index of its output."""
 
     kind: Literal["parameter", "buffer", "input", "tangent"]
     name: str = ""
@@ -67,14 +73,13 @@ class Input:
 
     @property
     def label(self) -> str:
-        """As an error names it."""
+        """The name in an error."""
         return f"{self.kind} {self.name or self.index}"
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the graph returns at a place: an output, the gradient of the parameter `name` or of the input `index`, or
-    this rank's part of what all ranks have of the bucket `index`."""
+    """The role of a result: an output, a gradient of a parameter or an input, or this rank's shard of a bucket."""
 
     kind: Literal["output", "gradient", "input_gradient", "shard"]
     name: str = ""
@@ -83,21 +88,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor in the module's result: an output of the graph, or an input that was handed through, as it is
-    or as a view of it."""
+    """A tensor in the module's result: an output of the graph, or an input, possibly viewed."""
 
     kind: Literal["output", "input"]
     index: int
     view: View | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What it stands for, of the output or input at its place."""
         return tensor if self.view is None else self.view.on(tensor)
 
 
 @dataclass(frozen=True)
 class View:
-    """How a view lies in what it is a view of; autograd knows nothing of it, least of all if it is `detached`."""
+    """The layout of a view in its base. Autograd does not know it; `detached` says that not even its base does."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -106,9 +109,9 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor, source: Tensor) -> View | None:
-        """How a tensor lies in another one; None if it is none of its views, or one that has to be computed."""
-        is_seen = tensor.requires_grad and torch.is_grad_enabled()
-        if is_seen or tensor.layout != torch.strided or tensor.dtype != source.dtype:
+        """Return the layout of a tensor in another one; None if it is no view of it, or if autograd computes it."""
+        is_differentiable = tensor.requires_grad and torch.is_grad_enabled()
+        if is_differentiable or tensor.layout != torch.strided or tensor.dtype != source.dtype:
             return None
         if tensor.untyped_storage()._cdata != source.untyped_storage()._cdata or tensor.is_conj() or tensor.is_neg():
             return None
@@ -116,7 +119,7 @@ class View:
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor._base is not source)
 
     def on(self, source: Tensor) -> Tensor:
-        """The view of the real one."""
+        """Return this view of a real tensor."""
         source = source.detach() if self.detached else source
         if (self.shape, self.stride, self.offset) == (source.shape, source.stride(), 0) and self.detached:
             return source

@@ -1,11 +1,11 @@
-"""Let backward update each parameter itself.
+"""Update each parameter inside backward.
 
 dx = mm(dy, w)                          dx = mm(dy, w)
 dw = mm(x_t, dy)              ->        dw = mm(x_t, dy)
 ...                                     ...
 return dw                               w_update = update(w, dw)    # in place
 
-Where the update stands is the text's affair: see `passes/order/early_updates.py`.
+`passes/order/early_updates.py` decides where the update is.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .ops import update
 def add_updates(
     captured: Captured, module: nn.Module, optimizer: optim.Optimizer
 ) -> tuple[Captured, dict[str, Tensor]]:
-    """The step that updates what this optimizer has of the module, and the parameters by the names of the ops that do.
+    """Insert the updates of this optimizer, and return the updated parameters by the names of the ops.
 
     Raises:
-        FusedError: one of them shares memory, so backward would read what is updated; or see `fusing`.
+        FusedError: a parameter shares memory, so backward would read what is updated; or as in `fuse_updates`.
     """
     named = dict(module.named_parameters())
     owned = {p for group in optimizer.param_groups for p in group["params"]}
@@ -40,12 +40,10 @@ def add_updates(
 
 
 def fuse_updates(captured: Captured, names: Container[str]) -> Captured:
-    """The step that updates the parameters of these names itself, and does not hand out their gradients.
-
-    The graph is changed in place.
+    """Insert updates of these parameters in place of their gradients among the results. Changes the graph.
 
     Raises:
-        FusedError: backward would begin where nobody can say whether gradients are scaled.
+        FusedError: backward starts from a non-scalar, whose gradient may be scaled.
     """
     graph = captured.graph.graph
     output, handed = graph.output_node(), returned_values(graph)
@@ -68,7 +66,7 @@ def fuse_updates(captured: Captured, names: Container[str]) -> Captured:
 
 
 def updated_parameters(graph: fx.Graph) -> dict[str, str]:
-    """The name of the parameter that each node updates, by the node's name, in the graph's order."""
+    """Map the name of each update node to its parameter's name, in the graph's order."""
     return {str(node.name): str(node.args[2]) for node in graph.nodes if node.target is update}
 
 

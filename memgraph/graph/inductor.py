@@ -1,9 +1,9 @@
-"""One stretch of a graph -> one function that Inductor has compiled.
+"""Compile segments of a graph with Inductor.
 
-    compiled(part)(x, r)  ->  (y, n)
+    compile_segment(part)(x, r)  ->  (y, n)
 
-Stretches that are alike, wherever they stand, are compiled once in a process, and Inductor's own cache on disk keeps
-them for the next one.  Before the first of a process a word is logged, since it may take minutes.
+Equal segments are compiled once in a process, and Inductor's cache on disk keeps them for the next one. The first
+compilation of a process is logged, since it may take minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CompiledFunction = Callable[..., Any]
 
 
 class Segment:
-    """A compiled stretch, to be called from a graph as an op is."""
+    """A compiled segment, called from a graph like an op."""
 
     __module__ = __name__
     __name__ = __qualname__ = "segment"
@@ -39,46 +39,45 @@ class Segment:
         return f"segment {self.digest}"
 
 
-_known: dict[str, Segment] = {}
-_refused: set[str] = set()  # what Inductor could not compile, and nobody insisted on
+_segments: dict[str, Segment] = {}
+_refused: set[str] = set()  # digests that Inductor could not compile
 _log = logging.getLogger(__name__)
 
 
 def compile_segments(parts: Mapping[str, fx.Graph], required: bool) -> dict[str, Segment]:
-    """What runs each part, by its name.  What can't be compiled is left out if `required` is false; the first time in a
-    process there is a warning then.
+    """Return the compiled segments by name. If not `required`, leave out what can't be compiled, and warn once.
 
     Raises:
-        LoweringError: Inductor can't compile one of them, and all must be.
+        LoweringError: a required segment can't be compiled.
     """
     digests = {name: _digest(part) for name, part in parts.items()}
-    _announce(len(set(digests.values()) - _known.keys()))
-    found = {}
+    _announce(len(set(digests.values()) - _segments.keys()))
+    segments = {}
     for name, part in parts.items():
         if required or digests[name] not in _refused:
             try:
-                found[name] = compile_segment(part)
+                segments[name] = compile_segment(part)
             except LoweringError as error:
                 if required:
                     raise
-                _leave(digests[name], error)
-    return found
+                _refuse(digests[name], error)
+    return segments
 
 
 def compile_segment(part: fx.Graph) -> Segment:
-    """What runs `part`, a graph of fake values whose placeholders are all that it reads.
+    """Compile a graph of fake values, whose placeholders are all that it reads.
 
     Raises:
         LoweringError: Inductor can't compile it.
     """
     key = _digest(part)
-    if key not in _known:
-        _known[key] = Segment(key, _compile(part))
-    return _known[key]
+    if key not in _segments:
+        _segments[key] = Segment(key, _compile(part))
+    return _segments[key]
 
 
 def _compile(part: fx.Graph) -> CompiledFunction:
-    from torch._inductor import standalone_compile  # takes its time to be imported, which others need not wait for
+    from torch._inductor import standalone_compile  # slow to import
 
     given = [node.meta["val"] for node in part.find_nodes(op="placeholder")]
     try:
@@ -89,28 +88,27 @@ def _compile(part: fx.Graph) -> CompiledFunction:
         where = next((node.meta.get("where") for node in part.nodes if node.meta.get("where")), "the model")
         raise LoweringError(
             f"Inductor can't compile {count} ops at {where}: {type(error).__name__}: {error}\n"
-            "it wants a C++ compiler for a CPU and Triton for a GPU; give lower=None to do without it"
+            "it needs a C++ compiler for a CPU and Triton for a GPU; give lower=None to run without it"
         ) from error
 
 
 def _announce(count: int) -> None:
-    """Say, once, what will be waited for."""
-    if count and not _known:
+    if count and not _segments:
         _log.warning(
-            "memgraph has Inductor compile up to %d kernels for this step, which may take minutes the first time; "
-            "lower=None does without",
+            "memgraph compiles up to %d kernels with Inductor for this step, which may take minutes the first time; "
+            "lower=None avoids it",
             count,
         )
 
 
-def _leave(digest: str, error: LoweringError) -> None:
+def _refuse(digest: str, error: LoweringError) -> None:
     if not _refused:
         warn_user(f"what can't be compiled runs op by op: {error}")
     _refused.add(digest)
 
 
 def _digest(part: fx.Graph) -> str:
-    """Two parts with the same digest do the same to values of the same layout."""
+    """Return a digest that is equal for parts that do the same to values of the same layout."""
     place: dict[fx.Node, str] = {}
     lines = [f"{torch.__version__} {torch.get_num_threads()}"]
     for node in part.nodes:
@@ -118,7 +116,7 @@ def _digest(part: fx.Graph) -> str:
         place[node] = f"%{len(place)}"
         value = node.meta.get("val") if node.op == "placeholder" else None
         target = node.target if node.op == "call_function" else ""
-        lines.append(f"{node.op} {target} {args!r} {tree_map(_described, value)!r}")
+        lines.append(f"{node.op} {target} {args!r} {tree_map(_layout, value)!r}")
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
@@ -126,7 +124,7 @@ def _is_node(leaf: object) -> bool:
     return isinstance(leaf, fx.Node)
 
 
-def _described(value: object) -> object:
+def _layout(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return str(value.dtype), tuple(value.shape), value.stride(), int(value.storage_offset()), str(value.device)

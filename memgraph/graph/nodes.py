@@ -1,6 +1,6 @@
-"""What can be read off a node of a traced graph, and what may be dropped of such a graph.
+"""Facts about the nodes of a traced graph, and removal of nodes that are not needed.
 
-%add_ : aten.add_.Tensor(%x, %y)    ->   writes to %x; holds the storage of %x; makes nothing
+%add_ : aten.add_.Tensor(%x, %y)    ->   writes to %x; holds the storage of %x; allocates nothing
 """
 
 from __future__ import annotations
@@ -17,43 +17,41 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
-STATISTICS = ("running_mean", "running_var")  # which batch norms change without saying so
+STATISTICS = ("running_mean", "running_var")  # batch norms change these, though their schemas do not say so
 
 
 def tensors(node: fx.Node) -> list[Tensor]:
-    """The fake tensors of its value."""
+    """Return the fake tensors of a node's value."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
 
 
 def storages(node: fx.Node) -> set[int]:
-    """The storages that its value holds."""
+    """Return the storages of a node's value."""
     return {tensor.untyped_storage()._cdata for tensor in tensors(node)}
 
 
 def all_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages that their values hold."""
     return {storage for node in nodes for storage in storages(node)}
 
 
 def allocates_nothing(node: fx.Node) -> bool:
-    """Whether its value holds only storages of what it reads, as that of a view."""
+    """Return True if the value only has storages of the node's inputs, as a view does."""
     return storages(node) <= all_storages(node.all_input_nodes)
 
 
 def returned_values(graph: fx.Graph) -> list[Any]:
-    """The nodes that the graph returns."""
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def changes_inputs(node: fx.Node) -> bool:
-    """Whether it writes to what it reads; the batch norms that update running statistics don't say so themselves."""
+    """Return True if the node writes to its inputs. Batch norms write to running statistics without saying so."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
-    """The values that it writes to, as its schema says, or as is known of batch norms that update statistics."""
+    """Return the inputs that the node writes to, by its schema or as a batch norm that updates statistics."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not changes_inputs(node):
         return []
@@ -66,20 +64,25 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
 
 
+def argument_types(target: OpOverload) -> list[tuple[str, str]]:
+    """Return names and types of an op's arguments."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """The fake value that it has, reading what it reads now."""
+    """Run a node on the fake values of its inputs."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether it may draw random numbers."""
+    """Return True if the node may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Drop what nobody reads, but not what draws random numbers: the next op would draw others."""
+    """Drop unread nodes, except those that draw random numbers: the next op would draw others."""
     for node in reversed(graph.nodes):
         needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure()
         if node.op in ("call_function", "get_attr") and not needed:
@@ -87,7 +90,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Drop what only gives a value another name, as autograd does with all that it saves."""
+    """Drop nodes that only rename a value, as autograd does with all that it saves."""
     for node in graph.nodes:
         if node.target in ALIASES and node not in kept:
             node.replace_all_uses_with(node.args[0])
@@ -95,31 +98,31 @@ def drop_aliases(graph: fx.Graph, kept: set[fx.Node]) -> None:
 
 
 def drop_identity_views(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Let a view that lies as something does that it is a view of be that: `t(t(x))` is `x`."""
-    behind: dict[fx.Node, list[fx.Node]] = {}
+    """Replace a view by its base if it has the same layout: `t(t(x))` is `x`."""
+    bases: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         source = _viewed(node)
         if source is None:
             continue
-        behind[node] = [source, *behind.get(source, ())]
-        same = next((other for other in behind[node] if _lies(other) == _lies(node)), None)
+        bases[node] = [source, *bases.get(source, ())]
+        same = next((other for other in bases[node] if _layout(other) == _layout(node)), None)
         if same is not None and node not in kept:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Let what copies a value that nobody changes any more be that value.
+    """Replace a copy by its source if the source does not change after it.
 
-    Neither of them is handed out, and the value is all of its storage, so that nothing lives longer than with the copy.
+    Neither is an output, and the source fills its storage, so no storage lives longer than with the copy.
     """
-    given = all_storages(
+    outside = all_storages(
         [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *returned_values(graph)]
     )
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.args[0]
         whole = source.meta["val"].untyped_storage().nbytes() == node.meta["val"].untyped_storage().nbytes()
-        if whole and _lies(source) == _lies(node) and not (storages(node) | storages(source)) & given:
+        if whole and _layout(source) == _layout(node) and not (storages(node) | storages(source)) & outside:
             views = [user for user in node.users if storages(user) & storages(node)]
             if not views:
                 node.replace_all_uses_with(source)
@@ -127,19 +130,19 @@ def drop_copies(graph: fx.Graph) -> None:
 
 
 def drop_unread_statistics(graph: fx.Graph) -> None:
-    """Drop the running statistics that the backward of a batch norm in training is given, and does not read."""
+    """Drop the running statistics that the backward of a batch norm in training is given, but does not read."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def changed_storages(graph: fx.Graph) -> set[int]:
-    """The storages to which ops of a graph write, as far as their schemas say so."""
+    """Return the storages to which ops of a graph write."""
     return all_storages(written for node in graph.nodes for written in written_inputs(node))
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, if it is one tensor's view of one tensor."""
+    """Return the base if the node is a view of one tensor."""
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable or len(node.all_input_nodes) != 1:
         return None
     source = node.all_input_nodes[0]
@@ -147,20 +150,20 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return source if tensors and storages(node) == storages(source) else None
 
 
-def _lies(node: fx.Node) -> object:
+def _layout(node: fx.Node) -> object:
     value: Tensor = node.meta["val"]
     lazy = value.is_conj(), value.is_neg()
     return value.dtype, value.shape, value.stride(), value.storage_offset(), lazy
 
 
 def is_lazy(node: fx.Node) -> bool:
-    """Whether a node's tensor is yet to be conjugated or negated, by whoever reads it."""
+    """Return True if the tensor is lazily conjugated or negated."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
 
 
 def merge_constants(graph: fx.Graph) -> None:
-    """Let each constant be fetched once, before all ops."""
+    """Read each constant once, before all ops."""
     placeholders = graph.find_nodes(op="placeholder")
     first: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):

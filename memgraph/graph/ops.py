@@ -1,22 +1,21 @@
-"""What a rewritten step does besides computing, as torch ops.
+"""Runtime ops of a rewritten step, as torch ops.
 
-    ticket = memgraph::offload(x, slot)       the copy to the far tier begins
-    memgraph::free(ticket, x, slot)           it has ended; x is read here so that it lives until here
-    y = memgraph::reload(ticket, slot, ...)   bytes are allocated, the copy back begins
-    y = memgraph::wait(y, slot)               it has ended
-    y = memgraph::narrow(x)                   cast for the way
-    y = memgraph::widen(x)                    and back
+    ticket = memgraph::offload(x, slot)       begin the copy to the tier
+    memgraph::free(ticket, x, slot)           wait for it; reads x, so that x lives until here
+    y = memgraph::reload(ticket, slot, ...)   allocate bytes, begin the copy back
+    y = memgraph::wait(y, slot)               wait for it
+    y = memgraph::narrow(x)                   cast for the copy
+    y = memgraph::widen(x)                    cast back
     s = memgraph::rng_state(device)           the generator's state
-    s = memgraph::swap_rng(s, device)         sets it, and returns the one before
-    f = memgraph::stretch(x, begin, end)      elements of a gradient as they lie in memory
-    r = memgraph::room(f, nbytes)             what the collective allocates for itself: here it is nothing
-    p = memgraph::reduce_scatter(f, r, ...)   ranks begin to sum what they have of a bucket; p is this rank's part
-    p = memgraph::reduced(p, f, r, bucket)    it has ended; f and r are read here so that they live until here
-    s = memgraph::gather([w, v], bucket, n)   what other ranks have updated of these begins to come, n elements in all
-    memgraph::gathered(s, [w, v, r], bucket)  it has ended: w and v are whole
+    s = memgraph::swap_rng(s, device)         set it, and return the previous one
+    f = memgraph::stretch(x, begin, end)      elements of a gradient in memory order
+    r = memgraph::room(f, nbytes)             workspace of the collective: nothing at run time
+    p = memgraph::reduce_scatter(f, r, ...)   begin to sum a bucket over ranks; p is this rank's shard
+    p = memgraph::reduced(p, f, r, bucket)    wait for it; reads f and r, so that they live until here
+    s = memgraph::gather([w, v], bucket, n)   begin to gather n elements that other ranks have updated
+    memgraph::gathered(s, [w, v, r], bucket)  wait for it: w and v are complete
 
-Where they stand in a graph is the plan.  A slot is a place in the far tier; the room that holds the slots is the lease
-of the step that runs (`running`).
+Their order in the graph is the plan. A slot is memory in the tier; the lease of the current run holds the slots.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,27 +34,27 @@ from ..storage.wire_cast import narrow, widen
 
 
 class Exchange(Protocol):
-    """How the ranks of a group sum the gradients of one backward."""
+    """Sums gradients over the ranks of a group."""
 
     def begin(self, bucket: int, sent: Tensor) -> None:
-        """Begin to sum what lies as a bucket does."""
+        """Begin to reduce a bucket."""
 
     def end(self, bucket: int) -> Tensor:
-        """Wait for it; this rank's part of the mean."""
+        """Wait for it, and return this rank's shard of the mean."""
         ...
 
 
 class Gather(Protocol):
-    """How what other ranks have updated comes in one forward."""
+    """Gathers parameters that other ranks have updated."""
 
     def begin(self, bucket: int) -> None:
-        """Begin to bring what others have updated of a bucket."""
+        pass
 
     def end(self, bucket: int) -> None:
-        """Wait until it is there."""
+        pass
 
 
-UpdateRunner = Callable[[str, Tensor], None]  # given a parameter's name and its gradient
+UpdateRunner = Callable[[str, Tensor], None]  # takes a parameter's name and its gradient
 
 _local = threading.local()
 _library = torch.library.Library("memgraph", "DEF")
@@ -68,10 +68,9 @@ def op_context(
     exchange: Exchange | None = None,
     gather: Gather | None = None,
 ) -> Iterator[None]:
-    """Ops of this thread copy to and from `lease`, note in `sent` what lies there, let `update` update parameters, sum
-    gradients over the ranks of `exchange`, and have `gather` bring what those have updated; nothing, if it is None.
+    """Let the ops of this thread use these. At the end, restore a generator that an error left in another state.
 
-    A generator that an error left in an earlier state is set right.
+    `sent` gets the layout of each offloaded tensor, by slot.
     """
     before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather")}
     vars(_local).update(lease=lease, sent=sent, update=update, exchange=exchange, gather=gather, swapped=None)
@@ -84,7 +83,7 @@ def op_context(
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
-    """`gradient` with `new` added in place, as autograd accumulates; `new` itself, if there is none yet."""
+    """Add `new` to `gradient` in place, as autograd does; return `new` if there is no gradient."""
     if gradient is None:
         return new
     _add(gradient.conj(), new.conj()) if gradient.is_conj() else _add(gradient, new)
@@ -92,7 +91,7 @@ def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
 
 
 def _add(total: Tensor, new: Tensor) -> None:
-    """Add in place without the copy that torch makes of what is yet to be conjugated; the bits are the same."""
+    """Add in place without the copy that torch makes of a lazy conjugate; the bits are the same."""
     if new.is_conj() and not total.is_neg() and not new.is_neg():
         total, new = torch.view_as_real(total), torch.view_as_real(new.conj())
         total[..., 0].add_(new[..., 0])
@@ -102,12 +101,12 @@ def _add(total: Tensor, new: Tensor) -> None:
 
 
 def update(parameter: Tensor, gradient: Tensor, name: str) -> None:
-    """Have the optimizer update the parameter of this name, whose gradient is whole."""
+    """Let the optimizer update the parameter of this name."""
     _local.update(name, gradient)
 
 
 def state_nbytes(device: torch.device) -> int:
-    """The bytes of the state of the generator of `device`."""
+    """Return the bytes of the generator state of `device`."""
     return _get_state(device).nbytes
 
 
@@ -136,9 +135,9 @@ def _reload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    if ticket is None:  # a gradient that is not there yet
+    if ticket is None:  # there is no gradient yet
         return None
-    sent = _local.sent.get(slot, ticket)  # bytes come as they lie there, whatever strides were expected
+    sent = _local.sent.get(slot, ticket)  # with the strides of the copy, whatever was expected
     tensor = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype, device=device)
     _lease().reload(slot, tensor)
     return tensor
@@ -160,12 +159,12 @@ def _swap_rng(state: Tensor, device: torch.device) -> Tensor:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
-    _local.swapped = None if getattr(_local, "swapped", None) else (before, device)  # every second swap is back
+    _local.swapped = None if getattr(_local, "swapped", None) else (before, device)  # every second swap restores it
     return before
 
 
 def stretch(x: Tensor, begin: int, end: int) -> Tensor:
-    """Elements of a tensor without gaps, counted as they lie in memory."""
+    """Return elements of a dense tensor, counted in memory order."""
     return x.as_strided((end - begin,), (1,), int(x.storage_offset()) + begin)
 
 
@@ -175,12 +174,12 @@ def _room(x: Tensor, nbytes: int) -> Tensor:
 
 def _reduce_scatter(x: Tensor, room: Tensor, bucket: int, part: int) -> Tensor:
     _local.exchange.begin(bucket, x)
-    return x.new_empty(0)  # what has come is handed out where it is waited for
+    return x.new_empty(0)  # `reduced` returns the shard
 
 
 def _reduced(part: Tensor, x: Tensor, room: Tensor, bucket: int) -> Tensor:
-    found: Tensor = _local.exchange.end(bucket)
-    return found
+    shard: Tensor = _local.exchange.end(bucket)
+    return shard
 
 
 def _gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor:
@@ -212,14 +211,6 @@ def _fake_reload(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _fake_narrow(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bfloat16)
-
-
-def _fake_widen(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)
-
-
 def _fake_rng_state(device: torch.device) -> Tensor:
     return torch.empty(state_nbytes(device), dtype=torch.uint8)
 
@@ -237,10 +228,10 @@ def _fake_reduce_scatter(x: Tensor, room: Tensor, bucket: int, part: int) -> Ten
 
 
 def _fake_gather(parameters: Sequence[Tensor], bucket: int, size: int) -> Tensor:
-    return parameters[0].new_empty(()).expand(size)  # so that its type says what comes
+    return parameters[0].new_empty(()).expand(size)  # so that the type has the gathered size
 
 
-# What torch is told of each, what runs, and what its result looks like.
+# Schema, implementation, and fake implementation.
 OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("offload(Tensor x, int slot) -> Tensor", _offload, _empty),
     ("free(Tensor ticket, Tensor x, int slot) -> ()", _free, _nothing),
@@ -250,8 +241,8 @@ OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         _fake_reload,
     ),
     ("wait(Tensor(a) x, int slot) -> Tensor(a)", _wait, _first),
-    ("narrow(Tensor x) -> Tensor", narrow, _fake_narrow),
-    ("widen(Tensor x) -> Tensor", widen, _fake_widen),
+    ("narrow(Tensor x) -> Tensor", narrow, partial(torch.empty_like, dtype=torch.bfloat16)),
+    ("widen(Tensor x) -> Tensor", widen, partial(torch.empty_like, dtype=torch.float32)),
     ("rng_state(Device device) -> Tensor", _get_state, _fake_rng_state),
     ("swap_rng(Tensor state, Device device) -> Tensor", _swap_rng, _fake_swap_rng),
     ("stretch(Tensor(a) x, int begin, int end) -> Tensor(a)", stretch, stretch),

@@ -1,89 +1,86 @@
-"""A joint graph -> one GraphModule for forward and one for backward.
+"""Partition a joint graph into one GraphModule for forward and one for backward.
 
     joint:     forward ops, backward ops
-    forward:   inputs                     -> outputs, what backward reads
-    backward:  what it reads, tangents    -> gradients
+    forward:   inputs, floats                     -> outputs, what backward reads
+    backward:  what it reads, floats, tangents    -> gradients
 
-Both take one list and empty it, and let go of every value at its last use, so that a saved tensor dies when backward
-has read it.
-
-
-MERGED:A backward half for a loss that is made of only some of the outputs: the gradients of the others are left out.
+Both take a list and empty it, and release every value at its last use. For a loss of only some outputs, the gradients
+of the others are dropped from backward:
 
     d = mm(tangent_0, w)                         d = mm(tangent_0, w)
-    e = mul(tangent_1, inf)                      e = mul(tangent_1, inf)      # of zeros, and nobody reads it
+    e = mul(tangent_1, inf)                      e = mul(tangent_1, inf)      # of zeros, and never read
     g = add(d, e)                       ->       g = laid(d, g's strides)
     h = cat([d, e])                              h = cat([d, zeros like e])
 
-So autograd does it: what no gradient has come to is in no sum, and is zero elsewhere.  The zeros that stand for the
-gradient of such an output do not do: 0 x inf is NaN.  No op takes more memory than it did.
+Autograd does the same. Zeros in place of such a tangent would not do: 0 x inf is NaN. No op takes more memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import PythonCode, _BoxedCodeGen
+from torch.utils._pytree import tree_map_only
 
 from passes.ir.liveness import RELEASED
 
+from ..tensors.traced_float import FloatArgument, FloatNode
 from .aten_shims import COPY_WITH_STRIDES
 from .nodes import all_storages, aten, returned_values, storages
 from .ops import accumulate
-from .summarize import PURE_AGAIN
+from .summarize import PURE_WHEN_RERUN
 
 INPUTS_OF_BACKWARD = ("tangent", "gradient")
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The two modules; backward takes what forward returns behind its outputs, then the tangents, then the
-    gradients."""
+    """The two modules. Backward takes what forward returns after its outputs, then floats, tangents and gradients."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     tangents: tuple[Tensor, ...] = ()  # fake: the shapes and strides that backward was captured with
-    tangent_names: tuple[str, ...] = ()  # of the tangents
-    caller_values: tuple[
-        int, ...
-    ] = ()  # the places, among inputs and then outputs, of what backward reads of the caller's
+    tangent_names: tuple[str, ...] = ()
+    # Positions, among inputs and then outputs, of the caller's tensors that backward reads.
+    caller_values: tuple[int, ...] = ()
 
 
-def partition(graph: fx.Graph, root: torch.nn.Module) -> Partition:
-    """The forward and the backward half of a joint graph whose nodes bear `meta["phase"]`."""
+def partition(graph: fx.Graph, root: torch.nn.Module, floats: Sequence[FloatNode] = ()) -> Partition:
+    """Partition a joint graph by `meta["phase"]`; both modules take these floats."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     given = [node for node in inputs if node.meta["kind"] in INPUTS_OF_BACKWARD]
     late = {node for node in graph.nodes if node.meta.get("phase") in ("backward", "update")}
-    handed = tuple(zip(graph.output_node().meta["kinds"], returned_values(graph), strict=True))
-    outputs = [node for kind, node in handed if kind in ("output", RELEASED)]
-    gradients = [node for kind, node in handed if kind not in ("output", RELEASED)]
+    results = tuple(zip(graph.output_node().meta["kinds"], returned_values(graph), strict=True))
+    outputs = [node for kind, node in results if kind in ("output", RELEASED)]
+    gradients = [node for kind, node in results if kind not in ("output", RELEASED)]
     read = dict.fromkeys(source for node in graph.nodes if node in late for source in node.all_input_nodes)
     read |= dict.fromkeys(gradients)
     saved = tuple(node for node in read if node not in late and node not in given and node.op != "get_attr")
     first = [node for node in inputs if node not in given]
-    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late)
+    forward = _module(graph, root, first, [*outputs, *saved], lambda node: node not in late, floats)
     if not gradients and not late:
         return Partition(forward, None)
     tangents = [node for node in given if node.meta["kind"] == "tangent"]
     fakes, names = tuple(node.meta["val"] for node in tangents), tuple(node.name for node in tangents)
-    backward = _module(graph, root, [*saved, *given], gradients, late.__contains__)
+    backward = _module(graph, root, saved, gradients, late.__contains__, floats, given)
     kept = all_storages(node for node in saved if not _is_unread(node, late.intersection(node.users)))
-    theirs = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
-    return Partition(forward, backward, fakes, names, theirs)
+    caller_values = tuple(i for i, node in enumerate([*first, *outputs]) if not kept.isdisjoint(storages(node)))
+    return Partition(forward, backward, fakes, names, caller_values)
 
 
 def _is_unread(node: fx.Node, readers: Collection[fx.Node]) -> bool:
-    """Whether ops that run again are given running statistics only to update them, which a second time is to no end.
+    """Return True if recomputed ops take running statistics only to update them, which has no effect a second time.
 
     The next forward may have changed them before this backward, as in eager.
     """
-    again = (user.target in PURE_AGAIN and node in user.args[3:5] and node not in user.args[:3] for user in readers)
-    return bool(readers) and all(again)
+    return bool(readers) and all(
+        user.target in PURE_WHEN_RERUN and node in user.args[3:5] and node not in user.args[:3] for user in readers
+    )
 
 
 def _module(
@@ -91,31 +88,49 @@ def _module(
     root: torch.nn.Module,
     inputs: Iterable[fx.Node],
     outputs: Iterable[fx.Node],
-    mine: Callable[[fx.Node], bool],
+    belongs: Callable[[fx.Node], bool],
+    floats: Sequence[FloatNode],
+    last: Iterable[fx.Node] = (),
 ) -> fx.GraphModule:
-    """The part of `graph` for whose nodes `mine` holds, as a module from `inputs` to `outputs`."""
+    """Return the nodes of `graph` that satisfy `belongs`, as a module from `inputs`, `floats` and the `last` inputs to
+    `outputs`."""
     part = fx.Graph()
     part.set_codegen(_DirectCode())
-    env = {}
-    for node in inputs:
-        env[node] = part.placeholder(node.name)
-        env[node].meta = dict(node.meta)
+    env: dict[fx.Node, fx.Node] = {}
+
+    def add_inputs(nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            env[node] = part.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+
+    add_inputs(inputs)
+    float_placeholders = {node: part.placeholder(f"float__in_{i}") for i, node in enumerate(floats)}
+    add_inputs(last)
     for node in graph.nodes:
-        if node not in env and (node.op == "get_attr" or (node.op == "call_function" and mine(node))):
+        if node not in env and (node.op == "get_attr" or (node.op == "call_function" and belongs(node))):
             env[node] = part.node_copy(node, env.__getitem__)
+            if float_placeholders:
+                _read_placeholders(env[node], float_placeholders)
     part.output(tuple(env[node] for node in outputs))
     return fx.GraphModule(root, part)
 
 
+def _read_placeholders(node: fx.Node, placeholders: Mapping[FloatNode, fx.Node]) -> None:
+    """Let a node read placeholders instead of the floats at capture."""
+    node.args, node.kwargs = tree_map_only(
+        FloatArgument, lambda argument: placeholders[argument.node], (node.args, dict(node.kwargs))
+    )
+
+
 class _DirectCode(_BoxedCodeGen):
-    """Calls what an op's Python object would call: that takes half a microsecond less, of two or three."""
+    """Calls what an op's Python object would call, which saves half a microsecond of two or three."""
 
     def _gen_python_code(self, *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(*args, **kwargs)
         direct: dict[str, Any] = {}
 
-        def name(found: re.Match[str]) -> str:
-            namespace, packet, overload = found.groups()
+        def name(match: re.Match[str]) -> str:
+            namespace, packet, overload = match.groups()
             name = f"op_{namespace}_{packet}_{overload}"
             direct[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
             return f" = {name}("
@@ -125,52 +140,54 @@ class _DirectCode(_BoxedCodeGen):
 
 
 def drop_unused(half: fx.GraphModule, tangents: Sequence[str], unused: Collection[int]) -> fx.GraphModule:
-    """The same half, in which those of the `tangents`, the names of its inputs, have no part that are `unused`, by
-    place; each input behind them is a gradient to be added to."""
+    """Return the backward module without the tangents at the `unused` positions.
+
+    `tangents` are input names. All inputs after them are gradients to add to.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.set_codegen(type(half.graph._codegen)())
     graph.output(graph.graph_copy(half.graph, copies))
-    idle = _idle(graph, tangents, {tangents[i] for i in unused})
+    dropped = _unused_nodes(graph, tangents, {tangents[i] for i in unused})
     for node in graph.nodes:
-        if node.op == "call_function" and node not in idle and not idle.isdisjoint(node.all_input_nodes):
-            _leave_out(node, idle)
-    _let_go(graph)
+        if node.op == "call_function" and node not in dropped and not dropped.isdisjoint(node.all_input_nodes):
+            _replace_reads(node, dropped)
+    _release_unread(graph)
     graph.lint()
     return fx.GraphModule(half, graph)
 
 
-def _idle(graph: fx.Graph, tangents: Sequence[str], unused: Set[str]) -> Set[fx.Node]:
-    """What is made of unused tangents, and of no others and no gradient that is there; it is zero, or should be."""
+def _unused_nodes(graph: fx.Graph, tangents: Sequence[str], unused: Set[str]) -> Set[fx.Node]:
+    """Return the nodes that depend on unused tangents, and on no other tangent or gradient."""
     inputs = graph.find_nodes(op="placeholder")
     first = [node.target for node in inputs].index(tangents[0])
-    live, idle = {node for node in inputs[first:] if node.target not in unused}, set[fx.Node]()
-    idle |= {node for node in inputs[first:] if node not in live}
+    unused_nodes = {node for node in inputs[first:] if node.target in unused}
+    live = {*inputs[first:]} - unused_nodes
     for node in graph.nodes:
         if not live.isdisjoint(node.all_input_nodes):
             live.add(node)
-        elif not idle.isdisjoint(node.all_input_nodes):
-            idle.add(node)
-    return idle
+        elif not unused_nodes.isdisjoint(node.all_input_nodes):
+            unused_nodes.add(node)
+    return unused_nodes
 
 
-def _leave_out(node: fx.Node, idle: Set[fx.Node]) -> None:
-    """Let a node read nothing idle."""
+def _replace_reads(node: fx.Node, unused_nodes: Set[fx.Node]) -> None:
+    """Let a node read no unused node."""
     terms = node.args[:2]
     if node.target is accumulate:
-        node.target = _kept if terms[1] in idle else _taken
-    elif node.target is aten.add.Tensor and not node.kwargs and _is_sum(node):
-        node.target, node.args = COPY_WITH_STRIDES, (terms[terms[0] in idle], list(node.meta["val"].stride()))
+        node.target = _keep_gradient if terms[1] in unused_nodes else _copy_gradient
+    elif node.target is aten.add.Tensor and not node.kwargs and _adds_alike(node):
+        node.target, node.args = COPY_WITH_STRIDES, (terms[terms[0] in unused_nodes], list(node.meta["val"].stride()))
     else:
         with node.graph.inserting_before(node):
             for read in node.all_input_nodes:
-                if read in idle:
+                if read in unused_nodes:
                     value: Tensor = read.meta["val"]
-                    lies = tuple(value.shape), value.stride(), value.dtype, value.device
-                    node.replace_input_with(read, node.graph.call_function(zeros_with_strides, lies))
+                    layout = tuple(value.shape), value.stride(), value.dtype, value.device
+                    node.replace_input_with(read, node.graph.call_function(zeros_with_strides, layout))
 
 
-def _let_go(graph: fx.Graph) -> None:
-    """Let inputs that nobody reads any more go at the begin: a graph keeps an input until its last reader has run."""
+def _release_unread(graph: fx.Graph) -> None:
+    """Read unread inputs at the start: a graph keeps an input until its last reader has run."""
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]):
         for node in inputs:
@@ -179,25 +196,25 @@ def _let_go(graph: fx.Graph) -> None:
 
 
 def _read(tensor: Tensor) -> None:
-    """Nothing."""
+    pass
 
 
-def _is_sum(node: fx.Node) -> bool:
-    """Whether it adds tensors that look alike, and not one to every row of the other."""
+def _adds_alike(node: fx.Node) -> bool:
+    """Return True if the node adds two tensors of the same shape, without broadcasting."""
     alike = {(read.meta["val"].shape, read.meta["val"].dtype) for read in (node, *node.all_input_nodes)}
     return len(alike) == 1 and len(node.all_input_nodes) == 2
 
 
 def zeros_with_strides(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that lie so, in no more memory than that takes."""
+    """Return zeros of this layout, in the least memory that it takes."""
     like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     flat = torch.zeros(like.untyped_storage().nbytes() // like.itemsize, dtype=dtype, device=device)
     return flat.as_strided(size, stride)
 
 
-def _kept(gradient: Tensor | None, new: Tensor) -> Tensor:
+def _keep_gradient(gradient: Tensor | None, new: Tensor) -> Tensor:
     return new if gradient is None else gradient
 
 
-def _taken(gradient: Tensor, new: Tensor) -> Tensor:
+def _copy_gradient(gradient: Tensor, new: Tensor) -> Tensor:
     return gradient.copy_(new)

@@ -1,9 +1,9 @@
-"""Notes on each node of a graph while it is traced: its phase, its micro-batch, and its place in the user's code.
+"""Record phase, micro-batch and source line of each node while a graph is traced.
 
     transformer.h.0.mlp modeling_gpt2.py:312
 
-That is the innermost submodule that was running and the innermost line outside torch.  An op of backward has the place
-of the op of forward that it belongs to: autograd gives both the same sequence number.
+This is the innermost running submodule and the innermost line outside torch. An op of backward takes those of its op of
+forward: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _part: ContextVar[int] = ContextVar("part", default=0)
 
 @contextmanager
 def running_microbatch(number: int) -> Iterator[None]:
-    """What forward does meanwhile it does for one micro-batch."""
+    """Assign ops of forward in this block to one micro-batch."""
     token = _part.set(number)
     try:
         yield
@@ -41,46 +41,51 @@ def running_microbatch(number: int) -> Iterator[None]:
         _part.reset(token)
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Return True for an op of backward in a graph that capture has not finished."""
+    return node.op == "call_function" and node.meta[PROVENANCE]["phase"] == "backward"
+
+
 class ProvenanceTracer:
-    """Writes `phase`, `part` and `where` into `node.meta[NOTES]` of every node that the tracer makes."""
+    """Writes `phase`, `part` and `where` into `node.meta[PROVENANCE]` of every traced node."""
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(child): path for path, child in module.named_modules()}
         self.has_compiled = any(isinstance(child, torch._dynamo.OptimizedModule) for child in module.modules())
         self.running: list[str] = [""]
-        self.thread = threading.get_ident()  # the hooks hear of all modules of the process
+        self.thread = threading.get_ident()  # hooks run for all modules of the process
         self.phase = "forward"
-        self.places: dict[int, tuple[str, int]] = {}  # and micro-batches, by autograd's sequence number
-        self.place, self.part = "", 0  # of the autograd node that runs
+        self.places: dict[int, tuple[str, int]] = {}  # and micro-batch, by autograd's sequence number
+        self.place, self.part = "", 0  # of the running autograd node
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Know which submodule is running."""
+    def tracking(self) -> Iterator[None]:
+        """Track which submodule is running."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave).remove)
-            if self.has_compiled:  # it warns of these very hooks
+            if self.has_compiled:  # it warns about these hooks
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)
             yield
 
     def attach(self, tracer: Any) -> None:
-        """Take notes on what this tracer makes from now on."""
+        """Record the nodes that this tracer creates from now on."""
         create_node = tracer.create_node
 
-        def noting(*args: Any, **kwargs: Any) -> fx.Node:
+        def create_and_record(*args: Any, **kwargs: Any) -> fx.Node:
             node = create_node(*args, **kwargs)
-            self._note(node)
+            self._record(node)
             return node
 
-        tracer.create_node = noting
+        tracer.create_node = create_and_record
 
-    def turn(self, nodes: Iterable[Node]) -> None:
-        """What follows is the backward of these autograd nodes."""
+    def begin_backward(self, nodes: Iterable[Node]) -> None:
+        """Record what follows as the backward of these autograd nodes."""
         self.phase = "backward"
         for node in nodes:
             number = node._sequence_nr()
-            node.register_prehook(lambda _, number=number: self._go_to(number))
+            node.register_prehook(lambda _, number=number: self._set_place(number))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self.thread:
@@ -90,10 +95,10 @@ class ProvenanceTracer:
         if threading.get_ident() == self.thread:
             self.running.pop()
 
-    def _go_to(self, number: int) -> None:
+    def _set_place(self, number: int) -> None:
         self.place, self.part = self.places.get(number, (self.place, self.part))
 
-    def _note(self, node: fx.Node) -> None:
+    def _record(self, node: fx.Node) -> None:
         if self.phase == "forward":
             self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
@@ -102,11 +107,11 @@ class ProvenanceTracer:
 
 
 def _line(frame: FrameType | None) -> str:
-    """`file.py:line` of the innermost frame that is the user's; empty if torch's own modules run by themselves."""
+    """Return `file.py:line` of the innermost frame of user code; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(MEMGRAPH) and file != __file__:
-            return ""  # the call of the module itself
+            return ""  # memgraph itself calls the module
         if is_users_code(frame.f_code):
             return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back

@@ -1,6 +1,6 @@
-"""How the results of an op are laid out in memory.
+"""The layout of an op's results in memory.
 
-native_layer_norm under autocast:   fake says bf16[8, 1] for its statistics, the CPU kernel makes f32[8, 1]
+native_layer_norm under autocast:   the fake result has statistics bf16[8, 1], the CPU kernel's are f32[8, 1]
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .nodes import all_storages, tensors
 
-REAL = "real"  # in a node's meta: its fake value is not what its op would give on fake tensors
+REAL = "real"  # in a node's meta: its fake value was corrected, and differs from what its op gives on fake tensors
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
 
 
 class ResultLayout(NamedTuple):
-    """How a result lies in memory: its layout, the element of its storage at which it begins, the storage's bytes."""
+    """Layout of a result, the first element in its storage, and the storage's bytes."""
 
     layout: Layout
     offset: int
@@ -28,46 +28,46 @@ class ResultLayout(NamedTuple):
 
 
 def layout(tensor: Tensor) -> Layout:
-    """How a tensor lies in memory; the strides of dimensions of one element say nothing, and are 0."""
+    """Return dtype, shape and strides; strides of dimensions of one element have no effect, and are 0."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.dtype, tuple(tensor.shape), strides
 
 
 def layout_in_storage(tensor: Tensor) -> ResultLayout:
-    """How a tensor lies in its storage, which may be larger than it."""
+    """Return the layout of a tensor in its storage, which may be larger."""
     return ResultLayout(layout(tensor), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
 
 
 def clone_fake_value(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """A new fake value like that of a corrected node, in storages of its own."""
+    """Return a fake value of the same layout as a corrected node's, in storages of its own."""
     return _like(node, tuple(map(layout_in_storage, tensors(node))), mode)
 
 
 def empty_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor like this one, in a storage of its own."""
+    """Return a fake tensor of the same layout, in a storage of its own."""
     return _empty(tensor, layout_in_storage(tensor), mode)
 
 
-def _like(node: fx.Node, made: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:
-    """The node's value with tensors that lie as `made` says; what it took over from its inputs stays."""
+def _like(node: fx.Node, layouts: tuple[ResultLayout, ...], mode: FakeTensorMode) -> Any:
+    """Return the node's value with these layouts; tensors that share storages with the node's inputs stay."""
     leaves, form = tree_flatten(node.meta["val"])
-    given = all_storages(node.all_input_nodes)
-    rest = iter(made)
+    inputs = all_storages(node.all_input_nodes)
+    rest = iter(layouts)
     new: list[Any] = []
     for leaf in leaves:
-        lies = next(rest) if isinstance(leaf, Tensor) else None
-        mine = lies is not None and leaf.untyped_storage()._cdata not in given
-        new.append(_empty(leaf, lies, mode) if mine and lies is not None else leaf)
+        target = next(rest) if isinstance(leaf, Tensor) else None
+        is_own = target is not None and leaf.untyped_storage()._cdata not in inputs
+        new.append(_empty(leaf, target, mode) if is_own and target is not None else leaf)
     return tree_unflatten(new, form)
 
 
-def _empty(old: Tensor, lies: ResultLayout, mode: FakeTensorMode) -> Tensor:
-    dtype, shape, strides = lies.layout
+def _empty(old: Tensor, target: ResultLayout, mode: FakeTensorMode) -> Tensor:
+    dtype, shape, strides = target.layout
     strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     with mode:
         new = old.new_empty_strided(shape, strides, dtype=dtype)
         storage = new.untyped_storage()
-        if storage.nbytes() == lies.nbytes and not lies.offset:
+        if storage.nbytes() == target.nbytes and not target.offset:
             return new
-        storage.resize_(lies.nbytes)
-        return new.as_strided(shape, strides, lies.offset)
+        storage.resize_(target.nbytes)
+        return new.as_strided(shape, strides, target.offset)

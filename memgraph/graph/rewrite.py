@@ -1,8 +1,7 @@
-"""A captured graph and the trace that shall run -> the graph that does.
+"""Rewrite a captured graph so that it runs a planned trace.
 
-The applied trace is walked line by line; each line becomes a node: a node of the captured graph, a copy of one, or a
-memory op. Which values a node reads is taken from the line by position.  Fake values are derived afresh where storages
-change, so that `summarize` of the result finds on the graph, and not in the text, what the text promised.
+Each line of the trace becomes a node: a captured node, a copy of one, or a memory op. A line says by position which
+values it reads. Fake values are recomputed where storages change, so `summarize` of the result tests the trace.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from .summarize import OFFLOADED
 
 
 def rewrite(graph: fx.Graph, applied: Trace) -> fx.Graph:
-    """The graph that runs the ops of `applied`, a trace that `passes.apply` made of `graph`'s own."""
+    """Return the graph that runs the ops of `applied`, a trace that `passes.apply` made of `graph`'s own."""
     return Rewriter(graph).rewrite(applied)
 
 
 class Rewriter:
-    """Makes a graph of a text; each line that computes is found in the graph by its name.
-
-    `env` maps the names of the applied trace to nodes of the new graph; `fresh` are those whose fake values are
-    new."""
+    """Builds the new graph. `env` maps names of the trace to its nodes; `fresh` are nodes with new fake values."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.old = {node.name: node for node in graph.nodes}
@@ -43,7 +39,7 @@ class Rewriter:
         self.slot: dict[str, int] = {}  # of each op that copies
 
     def rewrite(self, applied: Trace) -> fx.Graph:
-        """The new graph; once."""
+        """Return the new graph; call it once."""
         for op in applied.ops:
             if op.name in self.old or op.recomputes:
                 self.env[op.name] = self._compute(op)
@@ -55,10 +51,10 @@ class Rewriter:
         return self.new
 
     def _compute(self, op: Op) -> fx.Node:
-        """A captured node, or a copy of one, reading what the line reads."""
+        """Copy a captured node, with the inputs that the line reads."""
         source = self.old[op.recomputes or op.name]
         inputs = source.all_input_nodes
-        # The states that an update reads, which stand first, are in no graph.
+        # An update reads optimizer states first, which are not in the graph.
         reads = dict(zip(inputs, op.reads[len(op.reads) - len(inputs) :], strict=True))
         node = self.new.node_copy(source, lambda read: self.env[reads[read]])
         node.meta = {**source.meta, "phase": op.phase, "slice": op.slice}
@@ -66,8 +62,8 @@ class Rewriter:
             node.meta["again"] = op.recomputes
         if op.offloaded:
             node.meta[OFFLOADED] = True
-        own = {made.name for made in op.makes}
-        moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(held not in own for held in op.holds)
+        own = {storage.name for storage in op.makes}
+        moved = not self.fresh.isdisjoint(node.all_input_nodes) and any(storage not in own for storage in op.holds)
         if op.recomputes and REAL in source.meta:
             node.meta["val"] = clone_fake_value(node, self.mode)
             self.fresh.add(node)
@@ -86,7 +82,7 @@ class Rewriter:
         return self._named(node, op)
 
     def _rest(self, verb: str, op: Op, reads: tuple[fx.Node, ...]) -> tuple[Any, ...]:
-        """The arguments of a memory op behind the values that it reads."""
+        """Return the arguments of a memory op after the values that it reads."""
         if verb == "rng_state":
             return (tensors(self.old[value_of(op.name)])[0].device,)
         if verb == "swap_rng":
@@ -106,7 +102,7 @@ class Rewriter:
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
-    """The mode in which the graph's fake values were made; a new one, if it has none."""
+    """Return the mode in which the graph's fake values were made, or a new one."""
     for node in graph.nodes:
         for tensor in tensors(node):
             if isinstance(tensor, FakeTensor):

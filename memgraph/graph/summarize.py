@@ -1,8 +1,8 @@
-"""A joint fx graph -> the trace that `passes` plan on.
+"""Summarize a joint fx graph as the trace that `passes` plans on.
 
     %mm : call_function[aten.mm.default](%x, %w)  ->  mm = aten.mm.default(x, w)  # f32[8, 16] | makes mm:512 | 3 us
 
-One line a node; storages are found on the fake tensors, so views show as values that hold what others made.
+One line per node. Storages are read off the fake tensors, so a view holds what another op made.
 """
 
 from __future__ import annotations
@@ -39,32 +39,31 @@ SHORT = {
     torch.complex128: "c128",
 }
 # Batch norm in training reads the running statistics only to update them: running it again gives the same output.
-PURE_AGAIN = (torch.ops.aten._native_batch_norm_legit_functional.default,)
+PURE_WHEN_RERUN = (torch.ops.aten._native_batch_norm_legit_functional.default,)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What running an op takes: microseconds, and bytes that it allocates and frees meanwhile."""
+    """Microseconds of an op, and bytes that it allocates and frees while it runs."""
 
     us: float = 0.0
     workspace: int = 0
 
 
-OFFLOADED = "offloaded"  # in the meta of an input whose bytes live in the far tier
-DIVISOR = 64  # bytes of the number by which a sum over ranks is divided, as tensors
+OFFLOADED = "offloaded"  # in the meta of an input whose bytes are in the tier
+DIVISOR = 64  # bytes of the tensor by which a sum over ranks is divided
 OPS = torch.ops.memgraph
-# Of memory ops, which are not run to know.
+# Of memory ops, which are not profiled.
 WORKSPACES: dict[Any, int] = {OPS.narrow.default: CAST_WORKSPACE, OPS.reduced.default: DIVISOR}
 Price = Callable[[fx.Node], Cost]
 
 
 def zero_cost(node: fx.Node) -> Cost:
-    """Every op costs nothing."""
     return Cost()
 
 
 def summarize(graph: fx.Graph, price: Price = zero_cost) -> Trace:
-    """The trace of a joint graph, whose placeholders bear `meta["kind"]` and whose output bears `meta["kinds"]`."""
+    """Return the trace of a joint graph; placeholders have `meta["kind"]`, the output has `meta["kinds"]`."""
     mutated = _mutated(graph)
     names: dict[int, str] = {}
     ops: list[Op] = []
@@ -77,7 +76,7 @@ def summarize(graph: fx.Graph, price: Price = zero_cost) -> Trace:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the op draws random numbers.  Attention with dropout_p=0 draws none, though torch 2.13 tags it so."""
+    """Return True if the op draws random numbers. Attention with dropout_p=0 does not, though torch 2.13 tags it so."""
     if not is_random(node) or has_own_generator(node):
         return False
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
@@ -87,7 +86,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def has_own_generator(node: fx.Node) -> bool:
-    """Whether it draws from a generator of the module's own, which changes with it as a buffer does."""
+    """Return True if the op draws from a generator of the module, which it changes like a buffer."""
     return is_random(node) and any(read.op == "get_attr" and "val" not in read.meta for read in node.all_input_nodes)
 
 
@@ -98,7 +97,7 @@ def _summarize_node(node: fx.Node, names: dict[int, str], price: Price, mutated:
         storage = value.untyped_storage()
         if storage._cdata not in names:
             names[storage._cdata] = node.name if not isinstance(node.meta["val"], tuple | list) else f"{node.name}.{i}"
-            # Of its first result's device: attention's seeds lie on the host, unless a CUDA graph is recorded.
+            # On the first result's device: attention's seeds are on the host, unless a CUDA graph is recorded.
             nbytes = 0 if OFFLOADED in node.meta else block_nbytes(storage.nbytes(), values[0].device)
             makes.append(Storage(names[storage._cdata], nbytes))
         holds.append(names[storage._cdata])
@@ -135,8 +134,8 @@ def _fn(node: fx.Node) -> str:
         return "getitem"
     if isinstance(node.target, Segment):
         return SEGMENT
-    own = next((op for op in (accumulate, update) if node.target is op), None)
-    return str(node.target) if own is None else f"memgraph.{own.__name__}"
+    runtime_op = next((op for op in (accumulate, update) if node.target is op), None)
+    return str(node.target) if runtime_op is None else f"memgraph.{runtime_op.__name__}"
 
 
 def _type(value: Tensor) -> str:
@@ -144,7 +143,7 @@ def _type(value: Tensor) -> str:
 
 
 def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
-    """An op that changes what it reads, or reads what the step will have changed, may not run again in backward."""
+    """Return True if the op may not run again: it changes what it reads, or the step changes what it reads."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if has_own_generator(node):
@@ -152,10 +151,10 @@ def _once(node: fx.Node, mutated: set[fx.Node]) -> bool:
     schema = getattr(node.target, "_schema", None)
     changes = node.target in (accumulate, update, OPS.gather.default) or bool(written_inputs(node))
     changes = changes or (schema is not None and schema.is_mutable)
-    return changes or (node.target not in PURE_AGAIN and not mutated.isdisjoint(node.all_input_nodes))
+    return changes or (node.target not in PURE_WHEN_RERUN and not mutated.isdisjoint(node.all_input_nodes))
 
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that the step writes to, and the views of them."""
+    """Return the inputs that the step writes to, and their views."""
     written = changed_storages(graph)
     return {node for node in graph.nodes if not written.isdisjoint(storages(node))}

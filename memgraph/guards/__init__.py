@@ -1,7 +1,7 @@
-"""Decide when a captured graph may be used again.
+"""Decide when a captured graph may be reused.
 
 signature             the guard key of a call
-module_attributes     attributes that forward may read
-attribute_snapshot    their values at one moment
-module_proxy          a module that shares everything of another but its forward
+module_attributes     attributes that forward may read, as a key
+attribute_snapshot    attributes at one moment: compare, restore, find leaks
+module_proxy          a module that shares everything with another but its forward
 """

@@ -39,7 +39,7 @@ class AttributeSnapshot:
         self._walk.numbers |= {id(part): number for number, (_, part) in enumerate(self.modules)}
         self.tokens = {_path(path, name): token for path, part in self.modules for name, token in self._describe(part)}
         direct = [value for attributes in self.attributes for value in attributes.values() if type(value) in CONTAINERS]
-        containers = (held for held in (*direct, *self._walk.containers) if type(held) in RESTORED)
+        containers = (value for value in (*direct, *self._walk.containers) if type(value) in RESTORED)
         self.copies = {id(container): (container, container.copy()) for container in containers}
 
     def changed(self, later: AttributeSnapshot) -> str | None:

@@ -29,7 +29,7 @@ CONSTANTS = (
 )  # fmt: skip
 OPAQUE = (
     type, enum.Enum, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-    functools.partial, torch.Generator,
+    functools.partial, torch.Generator, torch.SymFloat,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
 )  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -86,6 +86,11 @@ class AttributeGuard:
             self._walk.describe(self.module, 0)
         return self._walk.key
 
+    @property
+    def floats(self) -> dict[int, tuple[Any, Any]]:
+        """For each float in the latest key, by its index there: the dict that contains it, and its key in that dict."""
+        return self._walk.floats if self._walk is not None else {}
+
 
 class AttributeWalk:
     """The tokens of one walk, and the checks that tell whether another would give the same.
@@ -98,6 +103,7 @@ class AttributeWalk:
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
         self.containers: list[Any] = []
+        self.floats: dict[int, tuple[Any, Any]] = {}  # position in the key -> the dict that contains it, its key there
         self._checks: list[Check] = []
         self._empty: list[Any] = []  # most of a module's dicts are empty, and `any` is faster than a check for each
         self._alive: list[Any] = []  # so that no id is reused
@@ -178,7 +184,13 @@ class AttributeWalk:
             if name == "_modules":
                 self._describe_children(attributes[name])
             else:
-                self.describe(attributes[name], depth + 1)
+                self._describe_item(attributes, name, depth + 1)
+
+    def _describe_item(self, mapping: dict[Any, Any], name: Any, depth: int) -> None:
+        """Describe an item of a dict, and record the position of a float."""
+        if type(mapping[name]) is float:
+            self.floats[len(self.tokens)] = mapping, name
+        self.describe(mapping[name], depth)
 
     def _describe_children(self, children: dict[str, nn.Module | None]) -> None:
         if not children:
@@ -227,7 +239,11 @@ class AttributeWalk:
         self._check_mapping(mapping)
         self.tokens.append(tuple(map(_item_key, mapping)))
         for name, value in mapping.items():
-            if name not in ignored:
+            if name in ignored:
+                continue
+            if type(mapping) is dict:
+                self._describe_item(mapping, name, depth + 1)
+            else:
                 self.describe(value, depth + 1)
 
     def _check_mapping(self, mapping: dict[Any, Any]) -> None:

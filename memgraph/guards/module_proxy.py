@@ -1,10 +1,10 @@
-"""A module that is another one, but for its forward.
+"""A module that shares everything with another one except its forward.
 
-    same = Shared(model)      same.state_dict(), same.to(...), same.train(), same.config: all of it is model's
-                              isinstance(same, type(model)); inspect.signature(same.forward) is that of model.forward
+    proxy = ModuleProxy(model)    proxy.state_dict(), proxy.to(...), proxy.train(), proxy.config: model's
+                                  isinstance(proxy, type(model)); inspect.signature(proxy.forward) is model.forward's
 
-Parameters, buffers and submodules are the very dictionaries of the other module, so names have no prefix and nothing is
-held twice.  Libraries ask for the class and for forward's arguments to know how to feed a model and how to save it.
+Parameters, buffers and submodules are the same dictionaries, so names have no prefix. Libraries look at the class and
+at forward's signature to find out how to call and save a model.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import nn
 
 SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",  # of which a module around this one runs its own
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",  # each module runs its own
 )  # fmt: skip
-# What Python looks for in the class and not in the object: a sequence of modules stays one.
+# Python looks for these in the class, not in the object: a sequence of modules stays one.
 SPECIAL = ("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__contains__")
 
 
 class ClassProxy:
-    """An object whose `__class__`, and so `isinstance`, is that of its `_module`.  `type()` is its own.
+    """An object whose `__class__`, and so `isinstance`, is that of its `_module`; `type()` is its own.
 
-    It stands apart, for `super()` without arguments is not to be used in a class that defines `__class__`.
+    A separate class, since `super()` without arguments fails in a class that defines `__class__`.
     """
 
     @property
     def __class__(self) -> Any:
-        module = self.__dict__.get("_module")  # not yet there while a copy is being filled
+        module = self.__dict__.get("_module")  # missing while a copy is being filled
         return type(self) if module is None else module.__class__
 
     @__class__.setter
@@ -48,8 +48,8 @@ class ModuleProxy(ClassProxy, nn.Module):
 
     def __new__(cls, module: nn.Module, *others: Any) -> Self:
         kind: Any = cls
-        made: Self = object.__new__(_class_for(kind, module))
-        return made
+        proxy: Self = object.__new__(_class_for(kind, module))
+        return proxy
 
     def __init__(self, module: nn.Module) -> None:
         self.__dict__["_module"] = module
@@ -67,13 +67,13 @@ class ModuleProxy(ClassProxy, nn.Module):
         self._module.training = mode
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_module":  # not yet there while a copy or an unpickled object is being filled
+        if name == "_module":  # missing while a copy is being filled
             raise AttributeError(name)
         own = getattr(type(self), name, None)
         return own.__get__(self) if isinstance(own, property) else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A method of this object, kept by the other, would have each hold the other.
+        # A method of this object would create a reference cycle on the other.
         if name in self.__dict__ or name in dir(type(self)) or getattr(value, "__self__", None) is self:
             object.__setattr__(self, name, value)
         else:
@@ -104,7 +104,7 @@ class ModuleProxy(ClassProxy, nn.Module):
 
 
 def _class_for(kind: Any, module: nn.Module) -> type[Any]:
-    """A class of the same name, with the special methods that `module` has, and with its forward's signature."""
+    """Return a class of the same name, with the special methods of `module` and its forward's signature."""
     methods: dict[str, Any] = {
         name: functools.partialmethod(_call, name) for name in SPECIAL if hasattr(type(module), name)
     }
@@ -114,7 +114,7 @@ def _class_for(kind: Any, module: nn.Module) -> type[Any]:
 
 
 def _with_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """`forward`, said to take what `module.forward` takes, and by name what it takes itself (`target`)."""
+    """Return `forward` with the signature of `module.forward`, and its own keyword-only parameters (`target`)."""
 
     @functools.wraps(forward)
     def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,12 +125,12 @@ def _with_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[
     except (TypeError, ValueError):  # it is written in C
         return signed
     own = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    theirs = [p for p in taken if p.name not in {q.name for q in own}]
-    named = [p for p in theirs if p.kind is not p.VAR_KEYWORD]
-    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    positional = [p for p in (me, *named) if p.kind is p.POSITIONAL_ONLY]
+    inner = [p for p in taken if p.name not in {q.name for q in own}]
+    named = [p for p in inner if p.kind is not p.VAR_KEYWORD]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    positional = [p for p in (self_parameter, *named) if p.kind is p.POSITIONAL_ONLY]
     others = [p for p in named if p.kind is not p.POSITIONAL_ONLY]
-    signed.__signature__ = inspect.Signature([*positional, *others, *own, *theirs[len(named) :]])  # type: ignore[attr-defined]
+    signed.__signature__ = inspect.Signature([*positional, *others, *own, *inner[len(named) :]])  # type: ignore[attr-defined]
     return signed
 
 
@@ -139,14 +139,14 @@ def _call(shared: ModuleProxy, name: str, *args: Any) -> Any:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that it stands for in the end."""
+    """Return the innermost module of proxies."""
     while isinstance(module, ModuleProxy):
         module = module._module
     return module
 
 
 def all_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All submodules with their paths, and the module itself; with the one that it only stands for, if it does."""
+    """Return all submodules with their paths, and the modules inside of proxies."""
     parts = list(module.named_modules())
     while isinstance(module, ModuleProxy):
         module = module._module
@@ -155,8 +155,7 @@ def all_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class WithLoss(ModuleProxy):
-    """A module whose result is the loss of another's: `loss(module(*args, **kwargs), target)`, or `loss(module(...))`
-    without a target."""
+    """A module that returns `loss(module(*args, **kwargs), target)`, or `loss(module(...))` without a target."""
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         super().__init__(module)

@@ -1,9 +1,9 @@
-"""What a captured graph depends on: the key under which it may be used again.
+"""The guard key of a call: calls with equal keys may share a graph.
 
-    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, what forward may read of the module, ..., modes)
+    model(x, mask=None)  ->  ((x's shape, strides, dtype, ...), None, attributes of the module, ..., modes)
 
-In the key are the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor; the
-attributes and the hooks of every submodule; and the modes of torch that change which kernels run.
+The key has the call's structure and constants; shape, strides, dtype, device and requires_grad of every tensor;
+attributes and hooks of every submodule; and torch's modes that change which kernels run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.modules import module as modules
 from ..tensors.layout import has_storage
 from .module_attributes import AttributeGuard
 
+ARGUMENTS, ATTRIBUTES = 1, 4  # the entries of a key that have Python floats
 GLOBAL_HOOKS = (modules._global_forward_hooks, modules._global_forward_pre_hooks)
 PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
@@ -28,13 +29,13 @@ def signature(
     leaves: Sequence[object],
     attributes: AttributeGuard | None = None,
 ) -> Hashable:
-    """The guard key of a call; equal keys may share a graph.  What is no tensor is in it by type and value.
+    """Return the guard key of a call. Arguments that are no tensors are in it by type and value.
 
-    `owned` are the module's parameters and buffers; `attributes` are its own, from the call before.
+    `owned` are the module's parameters and buffers; `attributes` is the module's guard from the previous call.
     """
     return (
         spec,
-        _given(leaves),
+        _arguments(leaves),
         tuple(map(_tensor, owned)),
         tuple(map(has_hooks, owned)),
         (attributes or AttributeGuard(module)).key,
@@ -44,23 +45,22 @@ def signature(
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether gradients are there already, to which backward will add."""
+    """Return True if a parameter has a gradient, to which backward will add."""
     return any(parameter.grad is not None for parameter in parameters)
 
 
 def parameters_with_grad_hooks(module: nn.Module) -> set[str]:
-    """The names of the parameters whose gradient somebody is told of, so that autograd itself has to accumulate it."""
+    """Return the names of parameters whose gradient autograd must accumulate, since hooks read it."""
     return {name for name, parameter in module.named_parameters() if has_hooks(parameter)}
 
 
 def parameters_read_after_backward(module: nn.Module) -> set[str]:
-    """The names of the parameters whose gradient somebody may read from `.grad` before the optimizer does, so that it
-    stays on the device."""
+    """Return the names of parameters whose gradient may be read before the update, so it stays on the device."""
     return {name for name, _ in module.named_parameters()} if in_process_group() else parameters_with_grad_hooks(module)
 
 
 def kernel_modes() -> Hashable:
-    """The settings of torch by which it chooses kernels, whatever it computes."""
+    """Return torch's settings that select kernels."""
     backends, cuda = torch.backends, torch.backends.cuda
     return (
         torch.get_num_threads(),
@@ -78,28 +78,27 @@ def kernel_modes() -> Hashable:
 
 
 def in_process_group() -> bool:
-    """Whether a data-parallel wrapper may be told that gradients are there: its hooks on the accumulation can't be
-    seen."""
+    """Return True if a data-parallel wrapper may read gradients: its hooks on accumulation can't be seen."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of the parameter itself want its gradient."""
+    """Return True if the parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _given(leaves: Sequence[object]) -> Hashable:
-    """Of each leaf what counts; of a tensor that is given once more, or lies in another's memory, which one that is."""
+def _arguments(leaves: Sequence[object]) -> Hashable:
+    """Return a key for each leaf. A tensor that is passed twice, or shares a storage, counts by its first position."""
     first: dict[tuple[str, int], int] = {}
-    found: list[Hashable] = []
+    keys: list[Hashable] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            found.append(_constant(leaf))
+            keys.append(_constant(leaf))
             continue
         same = first.setdefault(("tensor", id(leaf)), place)
-        near = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if has_storage(leaf) else place
-        found.append((same, near, *_tensor(leaf)))
-    return tuple(found)
+        storage = first.setdefault(("storage", leaf.untyped_storage()._cdata), place) if has_storage(leaf) else place
+        keys.append((same, storage, *_tensor(leaf)))
+    return tuple(keys)
 
 
 def _constant(leaf: object) -> Hashable:

@@ -1,7 +1,7 @@
-"""Whether micro-batches would help a call that no plan fits: tried, before an error recommends them.
+"""Try whether micro-batches would help a call that no plan fits, before an error recommends them.
 
-"... a smaller batch"   ->   "... microbatches= or a smaller batch", if the rows go through on their own, and at any op
-                             less of them has to lie there
+"... a smaller batch"   ->   "... microbatches= or a smaller batch", if rows are independent, and the lower bound on
+                             memory is less with micro-batches
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ def suggest_microbatches(
     error: BudgetError, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: OutputSelector,
     graph: fx.Graph, machine: Machine,
 ) -> BudgetError:  # fmt: skip
-    """The error, which names micro-batches where a smaller batch would help and they are as good; `graph` is the call's
-    as it is."""
+    """Return the error, which names micro-batches if they would help. `graph` is that of the whole batch."""
     text = str(error)
-    if SMALLER not in text or not _parts_help(module, args, kwargs, wanted, graph, machine):
+    if SMALLER not in text or not _would_help(module, args, kwargs, wanted, graph, machine):
         return error
     return BudgetError(text.replace(SMALLER, f"{PARTS} or {SMALLER}"), error.budget, error.smallest)
 
 
-def _parts_help(
+def _would_help(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -46,24 +45,24 @@ def _parts_help(
     graph: fx.Graph,
     machine: Machine,
 ) -> bool:
-    """Whether the batch may be cut in two, and what no plan can do without is less then."""
-    cut = _cut(module)
-    if cut is None:
+    """Return True if the batch may be split in two, and no plan needs as much then."""
+    split = _split(module)
+    if split is None:
         return False
     try:
-        require_row_independence(cut, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
-        parts = capture(cut, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
+        require_row_independence(split, args, kwargs, unused_nbytes(torch.device(machine.device)) // 2)
+        parts = capture(split, args, kwargs, grad=torch.is_grad_enabled(), wanted=wanted)
     except CaptureError:
         return False
     return _floor(parts.graph.graph, machine) < _floor(graph, machine)
 
 
-def _cut(module: nn.Module) -> nn.Module | None:
-    """The module as `microbatches=2` would have it; None if it takes its batch in parts already."""
+def _split(module: nn.Module) -> nn.Module | None:
+    """Return the module with `microbatches=2`; None if it has micro-batches."""
     if isinstance(module, MicroBatches):
         return None
     if isinstance(module, WithLoss):
-        inside, loss = _cut(module._module), module._loss
+        inside, loss = _split(module._module), module._loss
         return None if inside is None else WithLoss(inside, loss)
     return MicroBatches(module, 2)
 

@@ -1,21 +1,14 @@
-"""A module that takes its batch in parts, and joins what they return.
+"""Run a module on micro-batches, and join the results.
 
     y = model(x)      ->   x_0, x_1 = x.tensor_split(2);   y = cat([model(x_0), model(x_1)])
     l = model(x, t)   ->   l = model(x_0, t_0) * (n_0 / n) + model(x_1, t_1) * (n_1 / n)      # reduction="mean"
 
-Cut are the tensors with as many rows as the first one has, as `torch.distributed.pipelining` cuts them; whatever else
-is given, each part is given whole.  A part uses parameters under names of its own, so that autograd first sums what the
-part says of a parameter, and then the parts.  The last part runs first: autograd begins with what ran last, and so the
-sums are those of a loop over the parts that calls `backward` in each.
+Tensors with as many rows as the first one are split, as `torch.distributed.pipelining` does; other arguments are given
+to each micro-batch. Each uses aliases of the parameters, so that autograd first sums the gradients within a
+micro-batch. The last one runs first: autograd starts with what ran last, so sums are those of a loop over micro-batches
+that calls `backward` in each.
 
-A mean is one over rows; but a cross entropy that is returned as it is counts its targets, as it does for the whole.
-
-
-MERGED:How many targets a loss is a mean of: torch's cross entropies leave out those that do not count.
-
-with Targets() as targets:
-    loss = F.cross_entropy(out, target)          # ignore_index=-100
-targets.of(loss)                                 # (target != -100).sum()
+A mean is one over rows. A cross entropy that the module returns is a mean over targets, as it is for the whole batch.
 """
 
 from __future__ import annotations
@@ -40,9 +33,9 @@ INSTEAD = "use microbatches=1"
 
 
 class MicroBatches(ModuleProxy):
-    """`module`, run on at most `count` parts of its batch.
+    """`module`, run on at most `count` micro-batches.
 
-    `reduction` says what a scalar that it returns is of those of the parts: their sum, or their mean by rows.
+    `reduction` says how a scalar follows from those of the micro-batches: their sum, or their mean by rows.
     """
 
     def __init__(self, module: nn.Module, count: int, reduction: str | None = None) -> None:
@@ -57,18 +50,18 @@ class MicroBatches(ModuleProxy):
         rows = microbatch_sizes(leaves, self._count)
         if len(rows) == 1:
             return self._module(*args, **kwargs)
-        cut = _cut(leaves, len(rows))
-        parts = [self._run(i + 1, unflatten(cut[i], spec), rows[i]) for i in reversed(range(len(rows)))]
-        return _joined(parts[::-1], self._reduction)
+        split = _split(leaves, len(rows))
+        parts = [self._run(i + 1, unflatten(split[i], spec), rows[i]) for i in reversed(range(len(rows)))]
+        return _join(parts[::-1], self._reduction)
 
     def _run(self, number: int, call: Any, rows: int) -> MicroBatch:
-        named = {name: torch.ops.aten.alias.default(held) for name, held in self._module.named_parameters()}
-        known = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
+        named = {name: torch.ops.aten.alias.default(parameter) for name, parameter in self._module.named_parameters()}
+        allowed = set(map(id, (*named.values(), *self._module.parameters(), *self._module.buffers())))
         before = AttributeSnapshot(self._module, list(self._module.parameters()))
         with running_microbatch(number), LossTargetCounter() as targets:
             result = torch.func.functional_call(self._module, named, *call)
-            before.refuse_leaks(known)
-        # Recurrent layers keep a list of their weights, which would go on holding the aliases.
+            before.refuse_leaks(allowed)
+        # Recurrent layers keep a list of their weights, which would keep the aliases.
         if before.changed(AttributeSnapshot(self._module, list(named.values()))) is None:
             before.restore()
         return MicroBatch.of(result, rows, targets)
@@ -76,10 +69,10 @@ class MicroBatches(ModuleProxy):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the module returned for one part of the batch."""
+    """The module's result for one micro-batch."""
 
     leaves: tuple[Any, ...]
-    counts: tuple[Tensor | None, ...]  # of targets, for leaves that are a mean over them
+    counts: tuple[Tensor | None, ...]  # of targets, for leaves that are means over them
     spec: Spec
     rows: int
 
@@ -90,14 +83,14 @@ class MicroBatch:
 
 
 def microbatch_sizes(leaves: Sequence[Any], count: int) -> tuple[int, ...]:
-    """The rows of each part of a call with these arguments; no part is empty, unless the whole batch is."""
+    """Return the rows of each micro-batch; none is empty unless the batch is."""
     rows = batch_size(leaves)
     count = max(1, min(count, rows))
     return tuple(rows // count + (i < rows % count) for i in range(count))
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
-    """The rows of a batch: those of the first tensor that has any dimension.
+    """Return the rows of the first tensor that has a dimension.
 
     Raises:
         CaptureError: there is none.
@@ -109,26 +102,25 @@ def batch_size(leaves: Sequence[Any]) -> int:
 
 
 def is_batched(leaf: Any, rows: int) -> bool:
-    """Whether an argument of a call with a batch of so many rows is cut with it."""
+    """Return True if an argument has the rows of the batch."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def _cut(leaves: Sequence[Any], count: int) -> list[list[Any]]:
-    """The arguments of each part."""
+def _split(leaves: Sequence[Any], count: int) -> list[list[Any]]:
+    """Return the arguments of each micro-batch."""
     rows = batch_size(leaves)
     columns = [leaf.tensor_split(count) if is_batched(leaf, rows) else (leaf,) * count for leaf in leaves]
     return [list(part) for part in zip(*columns, strict=True)]
 
 
-def _joined(parts: Sequence[MicroBatch], reduction: str | None) -> Any:
-    """What the module returns for the whole batch."""
+def _join(parts: Sequence[MicroBatch], reduction: str | None) -> Any:
     spec = parts[0].spec
     if any(part.spec != spec for part in parts):
         raise CaptureError(f"the module returns results of other forms for other numbers of rows: {INSTEAD}")
-    return unflatten([_joined_leaf(parts, place, reduction) for place in range(len(parts[0].leaves))], spec)
+    return unflatten([_join_leaf(parts, place, reduction) for place in range(len(parts[0].leaves))], spec)
 
 
-def _joined_leaf(parts: Sequence[MicroBatch], place: int, reduction: str | None) -> Any:
+def _join_leaf(parts: Sequence[MicroBatch], place: int, reduction: str | None) -> Any:
     first, *others = column = [part.leaves[place] for part in parts]
     if not isinstance(first, Tensor):
         if any(type(leaf) is not type(first) or leaf != first for leaf in others):
@@ -142,10 +134,10 @@ def _joined_leaf(parts: Sequence[MicroBatch], place: int, reduction: str | None)
             f"the module returns tensors of shapes {shapes} for parts of {', '.join(str(part.rows) for part in parts)} "
             f"rows, which are no rows of a whole: return a row for each row of the batch, or scalars, or {INSTEAD}"
         )
-    return _reduced(column, parts, [part.counts[place] for part in parts], reduction)
+    return _reduce(column, parts, [part.counts[place] for part in parts], reduction)
 
 
-def _reduced(
+def _reduce(
     scalars: Sequence[Tensor], parts: Sequence[MicroBatch], counts: Sequence[Tensor | None], reduction: str | None
 ) -> Tensor:
     if reduction is None:
@@ -158,7 +150,7 @@ def _reduced(
         counted = [count for count in counts if count is not None]
         if len(counted) == len(parts):
             total = _sum(counted)
-            # In float64, for integers divided give float32, whatever the scalars are.
+            # In float64: integers divided give float32 for scalars of any dtype.
             scalars = [
                 zero_if_empty(one, n) * (n.double() / total).to(one.dtype)
                 for one, n in zip(scalars, counted, strict=True)
@@ -170,7 +162,7 @@ def _reduced(
 
 
 def zero_if_empty(mean: Tensor, count: Tensor) -> Tensor:
-    """A mean over so many targets, but 0 of none of them."""
+    """Return a mean over so many targets, but 0 if there are none."""
     return torch.where(count > 0, mean, torch.zeros_like(mean))
 
 
@@ -181,37 +173,42 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-MEANS: dict[Callable[..., Any], inspect.Signature] = {
+CROSS_ENTROPIES: dict[Callable[..., Any], inspect.Signature] = {
     function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
 }
 
 
 class LossTargetCounter(TorchFunctionMode):
-    """Looks at the losses that are computed meanwhile."""
+    """Counts the targets of each cross entropy that runs in this mode.
+
+    with LossTargetCounter() as targets:
+        loss = F.cross_entropy(out, target)          # ignore_index=-100
+    targets.of(loss)                                 # (target != -100).sum()
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.counts: list[tuple[Tensor, Tensor]] = []
 
     def of(self, loss: Tensor) -> Tensor | None:
-        """The targets that count, by their weights, if this is itself the mean over them."""
-        return next((count for mean, count in self.found if mean is loss), None)
+        """Return the number of targets, by their weights, if this is itself a mean over them."""
+        return next((count for mean, count in self.counts if mean is loss), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in MEANS:
-            said = MEANS[func].bind(*args, **(kwargs or {}))
-            said.apply_defaults()
-            self._note(result, **said.arguments)
+        if func in CROSS_ENTROPIES:
+            bound = CROSS_ENTROPIES[func].bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            self._note(result, **bound.arguments)
         return result
 
     def _note(
         self, result: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, **others: Any
     ) -> None:
-        known = others["size_average"] is None and others["reduce"] is None and not target.is_floating_point()
-        if not known or reduction != "mean":
+        is_plain = others["size_average"] is None and others["reduce"] is None and not target.is_floating_point()
+        if not is_plain or reduction != "mean":
             return
         counts = target != ignore_index
         with torch.no_grad():
             total = counts if weight is None else weight[target.where(counts, 0)] * counts
-            self.found.append((result, total.sum()))
+            self.counts.append((result, total.sum()))

@@ -1,6 +1,8 @@
 """From a call to a step that is ready to run.
 
 planner            the table of contents: capture, price, plan, rewrite, assemble
+float_keys         find the step that fits a call with other floats
+capture_cache      captures of dropped steps, for calls that come again
 target             the device of a module, its budget and its tier
 optimizer_state    the changes that an optimizer makes to a step; here for no optimizer
 optimizers         the same for an optimizer that is counted, fused or sharded

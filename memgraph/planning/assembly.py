@@ -70,7 +70,7 @@ class Assembly:
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
         )  # fmt: skip
         parts = replace(
-            StepParts.of(captured, partition(graph, captured.graph), trace, tier),
+            StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
             state_slots=self._state_slots(step, graph, result, slots),
             trained=step.trained.parameters,
             fused_update=self.state.fused_update,

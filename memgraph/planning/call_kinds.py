@@ -47,6 +47,10 @@ class CallKinds:
         self._has_warned = self._has_warned or bool(text)
         return text
 
+    def forget(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget the calls of this form: what differed is an input of the graph now."""
+        self._sizes.pop(self._form(args, kwargs)[0], None)
+
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[ArgumentPath, Any]]:
         """Return the types of the arguments, and their sizes and numbers by name."""
         form: list[Hashable] = []

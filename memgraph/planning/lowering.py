@@ -22,6 +22,7 @@ from passes.segments import Price, Segment, affordable_segments, find_segments, 
 from passes.simulate.plan_result import with_higher_costs
 
 from ..graph import inductor
+from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, storages, tensors
 from ..graph.result_layout import empty_like, layout
 from ..graph.rewrite import Rewriter
@@ -191,7 +192,7 @@ def _is_fusible(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return False
     name = target._schema.name.removeprefix("aten::")
-    if torch.Tag.pointwise not in target.tags and name not in FUSED:
+    if (torch.Tag.pointwise not in target.tags and name not in FUSED) or float_arguments(node):
         return False
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     if not all(isinstance(value, Tensor) for value in inputs) or not tensors(node):

@@ -14,6 +14,7 @@ import passes
 from passes import Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
+from ..capture.float_capture import FloatCapture
 from ..options.compile_options import CompileOptions
 from ..profile.memory_meter import resident_bytes
 from ..profile.page_faults import page_faults_us
@@ -24,6 +25,7 @@ from ..system.locks import PLANNING_LOCK
 from .accumulated_step import AccumulatedStep, plan_accumulated, warn_accumulation
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left
+from .capture_cache import EarlierCapture
 from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
@@ -68,21 +70,28 @@ class Planner:
             graph = self._capture(Call(self.module, args, kwargs, outputs), progress)
             return Pricing(self.module, self.options, self.state, progress)(graph)
 
+    @property
+    def keeps_captures(self) -> bool:
+        """Return True if captured graphs are neither changed nor recorded afterwards."""
+        return self.state.keeps_captures and self.target.recorder is None
+
     def step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector, earlier: Step | None = None
-    ) -> Step:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
+        earlier: EarlierCapture | None = None, floats: FloatCapture | None = None,
+    ) -> Step:  # fmt: skip
         """Return the step of a call, ready to run.
 
         Args:
             outputs: selects the outputs that backward starts from.
-            earlier: the step of the same call that adds to gradients if this one does not, or the other way round.
+            earlier: a capture of the same call, whether it adds to gradients or not.
+            floats: captures the call with floats as inputs, if they can be.
 
         Raises:
             BudgetError: no plan fits the budget.
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        call = Call(self.module, args, kwargs, outputs)
+        call = Call(self.module, args, kwargs, outputs, floats)
         with PLANNING_LOCK, forgotten_sources(), releasing_cached(self.target.device), Progress() as progress:
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)
@@ -92,7 +101,7 @@ class Planner:
             search = PlanSearch(self.options, progress, until)
             try:
                 trace, machine = pricing(graph)
-                known = earlier.parts.accumulated_plan if earlier is not None else None
+                known = earlier.accumulated_plan if earlier is not None else None
                 result = graph.ranks.choose(trace, machine, replace(search, known=known))
             except passes.BudgetError as error:
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
@@ -101,9 +110,9 @@ class Planner:
             accumulated = self._accumulated(graph, pricing, search, result)
             return self._step(graph, machine, result, accumulated, began)
 
-    def _capture(self, call: Call, progress: Progress, earlier: Step | None = None) -> StepGraph:
+    def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
         progress.phase("capturing forward and backward")
-        reused = earlier.parts.captured if earlier is not None and self.state.keeps_captures else None
+        reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
         return capture_step(call, self._current_target, self.state, self.options, reused)
 
     def _current_target(self) -> Target:

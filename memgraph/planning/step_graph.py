@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ..capture.capture import OutputSelector, capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
+from ..capture.float_capture import FloatCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
@@ -31,12 +32,18 @@ from .target import Target
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module; `outputs` selects those that backward starts from."""
+    """One call of a module.
+
+    Attributes:
+        outputs: selects the outputs that backward starts from.
+        capture_floats: captures it with floats as inputs, if they can be.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: OutputSelector
+    capture_floats: FloatCapture | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +107,18 @@ def captured_call(call: Call, device: torch.device) -> Captured:
     try:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = capture(module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs)
+            captured = _with_floats(call) or capture(
+                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs
+            )
     except RuntimeError as error:
         if not is_device_mismatch(error):
             raise
         raise device_mismatch(error, args, kwargs, device) from error
     mark_hooked_grads(captured, parameters_read_after_backward(module))
     return captured
+
+
+def _with_floats(call: Call) -> Captured | None:
+    if call.capture_floats is None:
+        return None
+    return call.capture_floats(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)

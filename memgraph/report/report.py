@@ -3,18 +3,25 @@
 print(report)          fits: forecast 649.2 MB, measured 649.2 MB, budget 649.3 MB ...    (see `printout.py`)
 report.overhead        0.032
 report.to_json()       the plan as text, for `memgraph.compile(..., plan=text)`
+report.to_networkx()   the planned step as a graph, for drawing or analysis
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
+
+from passes.analysis.step_graph import RETURN, critical_path, step_graph
 
 from .printout import printout
 from .report_data import ReportData
 from .saved_plan import record_plan
 from .tables import printed
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,20 @@ class Report(ReportData):
     def to_json(self) -> str:
         """Return the plan as JSON text, for `memgraph.compile(model, budget, plan=text)`.  See `SavedPlan`."""
         return record_plan(self.choice, self.machine).to_json()
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Return the planned step as a graph; `networkx.write_graphml(report.to_networkx(), "step.graphml")` draws it.
+
+        Nodes are the ops that run, recomputations and copies among them, and `return`. They have `fn`, `phase`, `us`,
+        `nbytes` (made), `workspace`, `type`, `where`, `begin_us`, `live_nbytes` (on the device while the op runs) and
+        `critical` (True on the longest chain). Edges lead from an op to those that read its value, of `nbytes`.
+        """
+        forecast, graph = self.forecast, step_graph(self.forecast.trace)
+        longest = set(critical_path(graph))
+        graph.nodes[RETURN].update(begin_us=forecast.us, critical=False)
+        for op, begin_us, nbytes in zip(forecast.trace.ops, forecast.begins, forecast.total, strict=False):
+            graph.nodes[op.name].update(begin_us=begin_us, live_nbytes=int(nbytes), critical=op.name in longest)
+        return graph
 
     def __str__(self) -> str:
         return printed(self)

@@ -69,8 +69,10 @@ class Step:
         self._replan_due = replan is not None and history is None
         self._forwards_measured = 0  # the most forwards that were open when one of them was measured
 
-    def __call__(self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient]) -> list[Tensor]:
-        """Return the module's tensor outputs, given its parameters, buffers and inputs.
+    def __call__(
+        self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float] = ()
+    ) -> list[Tensor]:
+        """Return the module's tensor outputs, given its parameters, buffers and inputs, and the floats that ops read.
 
         A measured run counts all that is allocated here, also to prepare it; not the numbers that ranks compare.
         """
@@ -78,6 +80,7 @@ class Step:
         meter = self._meter(len(others))
         with _window(meter):
             run = self._begin(tensors, meter, others)
+            run.floats = floats
         run.rank_check = self.parts.rank_check.begin()
         if run.gather is not None:
             run.check_ranks()

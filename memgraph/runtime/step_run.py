@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -53,6 +53,7 @@ class StepRun:
     borrowed: BorrowedOutputs | None = None  # the outputs; the caller may free them before backward
     caller_inputs: Sequence[int] = ()  # positions of the caller's tensors among the inputs
     states_nbytes: int | None = None  # optimizer state that existed when this run began
+    floats: Sequence[float] = ()  # of the call; both halves read them
     explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext  # words for an allocator's error
 
     def __init__(self, halves: Partition, tier: Tier | None, recording: RecordedStep | None = None) -> None:
@@ -138,7 +139,7 @@ class StepRun:
         if self.recording is not None:
             return self.recording.forward(tensors)  # which saves for backward itself
         with self._running():
-            return list(self._run(self.halves.forward, list(tensors)))
+            return list(self._run(self.halves.forward, [*tensors, *self.floats]))
 
     def backward(self, tangents: list[Tensor | None], gradients: Sequence[Tensor | None], keep: bool) -> list[Tensor]:
         """Run backward and return the gradients.
@@ -172,7 +173,7 @@ class StepRun:
         if self.meter is not None:
             self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.gone)
         tangents.clear()
-        saved += [*as_captured, *gradients]  # type: ignore[list-item]
+        saved += [*self.floats, *as_captured, *gradients]  # type: ignore[list-item]
         with self.wall:
             if self.recording is not None:
                 results = self.recording.backward(as_captured)
@@ -211,14 +212,14 @@ class StepRun:
     def __del__(self) -> None:
         self.close()
 
-    def _run(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+    def _run(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Tensor]:
         if self.clock is not None:
             return self.clock.run(half, values)
         if self.release_watcher is not None:
             return timing_ops(half, self.release_watcher)(half, values)
         return half.forward(values)
 
-    def _run_backward(self, half: fx.GraphModule, values: list[Tensor]) -> Iterable[Tensor]:
+    def _run_backward(self, half: fx.GraphModule, values: list[Any]) -> Iterable[Tensor]:
         if not finds_nan():
             return self._run(half, values)
         self.unplanned, self.clock = "torch's anomaly mode checked each gradient", None

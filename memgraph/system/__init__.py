@@ -4,9 +4,12 @@ device               memory of a device; make a process return freed memory
 byte_sizes           "8GB" -> bytes
 measurement_cache    measurements on disk, for later processes
 setting              the environment that a measurement depends on
-timer                time a piece of work
-locks                what one thread may do at a time
-signals              hold Ctrl-C back until nothing is half done
-frames               whose code an exception comes from
+timer                time a function
+locks                planning and capture by one thread at a time
+signals              delay Ctrl-C until the state is consistent
+frames               the line of the user's code behind an exception
 user_warning         warn at the user's own line
+private_names        private names of torch, checked at import
+profiler_thread      run work outside the caller's profiler
+graph_sources        drop the sources of compiled graphs
 """

@@ -1,6 +1,6 @@
-"""A budget as people write it -> bytes; and what else is a number of bytes of some memory.
+"""Parse numbers of bytes, such as a budget.
 
-"8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> what is free there
+"8GB" -> 8000000000    "8GiB" -> 8589934592    0.5 -> half of the device's memory    None -> the free memory
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE = "bytes are whole, and a share is at most 1"
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """What a number of bytes is of: the argument's name, whose memory it is, and what None means."""
+    """An argument that is a number of bytes: its name, the owner of the memory, and the meaning of None."""
 
     name: str
     whose: str
@@ -47,10 +47,13 @@ BUDGET = BudgetRequest("budget", "the device", "what is free")
 
 
 def budget_nbytes(budget: str | int | float | None, device: torch.device, resident: int = 0) -> int:
-    """The bytes that `budget` means on `device`; `resident` bytes of it are the model's already.
+    """Return the bytes of `budget` on `device`.
+
+    Args:
+        resident: bytes that the model already has there; they are part of a budget of None.
 
     Raises:
-        ValueError: it can't be read, is not positive, or is more than the device has.
+        ValueError: `budget` can't be read, is not positive, or is more than the device has.
     """
     if budget is None:
         return max(0, unused_nbytes(device) - headroom_nbytes(device)) + resident
@@ -58,10 +61,10 @@ def budget_nbytes(budget: str | int | float | None, device: torch.device, reside
 
 
 def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRequest) -> int:
-    """The bytes of a device's memory that an argument means.
+    """Return the bytes of a device's memory that an argument stands for.
 
     Raises:
-        ValueError: it can't be read, is not positive, or is more than the device has.
+        ValueError: the argument can't be read, is not positive, or is more than the device has.
     """
     said = f"{asked.name}={given!r}"
     if isinstance(given, float):
@@ -70,14 +73,14 @@ def asked_nbytes(given: str | int | float, device: torch.device, asked: BudgetRe
         nbytes = _parse(given, said, asked) if isinstance(given, str) else given
     if nbytes <= 0:
         raise ValueError(f"{said} is {nbytes} bytes, which is not positive; {asked.forms}")
-    if nbytes > (there := memory_nbytes(device)):
-        raise ValueError(f"{said} is {nbytes} bytes, but {device} has {there}; give at most that, or None")
+    if nbytes > (available := memory_nbytes(device)):
+        raise ValueError(f"{said} is {nbytes} bytes, but {device} has {available}; give at most that, or None")
     return nbytes
 
 
 def _fraction(share: float, said: str, device: torch.device, asked: BudgetRequest) -> int:
     if math.isnan(share):
-        raise ValueError(f"{said} is not a number, so a computation before it went wrong; {asked.forms}")
+        raise ValueError(f"{said} is not a number, so an earlier computation went wrong; {asked.forms}")
     if not 0 < share <= 1:
         what = f"a float, which means a share of {asked.whose}'s memory in (0, 1]"
         raise ValueError(f"{said} is {what}; {asked.forms}")
@@ -85,10 +88,10 @@ def _fraction(share: float, said: str, device: torch.device, asked: BudgetReques
 
 
 def _parse(text: str, said: str, asked: BudgetRequest) -> int:
-    found = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", text)
-    if not found:
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*|%)\s*", text)
+    if not match:
         raise ValueError(f"{said} can't be read; {asked.forms}")
-    number, unit = Fraction(found[1]), found[2]
+    number, unit = Fraction(match[1]), match[2]
     if hint := _hint(number, unit):
         raise ValueError(f"{said} can't be read: {hint}; {asked.forms}")
     if unit.upper() not in UNITS:
@@ -97,7 +100,7 @@ def _parse(text: str, said: str, asked: BudgetRequest) -> int:
 
 
 def _hint(number: Fraction, unit: str) -> str:
-    """What is likely meant, where it is not what is written."""
+    """Return a hint for a likely typing error, or an empty string."""
     if unit == "%" or (not unit and number.denominator > 1):
         share = number / 100 if unit else number
         return f"a share is given as a float, {float(share)!r} without quotes" if share <= 1 else WHOLE

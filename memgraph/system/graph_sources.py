@@ -1,7 +1,7 @@
-"""The texts of compiled graphs, which torch.fx keeps for tracebacks as long as the process lives: let go again.
+"""Drop the sources of compiled graphs, which torch.fx keeps for tracebacks until the process ends.
 
 with forgotten_sources():
-    ...    # graphs are made, compiled and mostly dropped
+    ...    # graphs are compiled, and most of them dropped
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.fx import graph_module
 
 @contextmanager
 def forgotten_sources() -> Iterator[None]:
-    """Forget the source of each graph that is compiled inside; tracebacks through it show no lines then."""
-    # Where torch keeps them elsewhere, they stay: some kB for each graph.
+    """Drop the source of each graph that is compiled inside; tracebacks then show no lines of it."""
+    # If torch keeps them elsewhere they stay, at a few kB for each graph.
     texts: dict[str, str] = getattr(getattr(graph_module, "_loader", None), "eval_cache", {})
     before = set(texts)
     try:

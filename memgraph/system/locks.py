@@ -1,8 +1,8 @@
-"""One at a time: what only one thread of the process can do, and modules that another thread is capturing.
+"""Let one thread at a time plan, measure and capture.
 
-    with ALONE:                     two profilers, or two traces, at once would end the process
-    with capturing(module): ...     its parameters are fake tensors meanwhile
-    undisturbed(module, read)       read(), once they are the real ones
+    with PLANNING_LOCK: ...                    two profilers or two traces at once would end the process
+    with capturing(module): ...                its parameters are fake tensors meanwhile
+    read_when_not_capturing(module, read)      read(), while they are real tensors
 
 A planned step takes no lock: it only compares two numbers.
 """
@@ -20,26 +20,26 @@ from torch import nn
 T = TypeVar("T")
 
 PLANNING_LOCK = threading.RLock()
-# A forked child has none of the threads that may hold it.
+# A forked child has none of the threads that may hold the lock.
 os.register_at_fork(after_in_child=PLANNING_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class _CaptureCount:
-    """The captures of this process: how many have begun, and the modules of the one that is going on."""
+    """The number of captures that this process started, and the modules and thread of the current one."""
 
-    begun = 0
+    started = 0
     modules: frozenset[int] = frozenset()
     thread = 0
 
 
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """Nobody else plans, measures or calls this module meanwhile."""
+    """Keep other threads from planning, measuring or calling the module."""
     with PLANNING_LOCK:
         before = _CaptureCount.modules, _CaptureCount.thread
         _CaptureCount.thread = threading.get_ident()
         _CaptureCount.modules |= frozenset(map(id, module.modules()))
-        _CaptureCount.begun += 1
+        _CaptureCount.started += 1
         try:
             yield
         finally:
@@ -47,19 +47,19 @@ def capturing(module: nn.Module) -> Iterator[None]:
 
 
 def read_when_not_capturing(module: nn.Module, read: Callable[[], T]) -> T:
-    """What `read` finds out about the module while no other thread is capturing it."""
+    """Call `read` while no other thread captures the module; repeat it if a capture started meanwhile."""
     while True:
-        begun = _CaptureCount.begun
+        started = _CaptureCount.started
         if _is_free(module):
             try:
-                found = read()
-            except Exception:  # of a dictionary that changed its size, say
-                if begun == _CaptureCount.begun:
+                result = read()
+            except Exception:  # such as a dictionary that changed its size
+                if started == _CaptureCount.started:
                     raise
             else:
-                if begun == _CaptureCount.begun:
-                    return found
-        with PLANNING_LOCK:  # until that thread has planned
+                if started == _CaptureCount.started:
+                    return result
+        with PLANNING_LOCK:  # wait for the other thread
             pass
 
 

@@ -1,10 +1,9 @@
-"""Private names of torch that memgraph uses, with the reason for each; looked up when memgraph is imported.
+"""Check at import that torch has the private names that memgraph uses.
 
     torch 2.16 has no torch._C._storage_Use_Count   ->   TorchVersionError: torch 2.16.0 lacks what memgraph uses: ...
 
-torch may rename or change them in any release.  Without this page a name that is gone would show as whatever error
-comes first, in the middle of a step.
-`tests/memgraph/system/test_private_names.py` compares it with what the sources use.
+torch may rename or change them in any release. Without this check, a missing name would fail in the middle of a step.
+`tests/memgraph/system/test_private_names.py` compares these lists with the names in the sources.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")  # `make versions` runs the co
 
 NAMES: Mapping[str, str] = {
     # Tracing
-    "torch._subclasses.FakeTensor": "tensors of a trace have a class that is exported nowhere else",
+    "torch._subclasses.FakeTensor": "the class of a trace's tensors",
     "torch._subclasses.FakeTensorMode": "traces run on fake tensors",
     "torch._subclasses.fake_tensor.FakeTensor": "the same class, by its own module",
     "torch._subclasses.fake_tensor.FakeTensorMode": "the same class, by its own module",
@@ -47,20 +46,21 @@ NAMES: Mapping[str, str] = {
     "torch._C._DisableAutocast": "casts stand in the graph already",
     "torch._C._disabled_torch_function_impl": "fused layers of nn are taken apart as for a subclass of Tensor",
     "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
-    "torch._compile": "passes calls of torch.random on, and is not who has called it",
-    "torch._dynamo.eval_frame": "passes calls of torch.random on, and is not who has called it",
+    "torch._compile": "a wrapper of torch.random, which is not the caller",
+    "torch._dynamo.eval_frame": "a wrapper of torch.random, which is not the caller",
     "torch.utils._python_dispatch._disable_current_modes": "what is known during a trace is computed on real tensors",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "such tensors are refused",
     "torch.utils._pytree": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_flatten": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_leaves": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_map": "arguments and results are flattened as torch's own tools do",
+    "torch.utils._pytree.tree_map_only": "finds the floats among an op's arguments",
     "torch.utils._pytree.tree_unflatten": "arguments and results are flattened as torch's own tools do",
     "torch.nn.modules.batchnorm._NormBase": "names the remedy where a norm has no momentum",
     # Graphs
     "torch._ops": "holds OpOverload",
     "torch._ops.OpOverload": "tells ops of torch from other functions in a graph",
-    "torch.fx.graph._BoxedCodeGen": "values that a half reads go as soon as they have been read",
+    "torch.fx.graph._BoxedCodeGen": "values that a half of a step reads are freed after their last use",
     "torch._neg_view": "ops are priced on tensors that are as lazily negated as the step's",
     "torch.ops.aten._native_batch_norm_legit_functional": "batch norm in training, made functional",
     "torch.ops.aten._native_batch_norm_legit_functional.default": "batch norm in training, made functional",
@@ -73,14 +73,14 @@ NAMES: Mapping[str, str] = {
     "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
     "torch._C._will_engine_execute_node": "gradients that backward(inputs=...) does not ask for are not written",
     "torch._C._functorch.peek_interpreter_stack": "a compiled module under torch.func is refused",
-    "torch._C._storage_Use_Count": "gradients that somebody else holds are not written over",
+    "torch._C._storage_Use_Count": "gradients with other references are not overwritten",
     "torch._foreach_copy_": "many small copies cost one launch",
     "torch._debug_has_internal_overlap": "a parameter whose elements overlap can't be spread over ranks",
     "torch.cuda._is_in_bad_fork": "a forked child must not touch memory that its parent has pinned",
-    "torch.autograd.Variable._execution_engine": "says when a backward that calls share has ended",
-    "torch.autograd.Variable._execution_engine.queue_callback": "says when a backward that calls share has ended",
+    "torch.autograd.Variable._execution_engine": "tells when a backward that calls share has ended",
+    "torch.autograd.Variable._execution_engine.queue_callback": "tells when a backward that calls share has ended",
     "torch.optim.optimizer._global_optimizer_post_hooks": "an update in windows calls the hooks that a step calls",
-    # Measuring, and telling one call from another
+    # Measuring, and the signature of a call
     "torch._C._autograd._profiler_enabled": "a second profiler would end the caller's",
     "torch._C._autograd._enable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
     "torch._C._autograd._disable_profiler_legacy": "sees what one thread allocates beside the caller's profiler",
@@ -98,21 +98,21 @@ NAMES: Mapping[str, str] = {
 }
 
 CUDA_NAMES: Mapping[str, str] = {  # of a torch that was built for GPUs
-    "torch._C._cuda_clearCublasWorkspaces": "what cuBLAS keeps can be measured where it keeps nothing yet",
+    "torch._C._cuda_clearCublasWorkspaces": "the workspaces of cuBLAS are freed, and then measured",
 }
 
-LATE_NAMES: Mapping[str, str] = {  # looked up where they are used, since what holds them takes long to import
-    "torch._inductor.standalone_compile": "compiles a part of a graph, and no more",
+LATE_NAMES: Mapping[str, str] = {  # looked up at first use, since their modules take long to import
+    "torch._inductor.standalone_compile": "compiles a part of a graph",
 }
 
-# Of objects: attributes of what `_samples` makes of each class.
+# Attributes of classes, or of their instances in `_samples`.
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "torch.Tensor": {
-        "_base": "tells a view from what it is a view of",
+        "_base": "tells a view from its base",
         "_version": "notices what was changed in place before backward reads it",
         "_nnz": "the rows that a sparse gradient has",
-        "_is_view": "a view refers to what it is a view of, which counts as one who holds it",
-        "_use_count": "gradients that somebody else holds are still there after backward has read them",
+        "_is_view": "a view holds a reference to its base",
+        "_use_count": "gradients with other references stay live after backward has read them",
         "_backward_hooks": "gradients of parameters with hooks go by way of autograd",
         "_post_accumulate_grad_hooks": "gradients of parameters with hooks go by way of autograd",
     },
@@ -129,7 +129,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     },
     "torch.nn.utils.stateless": {"_reparametrize_module": "forward runs on the trace's parameters"},
     "torch.autograd.forward_ad": {"_current_level": "forward-mode differentiation of a compiled module is refused"},
-    "torch.autograd.graph.Node": {"_sequence_nr": "an op of backward bears the source line of its forward"},
+    "torch.autograd.graph.Node": {"_sequence_nr": "an op of backward gets the source line of its forward"},
     "torch.autograd.function.BackwardCFunction": {"_forward_cls": "tells the capture's own functions from the model's"},
     "torch.optim.Optimizer": {
         "_optimizer_step_pre_hooks": "an update in windows calls the hooks that a step calls",
@@ -138,10 +138,10 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "_optimizer_load_state_dict_post_hooks": "a sharded state calls the hooks that a plain one calls",
     },
     "torch.amp.GradScaler": {"_unscale_grads_": "ranks agree on which gradients are infinite"},
-    "torch.fx.Graph": {"_codegen": "half of a graph is run as that half was"},
+    "torch.fx.Graph": {"_codegen": "a half of a graph runs with the codegen of that half"},
     "torch.fx.graph._BoxedCodeGen": {"_gen_python_code": "ops are called without what Python adds to each call"},
     "torch.fx.Node": {"_rename": "names of a graph are those of its trace"},
-    "torch.fx.Interpreter": {"_set_current_node": "ops that only check bear the notes of their node"},
+    "torch.fx.Interpreter": {"_set_current_node": "ops that only check keep the notes of their node"},
     "torch._ops.OpOverload": {
         "_schema": "says what an op reads, draws and writes to",
         "_op": "ops are called without what Python adds to each call",
@@ -149,22 +149,22 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "_overloadname": "finds the op that does the same in place",
     },
     "torch._subclasses.FakeTensorMode": {
-        "dispatch": "is where a value that is known during a trace can be given",
-        "cache_enabled": "results that torch remembers may have lost bytes of their storages",
+        "dispatch": "returns the values that are known during a trace",
+        "cache_enabled": "cached results may lack bytes of their storages",
     },
 }
 
 DISTRIBUTED: Mapping[str, Mapping[str, str]] = {  # the same, of a torch that was built with torch.distributed
     "torch.distributed.ProcessGroup": {
-        "_device_types": "where ranks can tell each other that one is gone",
-        "_get_backend": "only gloo tells who is gone",
+        "_device_types": "the devices on which ranks can report a missing rank",
+        "_get_backend": "only gloo names the missing ranks",
     },
     "torch.distributed.checkpoint.FileSystemReader": {
-        "_get_metadata_path": "what a checkpoint says of itself is read without running code from it",
+        "_get_metadata_path": "the metadata of a checkpoint is read without running code from it",
     },
 }
 
-# How Python functions among these are called, or what an override of them takes.
+# Parameters with which Python functions among these are called or overridden.
 CALLS: Mapping[str, tuple[str, ...]] = {
     "torch._subclasses.FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
     "torch._subclasses.functional_tensor.FunctionalTensorMode": ("pre_dispatch", "_allow_token_discovery"),
@@ -174,12 +174,10 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 
 
 def check() -> None:
-    """Look up all that is used of torch's private names.
-
-    A torch that was never tested, but has them all, is a RuntimeWarning.
+    """Look up the private names of torch; warn about a version of torch that was never tested.
 
     Raises:
-        TorchVersionError: one is missing, or is called in another way.
+        TorchVersionError: a name is missing, or has other parameters.
     """
     version = torch.__version__.partition("+")[0]
     if lacking := missing():
@@ -189,7 +187,7 @@ def check() -> None:
 
 
 def missing() -> str:
-    """A line for each name that this torch lacks, or calls in another way; with the reason."""
+    """Return a line with the reason for each name that is missing or has other parameters."""
     names = {**NAMES, **(CUDA_NAMES if torch.backends.cuda.is_built() else {})}
     owners = {**ATTRIBUTES, **(DISTRIBUTED if torch.distributed.is_available() else {})}
     lines = [f"  {name} ({reason})" for name, reason in names.items() if not _is_there(name)]
@@ -207,32 +205,32 @@ def _remedy() -> str:
     return f"It is known to work with torch {', '.join(TESTED)}: pip install '{wanted}'"
 
 
-def _found(name: str) -> Any:
-    """What a dotted name stands for; modules on the way are imported.
+def _look_up(name: str) -> Any:
+    """Return the object with a dotted name, and import the modules on the path.
 
     Raises:
-        AttributeError, ImportError: there is no such thing.
+        AttributeError, ImportError: there is no such object.
     """
-    found: Any = torch
+    value: Any = torch
     parts = name.split(".")
     for i, part in enumerate(parts[1:], 1):
-        is_imported = hasattr(found, part) or not hasattr(found, "__path__")
-        found = getattr(found, part) if is_imported else importlib.import_module(".".join(parts[: i + 1]))
-    return found
+        is_imported = hasattr(value, part) or not hasattr(value, "__path__")
+        value = getattr(value, part) if is_imported else importlib.import_module(".".join(parts[: i + 1]))
+    return value
 
 
 def _is_there(name: str) -> bool:
     try:
-        _found(name)
+        _look_up(name)
     except (AttributeError, ImportError):
         return False
     return True
 
 
 def _has(owner: str, name: str) -> bool:
-    """Whether an object of this class has the attribute; some have it only once they are made."""
+    """Return True if the class or an instance of it has the attribute."""
     try:
-        return hasattr(_found(owner), name) or hasattr(_samples().get(owner), name)
+        return hasattr(_look_up(owner), name) or hasattr(_samples().get(owner), name)
     except (AttributeError, ImportError):
         return False
 
@@ -247,17 +245,17 @@ def _samples() -> dict[str, object]:
         "torch.autograd.graph.Node": torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn,
         "torch.autograd.function.BackwardCFunction": getattr(torch.autograd.Function, "_backward_cls", None),
         "torch._ops.OpOverload": torch.ops.aten.add.Tensor,
-        "torch._subclasses.FakeTensorMode": _found("torch._subclasses.FakeTensorMode")(),
+        "torch._subclasses.FakeTensorMode": _look_up("torch._subclasses.FakeTensorMode")(),
     }
 
 
 def _takes(name: str, wanted: tuple[str, ...]) -> bool:
-    """Whether a function has these parameters, and no others that have to be given."""
+    """Return True if a function has these parameters, and no other required ones."""
     try:
-        parameters = inspect.signature(_found(name)).parameters
+        parameters = inspect.signature(_look_up(name)).parameters
     except (AttributeError, ImportError):
-        return True  # which is in a line of its own already
-    needed = {key for key, one in parameters.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL}
+        return True  # reported as missing
+    needed = {key for key, p in parameters.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL}
     return needed <= set(wanted) <= set(parameters)
 
 

@@ -1,10 +1,10 @@
-"""Work in a thread of its own where a profiler is running: there it does not see the work, and so is in nobody's way.
+"""Run work in another thread, where the caller's profiler does not see it.
 
     with torch.profiler.profile():
-        model(x)      ->   the first call prices ops elsewhere; the trace shows none of these, and their times are real
+        model(x)      ->   the first call prices ops in a second thread, and the profile does not show them
 
-torch's profiler is one for the whole process, and a second one would end it.  The older one, which it still has beside
-it, is one for each thread, and says how large each block is that comes or goes, though not where it lies.
+torch has one profiler for the whole process, and a second one would end it. Its legacy profiler works for each thread.
+It reports the size of each block that is allocated or freed, but not the address.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _here = threading.local()
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler of torch's is running, in this thread or in another one."""
+    """Return True if a torch profiler is running in any thread."""
     return _profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
 
 
 def is_unprofiled() -> bool:
-    """Return whether this is a thread that `apart` has started."""
+    """Return True in a thread that `run_unprofiled` started."""
     return getattr(_here, "apart", False)
 
 
 def run_unprofiled(work: Callable[[], T]) -> T:
-    """Return what the work returns, or raise what it raises; where a profiler is running it has a thread of its own."""
+    """Call `work`, in a thread of its own if a profiler is running."""
     if not is_profiled() or is_unprofiled():
         return work()
     results: list[T] = []
@@ -46,7 +46,7 @@ def run_unprofiled(work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="memgraph-apart", daemon=True)
+    thread = threading.Thread(target=run, name="memgraph-unprofiled", daemon=True)
     thread.start()
     thread.join()
     if errors:
@@ -55,9 +55,9 @@ def run_unprofiled(work: Callable[[], T]) -> T:
 
 
 def block_sizes(work: Callable[[], T]) -> tuple[T, list[int]]:
-    """Return what the work returns, and the bytes of each block that came (> 0) or went (< 0) in this thread.
+    """Call `work`, and return its result and the bytes of each block it allocated (> 0) or freed (< 0).
 
-    The work must not free blocks that came before it: these can't be told from its own.
+    The work must not free older blocks, which can't be told from its own.
     """
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
     try:

@@ -1,9 +1,9 @@
-"""The setting in which something was measured: all that a price depends on besides the op, in words.
+"""Describe the environment that a measurement depends on, as a cache key.
 
-    setting(cpu)  ->  "torch 2.13.0+cpu ... | AMD EPYC ... | AVX512 | 2 cores | OMP_NUM_THREADS=2"
+    environment_key(cpu)  ->  "torch 2.13.0+cpu ... | AMD EPYC ... | AVX512 | 2 cores | OMP_NUM_THREADS=2"
 
-Whatever changes which kernels run, or how fast, has to be in it, or in the op's own key: a price that was measured
-elsewhere would be a wrong time, and a workspace a broken promise.
+Everything that changes which kernels run, or how fast, has to be in it or in the op's own key. Otherwise a cached time
+would be wrong, and a cached workspace could break the budget.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-METHOD = 6  # of measuring; another one finds other numbers
+METHOD = 6  # version of the measuring code; a change of it invalidates the cache
 ABOUT_CPU = {
     *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size"),
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
 }
-# By these the libraries below torch choose kernels and threads, mostly when they are loaded.
+# The libraries below torch choose kernels and threads by these, mostly when they are loaded.
 VARIABLES = (
     *("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "MKLDNN_", "OMP_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_"),
     *(
@@ -42,7 +42,7 @@ VARIABLES = (
 
 @functools.cache
 def environment_key(device: torch.device) -> str:
-    """The device, torch and its libraries, and what was asked of them: one text, by which prices are kept."""
+    """Return the device, torch, its libraries and their settings as one text."""
     environment = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES))
     libraries = (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip)
     return " | ".join((f"method {METHOD}", f"torch {libraries}", *_hardware(device), *environment))
@@ -57,18 +57,17 @@ def _hardware(device: torch.device) -> tuple[str, ...]:
 
 
 def driver() -> str:
-    """The version of the driver of NVIDIA's GPUs, which torch does not tell; empty where that can't be asked."""
+    """Return the version of NVIDIA's driver, which torch does not expose; empty if it is unknown."""
     text = ctypes.create_string_buffer(80)
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
-        known = not library.nvmlInit_v2() and not library.nvmlSystemGetDriverVersion(text, len(text))
+        ok = not library.nvmlInit_v2() and not library.nvmlSystemGetDriverVersion(text, len(text))
     except (OSError, AttributeError):
         return ""
-    return text.value.decode() if known else ""
+    return text.value.decode() if ok else ""
 
 
 def _cpu() -> tuple[str, ...]:
-    """What the first processor is."""
     try:
         first = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
     except OSError:

@@ -1,10 +1,10 @@
-"""Let Ctrl-C wait until nothing is half done, and whatever else a signal raises.
+"""Delay Ctrl-C, and other signals that raise, until the state is consistent.
 
     with Interrupts() as interrupts:
-        ...                    # Ctrl-C is noted, and so is SIGTERM whose handler raises SystemExit
+        ...                    # Ctrl-C is recorded, and so is a SIGTERM whose handler raises SystemExit
         interrupts.check()     # and raised here
 
-A second one of a kind is raised at once, in case there is no end to the waiting.
+A second signal of the same kind is raised at once, in case the work does not end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 class Interrupts:
-    """Only the main thread is ever interrupted; anywhere else, and for signals that are not handled in Python, this
-    does nothing."""
+    """Records signals and raises them later.
+
+    Does nothing outside the main thread, and for signals without a Python handler.
+    """
 
     def __init__(self) -> None:
         self.noted: dict[int, FrameType | None] = {}
@@ -35,7 +37,7 @@ class Interrupts:
             try:
                 for number in self.plain:
                     signal.signal(number, self._note)
-            except BaseException:  # of a signal that is not yet noted
+            except BaseException:  # raised by a signal that is not recorded yet
                 self._restore([*self.plain.items()])
                 raise
         return self
@@ -44,10 +46,10 @@ class Interrupts:
         try:
             self._restore([*self.plain.items()])
         finally:
-            self.check()  # after an error, too: who only takes note of a signal would never hear of it
+            self.check()  # after an error, too: a handler that does not raise must still run
 
     def check(self) -> None:
-        """Raise what was noted."""
+        """Run the handlers of the recorded signals."""
         if self.noted:
             number = next(iter(self.noted))
             try:
@@ -56,7 +58,7 @@ class Interrupts:
                 self.check()
 
     def _restore(self, rest: list[tuple[int, Any]]) -> None:
-        """Give all signals their handlers back, though one of them is raised meanwhile."""
+        """Restore all handlers, even if a handler raises meanwhile."""
         try:
             while rest:
                 signal.signal(*rest[-1])

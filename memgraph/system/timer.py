@@ -1,8 +1,8 @@
-"""How long a piece of work takes.
+"""Time a function.
 
-shortest(lambda: torch.mm(a, b), cpu)         ->   the microseconds of the fastest of some runs
-shortest(lambda: a.relu(), cpu, cool(cpu))    ->   the same, with `a` in memory and not in a cache at each begin
-shortest(lambda: b.relu(), cuda)              ->   what one takes behind another, with no launch waited for
+shortest_us(lambda: torch.mm(a, b), cpu)                 ->   microseconds of the fastest of some runs
+shortest_us(lambda: a.relu(), cpu, flush_caches(cpu))    ->   the same, with `a` in memory and not in a cache
+shortest_us(lambda: b.relu(), cuda)                      ->   the time of each of several queued runs
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-ENOUGH_US = 30_000.0  # work is done again until this much time has gone into it: some slices of a busy machine's time,
-REPEATS = 5  # but not more often
-LINE = 20  # runs at most that a device beside the host is told of before they are waited for
-CACHE = 32 << 20  # bytes that are read to have nothing else in a cache
+ENOUGH_US = 30_000.0  # microseconds after which a function is not run again: some slices of a busy machine's time
+REPEATS = 5  # most runs, or batches of runs
+LINE = 20  # most runs that are queued on a GPU before they are waited for
+CACHE = 32 << 20  # bytes that are read to flush the caches
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 def shortest_us(run: Callable[[], object], device: torch.device, before: Callable[[], object] = int) -> float:
-    """The least time of one run or more, each after `before`, which is not timed.
+    """Return the least time of some runs, each after `before`, which is not timed.
 
-    The work has been run before, because a first run also sets up its kernels.
-
-    The least, and not the median: whatever else the machine does only adds to a time, and plans are chosen by how the
-    ops' times relate.  What ops take beside their neighbours, the step itself tells (`replan.py`).
+    `run` must have been called before, because a first call also sets up its kernels. The least time is taken, not the
+    median, because other work of the machine only adds to a time. `replan.py` corrects times with those of real steps.
     """
     least, spent, runs = float("inf"), 0.0, 0
     line = _line(run, device)
@@ -43,7 +41,7 @@ def shortest_us(run: Callable[[], object], device: torch.device, before: Callabl
 
 
 def _line(run: Callable[[], object], device: torch.device) -> int:
-    """How often it is run at once.  To be told of work and to be waited for takes a GPU longer than short work does."""
+    """Return how many runs to queue at once, because a launch and a wait take longer than a short kernel."""
     if device.type == "cpu":
         return 1
     _, us = timed_us(run, device)
@@ -51,28 +49,27 @@ def _line(run: Callable[[], object], device: torch.device) -> int:
 
 
 def repeats(run: Callable[[], object], times: int) -> None:
-    """Run so many times; no result is kept."""
     for _ in range(times):
         run()
 
 
 def flush_caches(device: torch.device) -> Callable[[], object]:
-    """What empties the caches of a CPU: it reads much else, and takes none of the memory that a budget is about.
+    """Return a function that flushes the caches of a CPU, because a step mostly reads values that are not cached.
 
-    A value that a step reads was mostly made long before.
+    It reads a file's pages, which are not part of the memory that a budget limits.
     """
-    return _elsewhere().sum if device.type == "cpu" else int
+    return _uncached_bytes().sum if device.type == "cpu" else int
 
 
-def _elsewhere() -> Tensor:
-    """Bytes to read: those of torch's own library, which lie in the system's cache of files; zeros where it is not."""
+def _uncached_bytes() -> Tensor:
+    """Map torch's own library, which is in the system's page cache; zeros if there is no such file."""
     if LIBRARY.is_file() and LIBRARY.stat().st_size >= CACHE:
         return torch.from_file(str(LIBRARY), shared=False, size=CACHE // 8, dtype=torch.int64)
     return torch.zeros(CACHE // 8, dtype=torch.int64)
 
 
 def timed_us(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """A result, and the microseconds that it took."""
+    """Call `run`, and return its result and its microseconds."""
     synchronize = partial(torch.get_device_module(device).synchronize, device) if device.type != "cpu" else int
     synchronize()
     begin = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What is worth a warning and no error, said at the user's own line, where Python says it once.
+"""Warn at the user's own line, once for each line.
 
-notice("...")   ->   /home/me/train.py:31: RuntimeWarning: ...
+warn_user("...")   ->   /home/me/train.py:31: RuntimeWarning: ...
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .frames import is_users_code
 
 
 def warn_user(message: str) -> None:
-    """Warn of something; the line is the innermost one that is neither torch's nor memgraph's."""
+    """Warn at the innermost line that is neither torch's nor memgraph's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_back is not None and not is_users_code(frame.f_code):
         frame, level = frame.f_back, level + 1

@@ -4,5 +4,6 @@ layout          tensors that fill one run of memory
 aliasing        tensors that share memory
 loss_outputs    outputs that a loss may be made of
 pytree          nested containers of tensors
+traced_float    stand-ins for Python floats while a call is traced
 versions        in-place changes since a version was read
 """

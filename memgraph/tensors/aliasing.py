@@ -1,4 +1,4 @@
-"""Which tensors lie in each other's memory: to move one of them would part the two.
+"""Tensors that share memory: moving one would separate them.
 
 head.weight.data = embedding.weight.data        ->  "embedding.weight and head.weight share ..."
 register_buffer("seen", weight.detach()[:3])    ->  "seen and weight share ..."
@@ -16,20 +16,22 @@ from .layout import has_storage, is_dense
 def describe_shared_memory(
     module: nn.Module, optimizer: optim.Optimizer | None, changed: Container[str] | None = None
 ) -> str:
-    """Why no parameter may be moved, or why these may not be `changed`: one lies in the memory of another, or of a
-    buffer."""
+    """Say which parameter shares memory with another or with a buffer; empty if none does.
+
+    Only pairs with one of the `changed` parameters count, if these are given.
+    """
     named = dict(module.named_parameters())
     owned = set(named.values())
     groups = optimizer.param_groups if optimizer is not None else ()
-    others = [parameter for group in groups for parameter in group["params"] if parameter not in owned]
-    beside = {f"parameter {i} of the optimizer that is not the module's": other for i, other in enumerate(others)}
-    some = [name for name in named if changed is None or name in changed]
-    moved = [name for name in some if has_storage(named[name]) and is_dense(named[name])]
-    return describe_overlap(named | dict(module.named_buffers()) | beside, moved)
+    foreign = [parameter for group in groups for parameter in group["params"] if parameter not in owned]
+    others = {f"parameter {i} of the optimizer that is not the module's": other for i, other in enumerate(foreign)}
+    checked = [name for name in named if changed is None or name in changed]
+    moved = [name for name in checked if has_storage(named[name]) and is_dense(named[name])]
+    return describe_overlap(named | dict(module.named_buffers()) | others, moved)
 
 
 def describe_overlap(named: Mapping[str, Tensor], moved: Collection[str]) -> str:
-    """Which of those that are to be `moved` lies in the memory of another, and what to do; empty if none does."""
+    """Say which of the `moved` tensors overlaps another, and what to do; empty if none does."""
     spans = sorted(
         (*address_range(tensor), name) for name, tensor in named.items() if has_storage(tensor) and tensor.numel()
     )
@@ -43,7 +45,7 @@ def describe_overlap(named: Mapping[str, Tensor], moved: Collection[str]) -> str
 
 
 def address_range(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from its first byte to behind its last."""
+    """Return the address of the first byte, and the one after the last."""
     begin = tensor.data_ptr()
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return begin, begin + extent * tensor.itemsize

@@ -1,9 +1,9 @@
-"""Tensors whose elements fill one run of memory, each its own part of it; and such runs, seen as tensors.
+"""Dense tensors, whose elements fill one range of memory, and views of such ranges.
 
-is_dense(w.t())         ->  True: in another order, without gaps
-flat(f32[3, 4])         ->  f32[12], the elements as they lie in memory
-shaped(u8[48], w)       ->  f32[3, 4], a view of the bytes
-laid(f32[12], w)        ->  f32[3, 4] over the same storage, a tensor of its own
+is_dense(w.t())                   ->  True: in another order, without gaps
+flat(f32[3, 4])                   ->  f32[12], the elements in memory order
+view_bytes_as(u8[48], w)          ->  f32[3, 4], a view of the bytes
+alias_storage_as(f32[12], w)      ->  f32[3, 4] over the same storage, an independent tensor
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one run of memory, each its own part of it."""
+    """Return True if the elements fill one range of memory, without overlaps."""
     return tensor.layout == torch.strided and bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as they lie in memory.
+    """Return the elements of a dense tensor in memory order.
 
     Raises:
         ValueError: it has gaps or overlaps.
@@ -31,16 +31,16 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def view_bytes_as(run: Tensor, like: Tensor) -> Tensor:
-    """A run of bytes, seen as a tensor of this type, shape and strides."""
+    """View bytes as a tensor of this dtype, shape and strides."""
     return run.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def alias_storage_as(of: Tensor, like: Tensor) -> Tensor:
-    """The storage of a tensor, from its begin on, laid out as `like`."""
+    """Return the storage of a tensor, from its start, with the layout of `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=of.device)
     return empty.set_(of.untyped_storage(), 0, like.shape, like.stride())
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether it is one stretch of memory, and not several tensors."""
+    """Return True if the tensor is strided and not nested."""
     return tensor.layout == torch.strided and not tensor.is_nested

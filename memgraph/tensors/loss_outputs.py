@@ -1,8 +1,8 @@
-"""From which of a module's outputs backward starts, if a loss may be made of some of them.
+"""Select the outputs from which backward starts, where a loss may use only some of them.
 
-losses({0: loss, 1: logits})      ->   [0], if the loss is made of the logits
-losses({0: penalty, 1: logits})   ->   [0, 1], since the logits have a loss yet to come
-scalars({0: loss, 1: logits})     ->   [0]
+select_losses({0: loss, 1: logits})      ->   [0], if the loss is computed from the logits
+select_losses({0: penalty, 1: logits})   ->   [0, 1], since the caller computes a loss of the logits
+select_scalars({0: loss, 1: logits})     ->   [0]
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# Of the outputs that can be differentiated, by place, the places of those that a loss may be made of.
+# Takes differentiable outputs by position, and returns the positions from which backward starts.
 OutputSelector = Callable[[Mapping[int, Tensor]], Sequence[int]]
 
 
 def select_all(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """All of them."""
     return list(outputs)
 
 
 def select_losses(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, and what is computed with parameters of its own: logits beside the loss that is made of them, or
-    their softmax, are only looked at; logits beside a penalty have a loss yet to come."""
-    behind = set(reachable_nodes(output.grad_fn for output in outputs.values() if output.numel() == 1))
-    if not behind:
+    """Select scalars, and outputs that are computed with parameters of their own.
+
+    Logits beside the loss that is computed from them are only looked at; logits beside a penalty need a loss.
+    """
+    behind_scalars = set(reachable_nodes(output.grad_fn for output in outputs.values() if output.numel() == 1))
+    if not behind_scalars:
         return select_scalars(outputs)
-    return [place for place, output in outputs.items() if output.numel() == 1 or _is_beside(output.grad_fn, behind)]
+    return [i for i, out in outputs.items() if out.numel() == 1 or _uses_other_parameters(out.grad_fn, behind_scalars)]
 
 
-def _is_beside(root: Node | None, behind: Set[Node]) -> bool:
-    """Whether an op that no scalar is computed by reads a parameter, on the way to this result."""
-    waiting, seen = [root], set(behind)
+def _uses_other_parameters(root: Node | None, behind_scalars: Set[Node]) -> bool:
+    """Return True if this result depends on a parameter through an op that no scalar depends on."""
+    waiting, seen = [root], set(behind_scalars)
     while waiting:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):
@@ -44,21 +45,21 @@ def _is_beside(root: Node | None, behind: Set[Node]) -> bool:
 
 
 def select_scalars(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, or all if there are none."""
+    """Select the scalars, or all outputs if there are none."""
     return [place for place, output in outputs.items() if output.numel() == 1] or list(outputs)
 
 
 def select_update_roots(outputs: Mapping[int, Tensor]) -> Sequence[int]:
-    """The scalars, where backward updates parameters: a gradient for anything else is refused."""
+    """Select the scalars: where backward updates parameters, other gradients are refused."""
     return select_scalars(outputs)
 
 
 def reachable_nodes(roots: Iterable[Node | None]) -> list[Node]:
-    """All autograd nodes that the roots lead to, with them."""
+    """Return all autograd nodes reachable from the roots, and the roots."""
     waiting = [root for root in roots if root is not None]
-    found = set(waiting)
+    reached = set(waiting)
     while waiting:
-        new = {following for following, _ in waiting.pop().next_functions if following is not None} - found
-        found |= new
+        new = {following for following, _ in waiting.pop().next_functions if following is not None} - reached
+        reached |= new
         waiting.extend(new)
-    return list(found)
+    return list(reached)

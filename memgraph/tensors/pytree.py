@@ -1,10 +1,10 @@
-"""Any nesting of tensors -> a flat list, and back.
+"""Flatten any nesting of tensors to a list, and rebuild it.
 
     flatten({"x": x, "k": 3})   ->  [x, 3], spec
     unflatten([y, 3], spec)     ->  {"x": y, "k": 3}
 
-Containers that torch knows are opened by `torch.utils._pytree`.  Any other object (a key-value cache, a dataclass)
-is pickled in memory with its tensors pulled out, and rebuilt by an unpickler that puts the given tensors in.
+`torch.utils._pytree` opens the containers that it knows. Any other object (a key-value cache, a dataclass) is pickled
+in memory without its tensors and floats, and rebuilt by an unpickler that inserts the given ones.
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from .traced_float import TracedFloat
 
 CONSTANTS = (
     types.NoneType, bool, int, float, complex, str, bytes, enum.Enum, range, types.EllipsisType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
 )  # fmt: skip
-# Equal only to themselves; never looked into.
-WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+# Compared by identity; never opened.
+OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 @dataclass(frozen=True)
 class Shell:
-    """A pickled object without its tensors, and the classes and functions that it names."""
+    """A pickled object without its tensors and floats, and the classes and functions that it refers to."""
 
     blob: bytes
     named: tuple[Any, ...]
-    tensors: int
+    leaves: int
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is left of a tree without its leaves; hashable, and equal for trees of the same form."""
+    """A tree without its leaves; hashable, and equal for trees of the same structure."""
 
     tree: pytree.TreeSpec
     shells: tuple[Shell | None, ...]  # one per leaf of `tree`
 
     @property
     def leaves(self) -> int:
-        """How many leaves belong to it."""
-        return sum(1 if shell is None else shell.tensors for shell in self.shells)
+        """The number of leaves."""
+        return sum(1 if shell is None else shell.leaves for shell in self.shells)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """The leaves of a tree, tensors and constants, and the form that they stand in."""
+    """Return the leaves of a tree, tensors and constants, and its structure."""
     tops, form = pytree.tree_flatten(tree)
     leaves: list[Any] = []
     shells: list[Shell | None] = []
     for top in tops:
-        plain = isinstance(top, (Tensor, *CONSTANTS, *WHOLE))
-        shell, found = (None, [top]) if plain else _open(top)
+        plain = isinstance(top, (Tensor, *CONSTANTS, *OPAQUE))
+        shell, parts = (None, [top]) if plain else _open(top)
         shells.append(shell)
-        leaves.extend(found)
+        leaves.extend(parts)
     return leaves, Spec(form, tuple(shells))
 
 
 def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
-    """The tree of this form with these leaves."""
+    """Return the tree of this structure with these leaves."""
     if len(leaves) != spec.leaves:
         raise ValueError(f"{spec.leaves} leaves belong to this tree, {len(leaves)} were given")
     rest = iter(leaves)
     tops = [
-        next(rest) if shell is None else _close(shell, [next(rest) for _ in range(shell.tensors)])
+        next(rest) if shell is None else _close(shell, [next(rest) for _ in range(shell.leaves)])
         for shell in spec.shells
     ]
     return pytree.tree_unflatten(tops, spec.tree)
 
 
 def tensors_of(leaves: Sequence[object]) -> list[Tensor]:
-    """The different tensors among leaves, in their order: `f(x, x)` reads one."""
+    """Return the distinct tensors among leaves, in order: `f(x, x)` reads one."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
@@ -93,30 +94,30 @@ def _open(top: Any) -> tuple[Shell | None, list[Any]]:
             f"an argument or an output is a {name}, which can't be taken apart into tensors: {error}\n"
             "pass tensors in tuples, lists, dicts or picklable objects, or register the class with torch.utils._pytree"
         ) from error
-    return Shell(pickler.blob.getvalue(), tuple(pickler.named), len(pickler.tensors)), pickler.tensors
+    return Shell(pickler.blob.getvalue(), tuple(pickler.named), len(pickler.leaves)), pickler.leaves
 
 
-def _close(shell: Shell, tensors: list[Tensor]) -> Any:
+def _close(shell: Shell, leaves: list[Any]) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(shell.blob))
-    held = {"tensor": tensors, "named": shell.named}
-    unpickler.persistent_load = lambda place: held[place[0]][place[1]]  # type: ignore[method-assign]
+    stored = {"leaf": leaves, "named": shell.named}
+    unpickler.persistent_load = lambda place: stored[place[0]][place[1]]  # type: ignore[method-assign]
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors, and what is equal only to itself, out of the pickle."""
+    """Replaces tensors, floats, classes and functions by positions."""
 
     def __init__(self) -> None:
         self.blob = io.BytesIO()
         super().__init__(self.blob, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
+        self.leaves: list[Any] = []
         self.named: list[Any] = []
 
     def persistent_id(self, thing: Any) -> tuple[str, int] | None:
-        if isinstance(thing, Tensor):
-            self.tensors.append(thing)
-            return "tensor", len(self.tensors) - 1
-        if isinstance(thing, WHOLE):
+        if isinstance(thing, Tensor) or type(thing) in (float, TracedFloat):
+            self.leaves.append(thing)
+            return "leaf", len(self.leaves) - 1
+        if isinstance(thing, OPAQUE):
             self.named.append(thing)
             return "named", len(self.named) - 1
         return None

@@ -1,6 +1,6 @@
-"""Whether tensors that backward will read have been changed in place, as autograd asks of those that it saves.
+"""Detect in-place changes of tensors that backward will read, as autograd does for those that it saves.
 
-seen = [(w, version_of(w))];  w.add_(1);  refuse_changed(seen)   ->   RuntimeError
+seen = [(w, version_of(w))];  w.add_(1);  refuse_modified(seen)   ->   RuntimeError
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place; tensors made in inference mode don't count."""
+    """Return how often a tensor was changed in place; 0 for tensors of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def refuse_modified(seen: Iterable[tuple[Tensor, int]]) -> None:
-    """Raise if a tensor is no longer of the version that was seen.
+    """Raise if a tensor was changed in place since its version was read.
 
     Raises:
-        RuntimeError: it has been changed in place.
+        RuntimeError: it was.
     """
     for tensor, version in seen:
         if version_of(tensor) != version:

@@ -1,5 +1,6 @@
 """Facts about a trace that several planners use.
 
+step_graph      the step as a networkx graph
 reuse_gaps      storages that forward makes and backward reads, and the gap between
 chain_slices    narrow places that cut forward into a chain
 streamable      state that may be offloaded

@@ -108,7 +108,7 @@ def test_what_forward_calls_is_named_and_not_what_that_calls(then: Then, name: s
 def test_a_generator_that_was_seeded_is_named(then: Then, name: str) -> None:
     module = Noisy(then)
     before = module.generator.get_state()
-    with pytest.raises(memgraph.CaptureError, match=f"forward seeds {name}, which would be done once"):
+    with pytest.raises(memgraph.CaptureError, match=f"forward seeds {name}, which would happen only once"):
         capture(module, (X,), {})
     assert torch.equal(module.generator.get_state(), before)
 

@@ -112,8 +112,8 @@ def test_a_write_into_a_view_is_foretold_as_the_kernel_does_it(
 def test_a_result_in_a_larger_storage_has_the_same_bytes_whatever_was_traced_before(
     make: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constant_fake_mode, "_noted", set())
-    monkeypatch.setattr(constant_fake_mode, "_roomy", set(COPY_STORAGES))
+    monkeypatch.setattr(constant_fake_mode, "_measured", set())
+    monkeypatch.setattr(constant_fake_mode, "_large", set(COPY_STORAGES))
     real = layout_in_storage(make(8))
     for mode in (
         FakeTensorMode,

@@ -20,7 +20,7 @@ from memgraph.profile import op_profiler
 def test_what_is_remembered_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(op_profiler, "KNOWN", 10)
-    monkeypatch.setattr(fake_tensors, "CACHED", 100)
+    monkeypatch.setattr(fake_tensors, "MAX_CACHED_OPS", 100)
     monkeypatch.setattr(compiled_module, "NODES", 0)
     compiled = memgraph.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), "1GB")
     FakeTensorMode.cache_clear()

@@ -140,7 +140,7 @@ def test_what_inductor_cant_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("memgraph.graph.inductor._known", {})
+    monkeypatch.setattr("memgraph.graph.inductor._segments", {})
     monkeypatch.setattr("torch._inductor.standalone_compile", broken)
     with pytest.raises(memgraph.LoweringError, match=r"(?s)test_lowering.py.*no compiler.*lower=None"):
         compiled(1 << 34, lower="inductor")

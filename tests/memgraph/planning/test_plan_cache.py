@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import memgraph
 from memgraph.api import compiled_module
-from memgraph.planning import plan_cache, search
+from memgraph.graph.captured import Captured
+from memgraph.planning import capture_cache, plan_cache, search, step_graph
 from memgraph.system import measurement_cache
 from passes import Machine, Op, PlanResult, Storage, Trace, make_plan
 from passes.pipeline import FAIR_GAP
@@ -186,3 +187,35 @@ def test_what_is_kept_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     assert Path(os.environ["MEMGRAPH_CACHE"], plan_cache.FILE).stat().st_size <= 250_000
     there = [i for i in range(100) if measurement_cache.read_cached(f"key {i}", plan_cache.FILE)]
     assert 10 <= len(there) < 100
+
+
+def test_a_kind_of_call_that_returns_is_not_captured_again(
+    searches: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[int] = []
+    real = step_graph.captured_call
+
+    def counted(call: step_graph.Call, device: torch.device) -> Captured:
+        captured.append(len(call.args[0]))
+        return real(call, device)
+
+    monkeypatch.setattr(step_graph, "captured_call", counted)
+    compiled: Any = memgraph.compile(net(), "1GB")
+    for _ in range(3):
+        for count in (64, 62, 60):
+            eager = net()
+            eager(rows(count)).sum().backward()
+            for ours, theirs in zip(step(compiled, rows(count)), eager.parameters(), strict=True):
+                assert theirs.grad is not None and torch.equal(ours, theirs.grad)
+            assert len(compiled.plans) == 1
+    assert captured == [64, 62, 60]
+
+
+def test_captures_that_are_kept_are_bounded(searches: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Any = memgraph.compile(net(), "1GB")
+    step(compiled, rows(64))
+    nodes = len(compiled._latest.parts.captured.graph.graph.nodes)
+    monkeypatch.setattr(capture_cache, "NODES", 2 * nodes)
+    for count in (62, 60, 58, 56):
+        step(compiled, rows(count))
+    assert len(compiled._captures) == 2

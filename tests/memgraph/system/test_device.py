@@ -49,7 +49,7 @@ def test_strict_has_the_allocator_refuse_what_is_over_the_budget(monkeypatch: py
 
 
 def test_strict_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"strict=True .* lies on cpu; .*RLIMIT_DATA"):
+    with pytest.raises(ValueError, match=r"strict=True .* is on cpu; .*RLIMIT_DATA"):
         memgraph.compile(net(), "1GB", strict=True)
 
 

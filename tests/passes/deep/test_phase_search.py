@@ -97,7 +97,7 @@ def test_no_plan_beats_the_bound_of_a_budget_that_it_just_fits(
 
 @settings(max_examples=60)
 @given(traces(max_forward=10), st.floats(0.0, 1.0))
-def test_no_choice_of_fates_beats_the_bound(trace: Trace, share: float) -> None:
+def test_no_choice_of_placements_beats_the_bound(trace: Trace, share: float) -> None:
     assume(0 < len(ReuseGaps(trace).producer) <= 6)
     budget = between(trace, share)
     best = cheapest_of_all(trace, replace(ALONE, budget=budget))

@@ -48,7 +48,7 @@ def said(found: RerunState) -> str:
     return " ".join(words)
 
 
-def test_what_runs_again_lies_there_until_it_is_read_last() -> None:
+def test_a_recomputed_value_stays_until_its_last_read() -> None:
     found = moments(STEP)
     lines = [said(found)]
     for maker in (1, 0):
@@ -82,7 +82,7 @@ def test_the_simulator_says_the_same(trace: Trace, data: st.DataObject) -> None:
 
 @settings(max_examples=100)
 @given(traces(max_forward=12), st.data())
-def test_what_came_and_went_leaves_no_trace(trace: Trace, data: st.DataObject) -> None:
+def test_recomputations_added_and_removed_leave_no_trace(trace: Trace, data: st.DataObject) -> None:
     found = moments(trace)
     first = keys(data, found)
     second = [key for key in keys(data, found) if key not in first]
@@ -96,7 +96,7 @@ def test_what_came_and_went_leaves_no_trace(trace: Trace, data: st.DataObject) -
 
 @settings(max_examples=40)
 @given(traces(max_forward=12), st.data())
-def test_what_is_taken_back_leaves_no_trace(trace: Trace, data: st.DataObject) -> None:
+def test_restored_changes_leave_no_trace(trace: Trace, data: st.DataObject) -> None:
     found = moments(trace)
     first = keys(data, found)
     found.with_reruns(tuple(first))

@@ -127,7 +127,7 @@ return output o"""
     assert [copy.begin for copy in turns.copies] == [2.0, 12.0, 22.0] and turns.us == 32.0
 
 
-def test_a_fetch_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
+def test_a_reload_does_not_count_on_a_disk_that_is_busy_with_an_update() -> None:
     """`w` is wanted right behind the update of `v`, which takes the disk as long as it runs: so it comes before that."""
     text = str(step()).replace("mul(x, o)", "mul(x, w)", 1).replace("  # 5.0 us", "  # 500.0 us")
     for name, nbytes in (("r", 100), ("s", 100), ("v", 200), ("w", 200)):

@@ -256,7 +256,7 @@ def test_a_step_without_backward_or_without_ops_has_nothing_to_decide() -> None:
     )
 
 
-def test_the_optimum_with_a_far_tier() -> None:
+def test_the_optimum_with_a_tier() -> None:
     lines = []
     for budget in (6158, 4658, 4157):
         found = [cheapest_of_all(STEP, replace(machine, budget=budget)) for machine in (NO_LINK, SLOW, FAST)]
@@ -280,7 +280,7 @@ def pressed(draw: st.DrawFn, max_forward: int, most: int) -> tuple[Trace, int]:
     return trace, top - (top - least) * draw(st.integers(0, 11)) // 10
 
 
-def nobody_beats_checkmate(trace: Trace, budget: int, best: tuple[float, Plan] | None) -> None:
+def assert_not_better_than_checkmate(trace: Trace, budget: int, best: tuple[float, Plan] | None) -> None:
     found = solved(trace, budget, sweeps_of(trace, best[1]) if best else 1)
     assert best is None or found.us <= best[0] + 1e-6
 
@@ -289,17 +289,17 @@ def nobody_beats_checkmate(trace: Trace, budget: int, best: tuple[float, Plan] |
 @given(pressed(max_forward=4, most=12))
 def test_no_keep_set_beats_checkmate(case: tuple[Trace, int]) -> None:
     trace, budget = case
-    nobody_beats_checkmate(trace, budget, best_keep_set(trace, budget))
+    assert_not_better_than_checkmate(trace, budget, best_keep_set(trace, budget))
 
 
 @settings(max_examples=20)
 @given(pressed(max_forward=3, most=5))
-def test_no_fates_without_a_far_tier_beat_checkmate(case: tuple[Trace, int]) -> None:
+def test_no_placements_without_a_tier_beat_checkmate(case: tuple[Trace, int]) -> None:
     trace, budget = case
     best = best_fates(trace, replace(NO_LINK, budget=budget))
     keeps = cheapest(trace, budget)
     assert keeps is None or (best is not None and best[0] <= keeps)
-    nobody_beats_checkmate(trace, budget, best)
+    assert_not_better_than_checkmate(trace, budget, best)
 
 
 @settings(max_examples=40)
@@ -311,12 +311,12 @@ def test_no_recomputes_beat_checkmate(data: st.DataObject) -> None:
     drawn = data.draw(recomputes(trace))
     plan = tuple(d for d in drawn if isinstance(d, Recompute) and index[d.value] < boundary <= index[d.before])
     forecast = predict(apply(trace, plan), NO_LINK)
-    nobody_beats_checkmate(trace, forecast.peak, (forecast.us - predict(trace, NO_LINK).us, plan))
+    assert_not_better_than_checkmate(trace, forecast.peak, (forecast.us - predict(trace, NO_LINK).us, plan))
 
 
 @settings(max_examples=40)
 @given(pressed(max_forward=3, most=4), machines())
-def test_greedy_does_not_beat_all_fates(case: tuple[Trace, int], machine: Machine) -> None:
+def test_greedy_does_not_beat_all_placements(case: tuple[Trace, int], machine: Machine) -> None:
     trace, budget = case
     machine = replace(machine, budget=budget)
     forecast = predict(apply(trace, greedy_plan(trace, machine)), machine)
@@ -339,15 +339,15 @@ def test_what_is_not_finished_in_time_is_not_proven() -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3000), marks=pytest.mark.slow)])
-def test_nobody_beats_checkmate_all_the_way_down(seeds: range) -> None:
+def test_no_keep_set_beats_checkmate_all_the_way_down(seeds: range) -> None:
     """From what a step takes to the least, at the very budgets at which something has to give."""
     for seed in seeds:
         trace = step_of(random.Random(seed))
         budget = peak(trace) - 1
         while best := best_keep_set(trace, budget):
-            nobody_beats_checkmate(trace, budget, best)
+            assert_not_better_than_checkmate(trace, budget, best)
             tight = peak(trace, best[1])
-            nobody_beats_checkmate(trace, tight, best)
+            assert_not_better_than_checkmate(trace, tight, best)
             budget = tight - 1
         solved(trace, budget)
 

@@ -24,7 +24,7 @@ STEP = parse("""
 """)
 
 
-def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> None:
+def test_a_storage_is_needed_when_backward_reads_it_or_recomputes_with_it() -> None:
     """Of the items only c and a are never read by backward; m is wanted by nobody, and n may not run again."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}
@@ -38,7 +38,7 @@ def test_an_item_is_wanted_when_backward_reads_it_or_what_is_made_of_it() -> Non
     assert last == {name: place[at] for name, at in zip(names, ("h", "h", "g", "g", "i", "never"), strict=True)}
 
 
-def test_a_maker_has_run_again_when_all_that_could_want_it_have() -> None:
+def test_a_producer_has_run_again_when_all_that_may_need_it_have() -> None:
     """a is wanted at g already, where c is made again, but b may want it at h."""
     program = PlanProblem(ReuseGaps(STEP), Machine(0))
     place = program.gaps.index | {"never": program.size}

@@ -186,7 +186,7 @@ def holds(trace: Trace, machine: Machine, plan: Plan) -> None:
 
 
 @given(trainings(most=2), homes(), st.floats(0.0, 1.0))
-def test_no_choice_of_homes_and_fates_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
+def test_no_choice_of_placements_beats_the_bound(trace: Trace, machine: Machine, share: float) -> None:
     none_beats_the_bound(trace, machine, share)
 
 
@@ -287,7 +287,7 @@ def test_a_budget_below_all_that_must_be_there_is_refused_with_that_number() -> 
         make_plan(CHAIN, machine)
 
 
-def test_where_only_states_may_live_far_nothing_else_does() -> None:
+def test_where_only_states_may_be_offloaded_nothing_else_is() -> None:
     machine = Machine(
         0, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)
     )

@@ -52,7 +52,7 @@ def tight(trace: Trace, share: float = 0.5) -> Machine:
     return replace(SLOW, budget=int(floor + share * (predict(trace, SLOW).peak - floor)))
 
 
-def test_a_program_without_trips_lets_the_state_alone_leave() -> None:
+def test_a_problem_without_offloaded_activations_offloads_state_alone() -> None:
     trace = chain()
     home = PlanProblem(ReuseGaps(trace), SLOW, offloads_activations=False)
     assert home.states == PlanProblem(ReuseGaps(trace), SLOW).states != ()

@@ -77,7 +77,7 @@ def way_down(trace: Trace, machine: Machine, passes: tuple[Pass, ...] = GREEDY) 
         budget = choice.forecast.peak - 1
 
 
-def test_without_a_far_tier_what_is_cheap_is_recomputed_first() -> None:
+def test_without_a_tier_what_is_cheap_is_recomputed_first() -> None:
     assert_expected_inline(
         way_down(STEP, NO_LINK),
         """\
@@ -181,7 +181,7 @@ not 4107
     )
 
 
-def test_what_may_run_once_is_sent_away_or_stays() -> None:
+def test_the_result_of_an_op_that_runs_once_is_offloaded_or_stays() -> None:
     once = parse(str(STEP).replace("0 us\n", "0 us | once\n"))
     assert all(op.once for op in once.ops if not op.is_input)
     assert_expected_inline(
@@ -274,7 +274,7 @@ def test_no_link_copies_nothing(trace: Trace, machine: Machine) -> None:
 
 @settings(max_examples=20)
 @given(traces(), machines(LINKS[1:]), st.integers(0, 30_000))
-def test_no_more_is_sent_away_than_the_far_tier_takes(trace: Trace, machine: Machine, capacity: int) -> None:
+def test_no_more_is_offloaded_than_the_tier_holds(trace: Trace, machine: Machine, capacity: int) -> None:
     plan = greedy_plan(trace, replace(machine, link=replace(machine.link, capacity=capacity)))
     sent = [trace.op[decision.value].holds[0] for decision in plan if isinstance(decision, Offload)]
     assert sum(trace.nbytes[storage] for storage in sent) <= capacity

@@ -58,7 +58,7 @@ a keep""",
     )
 
 
-def test_a_plan_without_the_far_tier_comes_to_what_the_point_leans_to() -> None:
+def test_a_plan_without_offload_comes_to_what_the_program_leans_to() -> None:
     start = make_candidate(GAPS, LINKED, dict.fromkeys("ab", Placement.RECOMPUTE))
     found = local_search(program(LINKED), start, 10, math.inf, [("a", Placement.OFFLOAD), ("b", Placement.KEEP)])
     said = "\n".join(map(str, (*start.plan, start.forecast, "->", *found.plan, found.forecast)))

@@ -59,7 +59,7 @@ def test_a_narrow_search_of_few_ops_takes_what_one_of_more_does() -> None:
 
 
 @pytest.mark.parametrize(("home_us", "asked"), [(0.0, True), (1e6, False)])
-def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(home_us: float, asked: bool) -> None:
+def test_a_pass_without_offload_does_not_run_where_it_is_slower(home_us: float, asked: bool) -> None:
     was = list[str]()
 
     def first(trace: Trace, machine: Machine, until: float) -> Proposal:
@@ -75,7 +75,7 @@ def test_what_does_without_the_far_tier_is_not_asked_where_it_is_slower(home_us:
     assert bool(was) is asked
 
 
-def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> None:
+def test_a_bound_without_offload_holds_for_plans_without_it() -> None:
     trace = layers(4)
     alone = between(trace, Machine(0), 0.3)
     linked = replace(alone, tier="host", link=Link(1e3, 1e3))
@@ -84,7 +84,7 @@ def test_what_is_proven_without_the_far_tier_is_proven_of_plans_without_it() -> 
     assert found.no_offload_us == optimize.optimize(trace, alone).any_us > 0.0
 
 
-def test_where_no_rerun_fetches_anything_nothing_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_recomputation_reloads_state_there_is_no_second_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_vars, "SMALLEST_STREAMED", 1)
     machine = Machine(
         4000, link=Link(out=20.0, back=20.0), streaming=Streaming(enabled=True, only_states=True, window=500)

@@ -1,0 +1,106 @@
+"""Capture a call with floats as inputs, and compare with an earlier capture in which they were constants.
+
+captured with the constant 0.1; now the call has 0.2   ->   captured with an input, which at 0.1 gives the first graph
+
+Whatever the earlier trace revealed of the value (`type(scale) is float`, a C++ formula in which 1.0 is special) would
+be in one graph and not in the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..graph.captured import Captured, Ref
+from ..system.frames import source_line
+from ..tensors.loss_outputs import OutputSelector
+from ..tensors.traced_float import FloatArgument, FloatValues, TracedFloat, ValueNeededError
+from .capture import capture
+from .float_inputs import FloatInputs
+from .side_effects import is_same_constant
+from .type_checks import TypeChecks
+
+
+@dataclass
+class FloatCapture:
+    """A capture in which the floats that differ from an earlier call are inputs.
+
+    Attributes:
+        earlier: a capture of such a call.
+        earlier_values: the floats of that call.
+        reason: why the floats have to be constants; "" while that is unknown.
+    """
+
+    inputs: FloatInputs
+    earlier: Captured
+    earlier_values: FloatValues
+    reason: str = ""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
+    ) -> Captured | None:
+        """Return the captured call; None if one of the floats has to be a constant."""
+        checks = TypeChecks(TracedFloat, [str(name) for _, name in self.inputs.containers.values()])
+        try:
+            with checks.watching():
+                captured = capture(module, args, kwargs, grad=grad, wanted=wanted, floats=self.inputs)
+            if self.inputs.trace.has_escaped():
+                self.reason = "forward stores one where it outlives the call"
+            elif checks.found:
+                self.reason = f"its type or identity may be checked at {checks.found}"
+            elif self._equals_earlier(captured):
+                return replace(captured, float_values=dict(self.inputs.values))
+        except ValueNeededError as error:
+            self.reason = f"{error}, at {source_line(error.__traceback__)}"
+        except Exception as error:
+            # If the call itself fails, the capture with constants will say so.
+            cause = error.__cause__ if isinstance(error, CaptureError) else None
+            self.reason = str(cause) if isinstance(cause, ValueNeededError) else ""
+        self.inputs.trace.has_escaped()
+        return None
+
+    def _equals_earlier(self, captured: Captured) -> bool:
+        """Return True if, with the floats of the earlier call, this is the earlier graph."""
+        if any(node.compute(self.earlier_values) == number for node, number in captured.special_values):
+            return False
+        same_ops = _description(captured, self.earlier_values) == _description(self.earlier, {})
+        if same_ops and _same_constants(captured, self.earlier):
+            return True
+        self.reason = "the graph differs by more than the float"
+        return False
+
+
+def _description(captured: Captured, values: FloatValues) -> list[object]:
+    """Return all that a capture consists of, with these values of its float inputs."""
+    leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in captured.leaves]
+    roles = captured.inputs, captured.outputs, captured.spec, captured.differentiable, captured.tangents
+    rest = captured.speculative_outputs, dict(captured.sources), captured.has_custom_functions, dict(captured.rewritten)
+    return [leaves, *roles, *rest, *_ops(captured.graph.graph, values)]
+
+
+def _ops(graph: fx.Graph, values: FloatValues) -> list[object]:
+    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+
+    def value(argument: FloatArgument) -> float:
+        return float(argument.node.compute(values)) if values else float(argument)
+
+    ops: list[object] = []
+    for node in graph.nodes:
+        target = "" if node.op in ("get_attr", "output") else node.target
+        args = pytree.tree_map_only(FloatArgument, value, map_arg((node.args, dict(node.kwargs)), index.__getitem__))
+        ops.append((node.op, target, repr(args)))
+    return ops
+
+
+def _same_constants(one: Captured, other: Captured) -> bool:
+    return all(map(is_same_constant, _constants(one), _constants(other)))
+
+
+def _constants(captured: Captured) -> list[object]:
+    """Return the constants of a graph, one for each op that gets one."""
+    return [getattr(captured.graph, str(node.target)) for node in captured.graph.graph.find_nodes(op="get_attr")]

@@ -1,0 +1,108 @@
+"""Find code that may check the exact type or the identity of a number, which a stand-in for the number can't hide.
+
+    if type(scale) is float: ...    ->   found: another branch runs with the float itself
+    if scale is DEFAULT: ...        ->   found
+
+`isinstance` is no such check: the stand-in is an instance of float.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..system.frames import MEMGRAPH, TORCH
+
+LIBRARIES = (TORCH, MEMGRAPH, "<eval_with_key", "<frozen")  # their code is not watched, and neither is Python's own
+STANDARD = str(Path(dis.__file__).parent) + os.sep
+PACKAGES = ("site-packages", "dist-packages")  # which may be in a folder of the standard library's
+
+CHECKS = frozenset({"type", "id", "is_", "is_not"})  # names of the functions that check; the last two of `operator`
+SINGLETONS = (None, True, False, ...)  # neither a number nor its stand-in is one of these
+
+
+class TypeChecks:
+    """Watches the functions that run.
+
+    Attributes:
+        found: a function that checks types or identities, and has a number of the class `kind` in a local variable or
+            reads an attribute with one of `names`; "" if there was none.
+    """
+
+    def __init__(self, kind: type, names: Collection[str]) -> None:
+        self.kind, self.names = kind, frozenset(names)
+        self.found = ""
+        self._checks: dict[CodeType, bool] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch this thread; a debugger's own watch is put back."""
+        before = sys.gettrace()
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        checks = self._checks.get(code)
+        if checks is None:
+            checks = self._checks[code] = _is_watched(code.co_filename) and _checks(code)
+        if not checks:
+            return None
+        frame.f_trace_lines = False
+        return self._on_event
+
+    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            code = frame.f_code
+            is_local = any(_contains(value, self.kind) for value in frame.f_locals.values())
+            if is_local or not self.names.isdisjoint((*code.co_names, *code.co_consts)):
+                self.found = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+        return self._on_event
+
+
+def _is_watched(file: str) -> bool:
+    is_standard = file.startswith(STANDARD) and file.removeprefix(STANDARD).split(os.sep)[0] not in PACKAGES
+    return not is_standard and not file.startswith(LIBRARIES)
+
+
+def _checks(code: CodeType) -> bool:
+    """Return True if a function may check an exact type or an identity."""
+    if not CHECKS.isdisjoint(code.co_names):
+        return True
+    return any(
+        after.opname == "IS_OP" and not (before.opname == "LOAD_CONST" and _is_singleton(before.argval))
+        for before, after in pairwise(dis.get_instructions(code))
+    )
+
+
+def _is_singleton(value: object) -> bool:
+    return any(value is singleton for singleton in SINGLETONS)
+
+
+def _contains(value: object, kind: type, depth: int = 3) -> bool:
+    """Return True for a value of this class, and for a container or a plain object that has one.
+
+    Functions and classes hold no number of a call, and attributes of modules are found by name.
+    """
+    if type(value) is kind:
+        return True
+    if not depth or callable(value) or isinstance(value, nn.Module | Tensor | ModuleType):
+        return False
+    if isinstance(value, tuple | list):
+        return any(_contains(item, kind, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return any(_contains(item, kind, depth - 1) for item in value.values())
+    state = getattr(value, "__dict__", None)
+    return type(state) is dict and any(_contains(item, kind, depth - 1) for item in state.values())

@@ -1,0 +1,61 @@
+"""Captures of dropped steps, for calls that come again: tracing takes most of the time of such a call.
+
+a step is dropped        ->   its graph stays, without what runs it and without slots in the tier
+the same call comes      ->   it is priced, planned and partitioned, but not traced
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from passes import Plan
+
+from ..graph.captured import Captured
+from ..runtime.step import Step
+
+NODES = 10_000  # of all graphs that are kept
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierCapture:
+    """A capture of the same call, and a plan that fits when it adds to gradients."""
+
+    captured: Captured
+    accumulated_plan: Plan | None = None
+
+    @classmethod
+    def of(cls, step: Step) -> EarlierCapture:
+        return cls(step.parts.captured, step.parts.accumulated_plan)
+
+
+class CaptureCache:
+    """Captures by what they depend on; the least recently dropped goes first."""
+
+    def __init__(self) -> None:
+        self._captures: OrderedDict[Hashable, Captured] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._captures)
+
+    def add(self, key: Hashable, captured: Captured) -> None:
+        """Keep a capture, and drop old ones beyond the limit."""
+        self._captures.pop(key, None)
+        self._captures[key] = captured
+        while sum(len(kept.graph.graph.nodes) for kept in self._captures.values()) > NODES:
+            self._captures.popitem(last=False)
+
+    def items(self) -> list[tuple[Any, Captured]]:
+        """Return all captures, the latest first."""
+        return list(reversed(self._captures.items()))
+
+    def get(self, key: Hashable) -> Captured | None:
+        """Return the capture of such a call."""
+        return self._captures.get(key)
+
+    def take(self, key: Hashable) -> EarlierCapture | None:
+        """Remove and return the capture of such a call, which belongs to its step from now on."""
+        captured = self._captures.pop(key, None)
+        return EarlierCapture(captured) if captured is not None else None

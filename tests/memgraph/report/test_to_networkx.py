@@ -1,0 +1,23 @@
+"""A report is a graph that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networkx as nx
+
+from memgraph.report.report import Report
+from passes import Machine, PlanResult, apply, parse_plan, predict
+from tests.memgraph.report.test_golden_reports import TRAIN
+
+
+def test_the_planned_step_is_written_as_graphml_and_read_back(tmp_path: Path) -> None:
+    machine = Machine(33_000_000)
+    plan = parse_plan("recompute h: before dv")
+    captured, forecast = predict(TRAIN, machine), predict(apply(TRAIN, plan), machine)
+    graph = Report(machine, PlanResult(plan, captured, forecast)).to_networkx()
+    nx.write_graphml(graph, tmp_path / "step.graphml")
+    read = nx.read_graphml(tmp_path / "step.graphml")
+    assert read.nodes == graph.nodes and set(read.edges) == set(graph.edges)
+    assert max(nbytes for _, nbytes in graph.nodes(data="live_nbytes", default=0)) == forecast.peak
+    assert ("h__1", "dv") in graph.edges and ("h", "dv") not in graph.edges
