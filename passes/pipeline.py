@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from .analysis.reuse_gaps import ReuseGaps
 from .deep.anneal import anneal
+from .deep.chain import rerun_chain
 from .deep.phase_search import cut_backward
 from .explain import explain_infeasible
 from .ir.decisions import Plan, apply
@@ -82,13 +83,14 @@ class Pass:
 
 
 # Without casts plans are easier to find; without offloading even more so, and the staging of copies is spared.  The
-# next two recompute values more often: phase by phase, and value by value.
+# next three recompute values more often: phase by phase, value by value, and slice by slice.
 PASSES: tuple[Pass, ...] = (
     Pass(optimize, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_uncast, offloads=True, worth_it=_gap_is_large),
     Pass(optimize_no_offload, worth_it=_gap_is_large),
     Pass(cut_backward, worth_it=_recomputes_often_or_offloads),
     Pass(anneal, worth_it=_recomputes_often),
+    Pass(rerun_chain),
     Pass(greedy_plan, offloads=True, hurried=lambda trace, machine, _: greedy_plan(trace, machine, fine=QUICK_WORK)),
     Pass(
         greedy_plan_no_offload,

@@ -54,7 +54,7 @@ def sources(graph: nx.DiGraph, values: Iterable[str], within: Collection[str]) -
 
 
 def critical_path(graph: nx.DiGraph) -> list[str]:
-    """Return the chain of ops, each of which reads the one before, that takes longest; without `RETURN`."""
+    """Return the chain of dependent ops that takes longest, without `RETURN`."""
     import networkx as nx
 
     weighted = nx.DiGraph()

@@ -70,7 +70,7 @@ class _Microbatch:
 
     @cached_property
     def chain(self) -> Slices:
-        return Slices(ReuseGaps(self.trace))
+        return Slices(ReuseGaps(self.trace), len(self.trace.ops))
 
     @cached_property
     def marks(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from passes import BudgetError, Link, Machine, Plan, Proposal, Trace, apply, make_plan, parse, pipeline, predict
 from passes.analysis.reuse_gaps import ReuseGaps
+from passes.deep.chain import rerun_chain
 from passes.lp.problem import PlanProblem
 from passes.pipeline import PASSES, QUICK, Pass
 from passes.schedule.candidate import Candidate, make_candidate
@@ -70,10 +72,11 @@ def test_the_longer_the_greedy_pass_goes_on_the_lower_it_comes() -> None:
     assert peaks[0] == PEAK > peaks[3] > peaks[-1] >= peak(greedy_plan(TRACE, lowest, LONG))
 
 
-def test_a_search_without_time_left_proposes_a_plan_that_fits_or_none() -> None:
-    peaks = [peak(optimize(TRACE, TIGHT, time.monotonic() + n)) for n in ticks(40)]
-    assert all(each <= TIGHT.budget or each == PEAK for each in peaks)
-    assert peak(optimize(TRACE, TIGHT, LONG)) <= TIGHT.budget
+@pytest.mark.parametrize("find", [optimize, rerun_chain])
+def test_what_has_no_time_left_proposes_what_fits_or_nothing(find: Callable[..., Plan | Proposal]) -> None:
+    peaks = [peak(find(TRACE, TIGHT, time.monotonic() + n)) for n in ticks(40)]
+    assert all(found <= TIGHT.budget or found == PEAK or find is rerun_chain for found in peaks)
+    assert peak(find(TRACE, TIGHT, LONG)) <= TIGHT.budget
 
 
 def test_a_plan_that_waits_is_made_better_until_the_time_is_over() -> None:
