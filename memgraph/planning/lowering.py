@@ -145,7 +145,7 @@ class Lowering(NotLowered):
         node = graph.create_node("call_function", self.run[segment.name], tuple(inputs.values()), name=segment.name)
         expected = [tensors(self.nodes[value])[0] for value in segment.outputs]
         node.meta = {"val": tuple(expected)}
-        results = profiler.made(node)
+        results = profiler.layouts(node)
         layouts = [(layout(value), 0) for value in expected]
         if results is None or [(result.layout, result.offset) for result in results] != layouts:
             return None

@@ -68,7 +68,7 @@ class Pricing:
         """Return the step as it is without a plan, with prices, workspaces and optimizer state."""
         graph = step.graph
         self.progress.phase("pricing ops", len(graph.nodes))
-        apply_profiled_layouts(graph, fake_mode(graph), profiler.made)
+        apply_profiled_layouts(graph, fake_mode(graph), profiler.layouts)
         trace = place_collectives(summarize(graph, profiler), not machine.network.overlaps_comm)
         trace = add_library_workspaces(trace, step.target.device)
         trace = self.state.add_update(trace, graph, step.trained)

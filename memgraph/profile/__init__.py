@@ -1,13 +1,13 @@
-"""Measure ops, links and memory: the prices that a plan is made of.
+"""Measure ops, links and memory, for the prices of a plan.
 
 op_profiler           time, workspace and result layout of each distinct op
-roofline              the time of an op that can't be run, from flops and bytes
+roofline              time of an op that can't be run, from flops and bytes
 correct_fakes         correct fake tensors where real kernels return another layout
-library_workspaces    workspaces that cuBLAS keeps
-link_bandwidth        bandwidth to disk or host, by the size of a copy
+library_workspaces    workspaces of cuBLAS
+link_bandwidth        bandwidth to disk or host, by copy size
 copy_overhead         time that compute loses to copies
-page_faults           time that fresh pages take
+page_faults           time of page faults
 machine_profile       all links of a device, as a passes.Machine
-memory_meter          bytes that a piece of work allocates
+memory_meter          bytes that a function allocates
 step_timer            time of each op inside a step
 """

@@ -1,9 +1,9 @@
-"""What compute loses to copies: for each to be begun and seen to its end, and for each of its bytes while they move.
+"""Measure the time that compute loses to copies: for each copy, and for each byte.
 
-    disk_toll("/var/tmp", links)  ->  60 us a copy, 0.00001 us a byte
+    measure_copy_overhead("/var/tmp", links)  ->  60 us a copy, 0.00001 us a byte
 
-Who copies are threads of this process: they take the interpreter when they are told, and cores where all of these
-compute.  Measured at first use, with as many threads as compute now, and kept with the costs.
+Threads of this process do the copies. They need the interpreter to start a copy, and cores that compute uses.
+Measured at first use with the current number of threads, and cached.
 """
 
 from __future__ import annotations
@@ -32,107 +32,107 @@ from ..system.setting import environment_key
 from ..system.timer import repeats, shortest_us, timed_us
 from .link_bandwidth import Links, random_bytes
 
-NBYTES, COPIES = 1 << 20, 8  # of the copies that are watched
+NBYTES, COPIES = 1 << 20, 8  # size and number of the copies that are timed
 TRIES = 5
-SIDE = 320  # of the matrices that are multiplied meanwhile, and between
-LONG_US = 200_000.0  # if the copies take longer than this, the disk is what is slow, and compute hardly notices them
+SIDE = 320  # of the matrices that are multiplied during the copies and between them
+LONG_US = 200_000.0  # longer copies are slow because of the disk, and hardly slow down compute
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CopyOverhead:
-    """Microseconds of compute: of each copy, and of each byte."""
+    """Microseconds of compute that a copy costs, and each of its bytes."""
 
-    call: float = 0.0
-    drag: float = 0.0
+    us_per_copy: float = 0.0
+    us_per_byte: float = 0.0
 
 
 _known: dict[str, CopyOverhead] = {}
 
 
 def measure_copy_overhead(folder: str | os.PathLike[str] | None, links: Links, room: int | None = None) -> CopyOverhead:
-    """The toll of copies to the file system of `folder` and back, whose speed is known.
+    """Return the overhead of copies between memory and the file system of `folder`.
 
     Args:
-        room: the bytes of memory that measuring may take: fewer copies are watched in less.
+        links: the speed of these copies.
+        room: bytes of memory that measuring may use; with less memory, fewer copies are timed.
     """
-    there = spill_folder(folder)
-    if available_nbytes(there) < 2 * NBYTES * COPIES:
-        return CopyOverhead()  # unknown, as long as the disk is nearly full
+    path = spill_folder(folder)
+    if available_nbytes(path) < 2 * NBYTES * COPIES:
+        return CopyOverhead()  # unknown while the disk is nearly full
     copies = COPIES if room is None else max(1, min(COPIES, (room - STAGING) // NBYTES - 1))
-    key = f"toll {copies} x {NBYTES} {mount_description(there)} {kernel_modes()} {environment_key(CPU)}"
+    key = f"copy overhead {copies} x {NBYTES} {mount_description(path)} {kernel_modes()} {environment_key(CPU)}"
     return measure_once(
-        _known, key, lambda: _measure(there, links, copies), lambda found: CopyOverhead(*found), astuple
+        _known, key, lambda: _measure(path, links, copies), lambda cached: CopyOverhead(*cached), astuple
     )
 
 
 def _measure(folder: Path, links: Links, copies: int) -> CopyOverhead:
     tier = DiskTier([NBYTES] * copies, folder)
     lease = tier.lease()
-    sent = random_bytes(NBYTES)
+    data = random_bytes(NBYTES)
     with torch.no_grad(), torch._C._DisableAutocast(), op_context(lease, {}):
-        call = min(_trip_us(sent, slot) / 2 for slot in range(copies))
-        drag = _drag(lease, sent, links, copies)
+        us_per_copy = min(_copy_us(data, slot) / 2 for slot in range(copies))
+        us_per_byte = _us_per_byte(lease, data, links, copies)
     lease.release()
     tier.close()
-    return CopyOverhead(round(call, 1), drag)
+    return CopyOverhead(round(us_per_copy, 1), us_per_byte)
 
 
-def _trip_us(sent: Tensor, slot: int) -> float:
-    """What a copy out and one back take of the thread that computes, as the ops of a step."""
-    ops, processor = torch.ops.memgraph, _ComputeLoop()
-    ticket = processor.run(partial(ops.offload.default, sent, slot))
-    processor.run(partial(ops.free.default, ticket, sent, slot))
-    back = processor.run(partial(ops.reload.default, ticket, slot, sent.shape, sent.stride(), sent.dtype, CPU))
-    processor.run(partial(ops.wait.default, back, slot))
-    return processor.us
+def _copy_us(data: Tensor, slot: int) -> float:
+    """Return the time of the computing thread for an offload and a reload, as ops of a step."""
+    ops, loop = torch.ops.memgraph, _ComputeLoop()
+    ticket = loop.run(partial(ops.offload.default, data, slot))
+    loop.run(partial(ops.free.default, ticket, data, slot))
+    reloaded = loop.run(partial(ops.reload.default, ticket, slot, data.shape, data.stride(), data.dtype, CPU))
+    loop.run(partial(ops.wait.default, reloaded, slot))
+    return loop.us
 
 
 class _ComputeLoop:
-    """Sums the time that this thread's processor takes for work: not what it waits, and each time after something else,
-    because a step computes between."""
+    """Sums the processor time of this thread without waits; multiplies matrices between, as a step would."""
 
     def __init__(self) -> None:
         self.us = 0.0
-        self.between = _matmul()
+        self.multiply = _matmul()
 
     def run(self, work: Callable[[], T]) -> T:
-        self.between()
+        self.multiply()
         begin = time.thread_time()
         result = work()
         self.us += (time.thread_time() - begin) * 1e6
         return result
 
 
-def _drag(lease: DiskLease, sent: Tensor, links: Links, copies: int) -> float:
-    """How much longer the same work takes beside copies that end before it does, for each of their bytes.
+def _us_per_byte(lease: DiskLease, data: Tensor, links: Links, copies: int) -> float:
+    """Return the microseconds by which each copied byte slows down compute that outlasts the copies.
 
-    At most what the copies' own threads take of the processors: what other processes do meanwhile is none of theirs.
+    The processor time of the copying threads is an upper limit, which excludes the load of other processes.
     """
     out_us, back_us = (copies * link.us(NBYTES) for link in links)
     if max(out_us, back_us) > LONG_US:
         return 0.0
-    there = [torch.empty_like(sent) for _ in range(copies)]
+    buffers = [torch.empty_like(data) for _ in range(copies)]
     work = _matmul()
     unit = shortest_us(work, CPU)
-    lost, own = [], []
+    clock_us, processor_us = [], []
     for _ in range(TRIES):
         for us, start, end in ((out_us, lease.offload, lease.free), (back_us, lease.reload, lease.wait)):
             times = math.ceil(2 * us / unit)
-            alone = _spent(work, times)
+            alone = _timed_us(work, times)
             for slot in range(copies):
-                start(slot, there[slot])
-            beside = _spent(work, times)
+                start(slot, buffers[slot])
+            beside = _timed_us(work, times)
             for slot in range(copies):
                 end(slot)
-            lost.append(beside[0] - alone[0])
-            own.append(beside[1] - alone[1])
-    return max(0.0, min(statistics.median(lost), statistics.median(own))) / (copies * NBYTES)
+            clock_us.append(beside[0] - alone[0])
+            processor_us.append(beside[1] - alone[1])
+    return max(0.0, min(statistics.median(clock_us), statistics.median(processor_us))) / (copies * NBYTES)
 
 
-def _spent(work: Callable[[], object], times: int) -> tuple[float, float]:
-    """The microseconds of doing `work` so often: of the clock, and of all processors of this process."""
+def _timed_us(work: Callable[[], object], times: int) -> tuple[float, float]:
+    """Repeat `work`, and return the microseconds of the clock and of all processors of this process."""
     begin = time.process_time()
     us = timed_us(partial(repeats, work, times), CPU)[1]
     return us, (time.process_time() - begin) * 1e6

@@ -1,8 +1,8 @@
-"""Correct the fake values of a graph where real ops make something else.
+"""Correct the fake values of a graph where real ops return another layout.
 
-    native_layer_norm under autocast:   fake says bf16[8, 1] for its statistics, the CPU's kernel makes f32[8, 1]
+    native_layer_norm under autocast:   the fake statistics are bf16[8, 1], the CPU kernel returns f32[8, 1]
 
-A forecast is made of fake values, so it is as true as they are.
+A forecast is computed from fake values, so they have to be right.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .op_profiler import is_view
 
 
 def apply_profiled_layouts(
-    graph: fx.Graph, mode: FakeTensorMode, made: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
+    graph: fx.Graph, mode: FakeTensorMode, layouts: Callable[[fx.Node], tuple[ResultLayout, ...] | None]
 ) -> None:
-    """Give every op that makes something else than its fake value the value that it makes, and its views after it."""
+    """Replace the fake values that differ from the op's real result, and those of its views."""
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
@@ -30,8 +30,8 @@ def apply_profiled_layouts(
                 node.meta["val"] = fake_result(node, mode)
                 changed.add(node)
             continue
-        real, expected = made(node), tuple(map(layout_in_storage, tensors(node)))
-        # Where a kernel leaves out a result that was not asked for, the fake one only makes the forecast too high.
+        real, expected = layouts(node), tuple(map(layout_in_storage, tensors(node)))
+        # A kernel may omit a result that nothing reads; its fake value only makes the forecast too high.
         if real is not None and len(real) == len(expected) and real != expected:
             node.meta |= {"val": _like(node, real, mode), REAL: True}
             changed.add(node)

@@ -1,10 +1,9 @@
-"""What the libraries of a GPU keep there for themselves: workspaces of matrix products, one a thread, that stay.
+"""Measure the workspaces that cuBLAS keeps on a GPU for each thread.
 
     ops: y = mm(x, w)   ->   libraries = buffer()  # makes libraries:69206016 | at cuBLAS;  y = mm(x, w)
 
-They come with a thread's first product: that of who calls, and that of autograd's own thread in backward.  So they are
-had before anything is measured, or the op that happens to be first would seem to take them, and a step to leave what no
-forecast knew of.  Not yet run on a GPU.
+A thread's first matrix product allocates them, in the caller's thread and in autograd's. This happens before anything
+is measured. Otherwise they would count as the workspace of the first op. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from .memory_meter import measure_peak
 SIDE = 16  # of the matrices that are multiplied
 
 _known: dict[torch.device, int] = {}
-_here = threading.local()  # where this thread has its workspaces: devices, and streams of theirs
+_here = threading.local()  # the devices and streams for which this thread has workspaces
 
 
 def add_library_workspaces(trace: Trace, device: torch.device) -> Trace:
-    """The step with what libraries keep on the device among what is there throughout."""
+    """Add the libraries' workspaces to the step as a buffer."""
     if not (nbytes := libraries_nbytes(device)):
         return trace
     kept = Op(LIBRARIES, "buffer", makes=(Storage(LIBRARIES, nbytes),), holds=(LIBRARIES,), where="cuBLAS")
@@ -38,33 +37,33 @@ def add_library_workspaces(trace: Trace, device: torch.device) -> Trace:
 
 
 def libraries_nbytes(device: torch.device) -> int:
-    """The bytes that libraries keep on a device for this thread and autograd's, which have them from now on."""
+    """Allocate the workspaces for this thread and autograd's, and return their bytes."""
     if device.type != "cuda":
         return 0
-    there = vars(_here).setdefault("there", set())
+    places = vars(_here).setdefault("places", set())
     place = device, torch.cuda.current_stream(device).cuda_stream
     if device not in _known:
-        # They may be there already, and nobody tells how large they are.
+        # They may be allocated already, and their size can't be queried.
         torch._C._cuda_clearCublasWorkspaces()
         _, allocated = measure_peak(partial(_multiply, device), device)
         _known[device] = allocated.net if allocated is not None else 0
-    elif place not in there:
+    elif place not in places:
         _multiply(device)
-    there.add(place)
+    places.add(place)
     return _known[device]
 
 
 def _multiply(device: torch.device) -> None:
-    """Have this thread multiply, and autograd's."""
+    """Multiply matrices in this thread and in autograd's."""
     with (
-        contextlib.suppress(RuntimeError),  # nobody multiplies where it is forbidden: where all is to be deterministic
+        contextlib.suppress(RuntimeError),  # deterministic algorithms forbid cuBLAS without a fixed workspace
         torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast(),
     ):  # fmt: skip
         _Products.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
 
 class _Products(torch.autograd.Function):
-    """The identity, in each direction of which there is a product by cuBLAS, and one by cuBLASLt."""
+    """The identity, with a product by cuBLAS and one by cuBLASLt in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

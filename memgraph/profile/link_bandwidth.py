@@ -1,8 +1,8 @@
-"""How fast bytes go to the far tier and back, by the size of a copy; and how fast they are cast for their way.
+"""Measure the bandwidth between device and tier by copy size, and the speed of casts for a copy.
 
-    disk_links("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
+    measure_disk("/var/tmp")  ->  out: 0.4 ms for 256 KiB, 5 ms for 4 MiB, 38 ms for 32 MiB; back: ...
 
-Measured at first use, as a step copies, and kept with the costs.
+Measured at first use, with the copies of a step, and cached.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import shortest_us
 
-SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and how many copies of that size stand in line
-TRIES = 2  # because a block's first write is not like the others
-SECONDS = 0.8  # for all of it; on a slow disk the larger sizes are left out
+SIZES = {256 << 10: 16, 4 << 20: 4, 32 << 20: 1}  # bytes, and the number of copies of that size that are queued
+TRIES = 2  # because the first write of a block is slower
+SECONDS = 0.8  # for all sizes; on a slow disk the larger ones are left out
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction: bytes, and the microseconds that a copy of so many takes in a line of such, by bytes."""
+    """One direction of a link: (bytes, microseconds) of a queued copy, by increasing size."""
 
     points: tuple[tuple[int, float], ...]
 
     def us(self, nbytes: int) -> float:
-        """The time of a copy: between two sizes on the line through them, beyond the last at its rate."""
+        """Return the time of a copy: interpolated between sizes, and at the last rate beyond the largest."""
         (least, shortest), (most, longest) = self.points[0], self.points[-1]
         if nbytes <= least:
             return shortest * nbytes / least
@@ -51,7 +51,7 @@ class Link:
         return longest * nbytes / most
 
     def rate(self, sizes: Sequence[int]) -> float:
-        """The one rate, in bytes per microsecond, at which copies of all these sizes take as long as they do."""
+        """Return the average rate of copies of these sizes, in bytes per microsecond."""
         return sum(sizes) / sum(map(self.us, sizes))
 
 
@@ -60,29 +60,30 @@ _known: dict[str, Links] = {}
 
 
 def sizes_of(trace: Trace) -> list[int]:
-    """The bytes of each value that may be sent away: that forward makes and backward reads."""
+    """Return the bytes of each value that may be offloaded: made by forward, and read by backward."""
     return [nbytes for nbytes in trace.saved.values() if nbytes]
 
 
 def measure_disk(folder: str | os.PathLike[str] | None = None, room: int | None = None) -> Links:
-    """The links to the file system of `folder`.  All of its folders are taken to be alike.
+    """Return the links to the file system of `folder`.
 
     Args:
-        room: the bytes of memory that measuring may take; large copies that do not fit are left out, and small ones are
-            fewer.  So they are on a disk that is nearly full.
+        room: bytes of memory that measuring may use. Copies that do not fit in it or on the disk are left out.
     """
-    there = spill_folder(folder)
-    sizes = _fitting(room, available_nbytes(there))
+    path = spill_folder(folder)
+    sizes = _fitting(room, available_nbytes(path))
     method = f"{sizes} {WORKERS} x {CHUNK}"
-    return _found(
-        f"link {mount_description(there)} {method} {environment_key(torch.device('cpu'))}",
-        lambda: _measure_disk(there, sizes),
+    return _measure_once(
+        f"link {mount_description(path)} {method} {environment_key(torch.device('cpu'))}",
+        lambda: _measure_disk(path, sizes),
     )
 
 
 def _fitting(room: int | None, free: int) -> dict[int, int]:
-    """The sizes that are measured in so much memory, whose copies have one source, and which the free bytes of the disk
-    hold twice; each with its number of copies, and at least one."""
+    """Return the sizes to measure, and the number of copies of each.
+
+    The copies share one source in memory. The free bytes of the disk must hold them twice.
+    """
     fits = {nbytes: min(count, free // (2 * nbytes)) for nbytes, count in SIZES.items()}
     if room is not None:
         fits = {nbytes: min(count, (room - STAGING) // nbytes - 1) for nbytes, count in fits.items()}
@@ -91,28 +92,28 @@ def _fitting(room: int | None, free: int) -> dict[int, int]:
 
 
 def measure_host(device: torch.device) -> Links:
-    """The links between a GPU and pinned memory."""
-    return _found(f"link {device} {environment_key(device)}", lambda: _measure_host(device))
+    """Return the links between a GPU and pinned memory."""
+    return _measure_once(f"link {device} {environment_key(device)}", lambda: _measure_host(device))
 
 
 def measure_casts(device: torch.device) -> Links:
-    """How fast values are cast for their way, and back; by their bytes before and after both.
+    """Return the speed of the casts before an offload and after a reload, by the bytes of the uncast value.
 
-    On a GPU it is also found which way is the fastest, which is what steps take from now on.
+    On a GPU this also tunes the kernel that later steps use.
     """
     if device.type == "cuda":
         from ..kernels.cast import tune_cast  # here, for the reason in `wire_cast.py`
 
         tune_cast(device, narrow)
-    return _found(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))
+    return _measure_once(f"cast {SIZES} {device} {environment_key(device)}", lambda: _measure_casts(device))
 
 
-def _found(key: str, measure: Callable[[], Links]) -> Links:
+def _measure_once(key: str, measure: Callable[[], Links]) -> Links:
     return measure_once(_known, key, measure, _read, lambda links: [link.points for link in links])
 
 
-def _read(kept: Any) -> Links:
-    out, back = (Link(tuple((nbytes, us) for nbytes, us in points)) for points in kept)
+def _read(cached: Any) -> Links:
+    out, back = (Link(tuple((nbytes, us) for nbytes, us in points)) for points in cached)
     return out, back
 
 
@@ -137,37 +138,37 @@ def _measure_disk(folder: Path, sizes: Mapping[int, int]) -> Links:
     end = time.perf_counter() + SECONDS
     out: dict[int, float] = {}
     back: dict[int, float] = {}
-    slowest = 0.0  # seconds for a byte there and back
+    slowest = 0.0  # seconds to offload and reload a byte
     for nbytes, count in sizes.items():
         if slowest * TRIES * count * nbytes > end - time.perf_counter():
             break
-        there, again = _copied(DiskTier([nbytes] * count, folder))
-        out[nbytes], back[nbytes] = there / count, again / count
+        out_us, back_us = _copied(DiskTier([nbytes] * count, folder))
+        out[nbytes], back[nbytes] = out_us / count, back_us / count
         slowest = (out[nbytes] + back[nbytes]) / nbytes / 1e6
     return Link(tuple(out.items())), Link(tuple(back.items()))
 
 
 def _copied(tier: DiskTier) -> tuple[float, float]:
-    """Microseconds to fill every slot, and to fetch them all; the last of some tries."""
+    """Return the microseconds to offload to all slots, and to reload all, in the last of some tries."""
     lease = tier.lease()
-    sent = random_bytes(tier.slots[0])
+    data = random_bytes(tier.slots[0])
     out = back = 0.0
     for _ in range(TRIES):
-        out = _all(tier, lambda slot: lease.offload(slot, sent), lease.free)
+        out = _all(tier, lambda slot: lease.offload(slot, data), lease.free)
     for _ in range(TRIES):  # into new memory, as in a step
-        back = _all(tier, lambda slot: lease.reload(slot, torch.empty_like(sent)), lease.wait)
+        back = _all(tier, lambda slot: lease.reload(slot, torch.empty_like(data)), lease.wait)
     lease.release()
     tier.close()
     return out, back
 
 
 def random_bytes(nbytes: int) -> Tensor:
-    """So many random bytes, because some disks store zeros faster; nobody else's random numbers change."""
+    """Return random bytes, since some disks store zeros faster, without changing torch's random state."""
     return torch.empty(nbytes, dtype=torch.uint8).random_(generator=torch.Generator().manual_seed(1))
 
 
 def _all(tier: DiskTier, start: Callable[[int], None], end: Callable[[int], None]) -> float:
-    """Microseconds until every slot was started, and then every slot has ended."""
+    """Return the microseconds to start the copies of all slots and to wait for them."""
     begin = time.perf_counter()
     for slot in range(len(tier.slots)):
         start(slot)

@@ -1,13 +1,12 @@
-"""Measure what a piece of work allocates: its highest bytes above the start, and those left at the end.
+"""Measure the memory of a function: the peak above its start, and the bytes left at its end.
 
-    loss, allocation = measured(lambda: step(batch))
-    allocation.peak + resident_bytes(everything that was there before)    # the most that the device held
+    loss, allocation = measure_peak(lambda: step(batch))
+    allocation.peak + resident_bytes(tensors before the call)    # the peak of the device
 
-On the CPU, torch's profiler reports each block as it comes and goes, temporaries inside an op included. It sees only
-the thread that does the work, and it does not know how large a block is that came before it was started: a later free
-of that block goes unreported, or carries the size of what once lay there. So only blocks that the work itself
-allocated are counted. A measurement is exact when the work frees nothing older, and too high, never too low, when it
-does. On a GPU the caching allocator counts for itself.
+On the CPU, torch's profiler reports each block that is allocated or freed, temporaries inside an op included. It sees
+only the calling thread. It does not know the size of older blocks, so only blocks that the function itself allocated
+are counted. The result is exact if the function frees no older block, and otherwise too high, never too low. On a GPU
+the caching allocator has its own counters.
 """
 
 from __future__ import annotations
@@ -32,18 +31,20 @@ from ..system.locks import PLANNING_LOCK
 from ..system.profiler_thread import block_sizes, is_profiled, is_unprofiled
 
 T = TypeVar("T")
-Block = tuple[int, int]
+Block = tuple[int, int]  # address, and bytes allocated (> 0) or freed (< 0)
 ERROR = 2  # a level of torch's C++ log
-GIVEN = -1  # no block has this address
-GONE = "memgraph gone "  # begins the name of an event that says how many bytes of what was given have gone
+GIVEN = -1  # an address that no block has
+FREED = "memgraph freed "  # prefix of an event's name; the rest is the number of given bytes that were freed
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes above the start of some work: the most there were, and what was left at its end.
+    """Bytes allocated above the start of a function.
 
-    On a GPU also the most bytes of all blocks that the allocator had given out, and of all memory that it held: it may
-    give a larger block than was asked for, and holds what is free between them.
+    Attributes:
+        peak, net: the peak, and the bytes left at the end.
+        blocks: on a GPU, peak bytes of all blocks in use, which may be larger than requested.
+        held: on a GPU, peak bytes that the allocator held, free blocks included.
     """
 
     peak: int
@@ -53,10 +54,10 @@ class Allocation:
 
 
 def measure_peak(work: Callable[[], T], device: torch.device | str = "cpu") -> tuple[T, Allocation | None]:
-    """What the work returns, and what it allocated; None where a profiler of the caller's is in the way.
+    """Call `work`, and return its result and its allocation, or None if the caller runs a profiler.
 
-    Two profilers can't run at once: a second one silently ends the first.  In a thread that `apart` has started it is
-    in nobody's way; there the work must not free what was there before it.
+    A second profiler would silently end the first. In a thread of `run_unprofiled` both can run; there the work must
+    not free older blocks.
     """
     if is_unprofiled() and torch.device(device).type == "cpu":
         result, sizes = block_sizes(work)
@@ -69,8 +70,8 @@ def measure_peak(work: Callable[[], T], device: torch.device | str = "cpu") -> t
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the tensors hold in memory; a storage that several share counts once, one that lives on disk not."""
-    # The storages are kept, or the address of one that dies could be that of the next.
+    """Return the bytes of the tensors in memory; shared storages count once, offloaded ones not at all."""
+    # The storages stay referenced, or a new one could get the address of a freed one.
     storages = {
         storage._cdata: storage
         for storage in (tensor.untyped_storage() for tensor in tensors if not is_offloaded(tensor))
@@ -79,26 +80,26 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Meter(Protocol):
-    """Measures work that is done in several pieces, each in a `window()`; what happens between them is not seen."""
+    """Measures code in one or more `window()`s; allocations between them are not seen."""
 
     def window(self, given: int = 0) -> AbstractContextManager[None]:
-        """A piece of the work; `given` bytes lie there for it, that came since the last; fewer than 0 have gone."""
+        """Measure inside; `given` bytes were allocated since the last window, or freed if negative."""
         ...
 
-    def gone(self, nbytes: int) -> None:
-        """So many bytes that a window was given have gone; a meter may not see that itself."""
+    def freed(self, nbytes: int) -> None:
+        """Record that given bytes were freed, which a meter may not see itself."""
         ...
 
     def allocated(self) -> Allocation | None:
-        """What all windows allocated; None where a profiler of the caller's was in the way."""
+        """Return the allocation of all windows; None if the caller ran a profiler."""
         ...
 
 
 def meter_of(device: torch.device) -> Meter:
-    """A meter of what work allocates on a device.
+    """Return a meter for a device.
 
     Raises:
-        ValueError: it is no CPU and no CUDA device.
+        ValueError: the device is neither a CPU nor a CUDA device.
     """
     if device.type == "cuda":
         return CudaMeter(device)
@@ -108,14 +109,14 @@ def meter_of(device: torch.device) -> Meter:
 
 
 class CpuMeter:
-    """The blocks that torch's profiler sees.
+    """Counts the blocks that torch's profiler sees.
 
-    A profiler has to be stopped where it was started: one that is stopped within a backward is running again after it.
+    A profiler must be stopped where it was started: one that is stopped inside a backward runs again after it.
     """
 
     def __init__(self) -> None:
-        self._seen: list[Block] = []
-        self._whole = True
+        self._events: list[Block] = []
+        self._complete = True
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
@@ -124,67 +125,67 @@ class CpuMeter:
 
     def _window(self, given: int) -> Iterator[None]:
         if is_profiled():
-            self._whole = False
+            self._complete = False
             yield
             return
         with _quiet(), (profiler := profile(use_kineto=True, profile_memory=True)):
             yield
-            whole = _profiler_enabled()  # not if the work ran a profiler of its own
+            complete = _profiler_enabled()  # False if the code inside ran its own profiler
         results = profiler.kineto_results
-        if not whole or results is None:
-            self._whole = False
-        elif self._whole:
-            seen = _blocks(results.experimental_event_tree())
-            left = given + sum(nbytes for address, nbytes in seen if address == GIVEN)
-            self._seen += [(GIVEN, given), *seen, (GIVEN, -left)]
+        if not complete or results is None:
+            self._complete = False
+        elif self._complete:
+            events = _blocks(results.experimental_event_tree())
+            left = given + sum(nbytes for address, nbytes in events if address == GIVEN)
+            self._events += [(GIVEN, given), *events, (GIVEN, -left)]
 
-    def gone(self, nbytes: int) -> None:
-        with record_function(f"{GONE}{nbytes}"):
+    def freed(self, nbytes: int) -> None:
+        with record_function(f"{FREED}{nbytes}"):
             pass
 
     def allocated(self) -> Allocation | None:
-        return _account(self._seen) if self._whole else None
+        return _account(self._events) if self._complete else None
 
 
 class CudaMeter:
-    """The caching allocator's own counters, all threads included.  Not yet run on a GPU.
+    """Reads the caching allocator's counters, for all threads. Not yet run on a GPU.
 
-    What was asked for is counted: how much larger a block is that happens to be free depends on what lay there before.
+    Requested bytes are counted, because the size of a block depends on which blocks were free.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._peak = self._net = self._blocks = self._held = 0
-        counts = torch.cuda.get_allocator_backend() == "native"  # the other one does not know what was asked for
-        self._asked = "requested_bytes" if counts else "allocated_bytes"
+        counts = torch.cuda.get_allocator_backend() == "native"  # the other backend does not count requested bytes
+        self._counter = "requested_bytes" if counts else "allocated_bytes"
 
     @contextmanager
     def window(self, given: int = 0) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(self.device)
-        start, _ = self._stats(self._asked)
+        start, _ = self._stats(self._counter)
         yield
-        # The allocator counts where the host asks for bytes: nothing has to be waited for.
-        end, peak = self._stats(self._asked)
+        # The allocator counts when the host requests bytes, so no kernel has to be waited for.
+        end, peak = self._stats(self._counter)
         self._peak = max(self._peak, self._net + given + peak - start)
         self._net += end - start
         self._blocks = max(self._blocks, self._stats("allocated_bytes")[1])
         self._held = max(self._held, self._stats("reserved_bytes")[1])
 
-    def gone(self, nbytes: int) -> None:
-        """The allocator counts that itself."""
+    def freed(self, nbytes: int) -> None:
+        """Do nothing, since the allocator counts it."""
 
     def allocated(self) -> Allocation | None:
         return Allocation(self._peak, self._net, self._blocks, self._held)
 
     def _stats(self, kind: str) -> tuple[int, int]:
-        """Bytes now, and the most since the beginning."""
-        found = torch.cuda.memory_stats(self.device)
-        return found.get(f"{kind}.all.current", 0), found.get(f"{kind}.all.peak", 0)
+        """Return the current and the peak bytes of a counter."""
+        stats = torch.cuda.memory_stats(self.device)
+        return stats.get(f"{kind}.all.current", 0), stats.get(f"{kind}.all.peak", 0)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler's log off stderr, unless a level was asked for. It reads the level once, at its first start."""
+    """Keep the profiler's log off stderr, unless a level is set. The profiler reads the level at its first start."""
     with _without_warnings():
         if "KINETO_LOG_LEVEL" in os.environ:
             yield
@@ -198,7 +199,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep torch's C++ log from warning of blocks that came before the profiler, unless a level was asked for."""
+    """Suppress warnings of torch's C++ log about older blocks, unless a level is set."""
     level = _log_level()
     if level is None or level.value >= ERROR or "TORCH_CPP_LOG_LEVEL" in os.environ:
         yield
@@ -212,7 +213,7 @@ def _without_warnings() -> Iterator[None]:
 
 @cache
 def _log_level() -> ctypes.c_int | None:
-    """Return the level of torch's C++ log; None where torch was built with another log."""
+    """Return the level of torch's C++ log; None if torch was built with another log."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -221,17 +222,17 @@ def _log_level() -> ctypes.c_int | None:
 
 
 def _blocks(roots: Iterable[_ProfilerEvent]) -> list[Block]:
-    """Address and bytes of each block that came (> 0) or went (< 0), in order of time."""
-    found, todo = [], list(roots)
+    """Return the blocks allocated and freed, in order of time."""
+    blocks, todo = [], list(roots)
     while todo:
         event = todo.pop()
         todo += event.children
         block = event.extra_fields
-        if event.name.startswith(GONE):
-            found.append((event.start_time_ns, GIVEN, -int(event.name.removeprefix(GONE))))
+        if event.name.startswith(FREED):
+            blocks.append((event.start_time_ns, GIVEN, -int(event.name.removeprefix(FREED))))
         elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
-            found.append((event.start_time_ns, block.ptr, block.alloc_size))
-    return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda seen: seen[0])]
+            blocks.append((event.start_time_ns, block.ptr, block.alloc_size))
+    return [(address, nbytes) for _, address, nbytes in sorted(blocks, key=lambda timed: timed[0])]
 
 
 def _account(blocks: Iterable[Block]) -> Allocation:

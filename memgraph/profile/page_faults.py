@@ -1,10 +1,10 @@
-"""Which ops of a step will write to pages that the system has yet to give, and what that takes.
+"""Forecast the page faults of a step, and their time.
 
     gelu = aten.gelu.default(mm)  # f32[4, 128, 512]   ->   1 MiB in new pages, 330 us more than in old ones
 
-glibc gives large blocks back when they are freed (`return_freed_memory`), unless they lie in a gap between others; so
-what this process did before decides which ops find their memory there and which don't.  It is asked: the step's values
-are allocated and freed in its order, and nothing is written to them.
+glibc returns large blocks to the system when they are freed (`return_freed_memory`), unless they are in a gap between
+others. So the past of the process decides which ops get new pages. To find them, the step's values are allocated and
+freed in its order, and nothing is written to them.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from ..system.setting import environment_key
 from ..system.timer import timed_us
 
 NBYTES, TRIES = 4 << 20, 9
-MAPPED = 2  # the bit of a block's head by which glibc knows that the block has pages of its own
+MAPPED = 2  # glibc's bit in the header of a block that has its own pages
 
 _known: dict[str, float] = {}
 
 
 def page_faults_us(forecast: Forecast, machine: Machine) -> float:
-    """The microseconds by which new pages would make the step longer now."""
+    """Return the microseconds by which page faults would make the step longer now."""
     if machine.device != "cpu" or not returns_freed_memory():
         return 0.0
-    found, us = fresh_nbytes(forecast.trace), page_fault_us()
-    longer = (replace(op, us=op.us + us * found.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
+    fresh, us = fresh_nbytes(forecast.trace), page_fault_us()
+    longer = (replace(op, us=op.us + us * fresh.get(op.name, 0) / mmap.PAGESIZE) for op in forecast.trace.ops)
     return predict(replace(forecast.trace, ops=tuple(longer)), machine).us - forecast.us
 
 
 def fresh_nbytes(trace: Trace) -> dict[str, int]:
-    """Bytes of new pages that ops take, by the op's name.
+    """Return the bytes of new pages by op name.
 
-    Those of the largest blocks are new in eager too, and in the op's own price; those of a copy are written by who
-    copies.
+    Not counted are the largest blocks, which are new in eager too and part of the op's price, and reloads, whose pages
+    the copying thread writes.
     """
     ends: defaultdict[int, list[str]] = defaultdict(list)
     for life in lifetimes(trace):
         ends[life.last].append(life.storage)
-    there: dict[str, Tensor] = {}
-    found: dict[str, int] = {}
+    live: dict[str, Tensor] = {}
+    fresh: dict[str, int] = {}
     for index, op in enumerate(trace.ops):
         if not op.is_input:
-            made = {made.name: torch.empty(made.nbytes, dtype=torch.uint8) for made in op.makes}
-            space = torch.empty(op.workspace, dtype=torch.uint8)
-            nbytes = sum(value.nbytes for value in (*made.values(), space) if _is_new(value))
-            there |= made
-            del made, space
+            values = {made.name: torch.empty(made.nbytes, dtype=torch.uint8) for made in op.makes}
+            workspace = torch.empty(op.workspace, dtype=torch.uint8)
+            nbytes = sum(value.nbytes for value in (*values.values(), workspace) if _is_new(value))
+            live |= values
+            del values, workspace
             if nbytes and op.fn != RELOAD:
-                found[op.name] = nbytes
+                fresh[op.name] = nbytes
         for storage in ends.pop(index, ()):
-            there.pop(storage, None)
-    return found
+            live.pop(storage, None)
+    return fresh
 
 
 def page_fault_us() -> float:
-    """The microseconds that a page takes to be given, and taken back, by as many threads as compute now."""
+    """Return the microseconds to get and return a page, with the current number of threads."""
     key = f"page {NBYTES} {kernel_modes()} {environment_key(CPU)}"
     return measure_once(_known, key, _measure, float, float)
 
@@ -79,13 +79,13 @@ def _measure() -> float:
 
 
 def _fill_new() -> None:
-    value = torch.empty(NBYTES // 4)  # as torch allocates: with huge pages, if it is told to ask for them
+    value = torch.empty(NBYTES // 4)  # torch's allocator, with huge pages if they are enabled
     if _is_new(value):
         value.fill_(1.0)
         return
     with mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         value = torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
-        del value  # a view of it would keep the mapping from being closed
+        del value  # a view would keep the mapping open
 
 
 def _is_new(value: Tensor) -> bool:

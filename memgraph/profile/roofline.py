@@ -1,8 +1,8 @@
-"""The time of an op that can't be run, from its flops and its bytes.
+"""Estimate the time of an op that can't be run from its flops and bytes.
 
     mm f32[8192, 8192] x f32[8192, 8192]   ->   max(1.1e12 flops / flops per us, 805 MB / bytes per us)
 
-What the device does of each in a microsecond is measured once, by a matmul and a copy, and kept with the costs.
+The rates of the device are measured once, by a matmul and a copy, and cached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..system.measurement_cache import measure_once
 from ..system.setting import environment_key
 from ..system.timer import shortest_us
 
-SIDE, SIDE_GPU = 768, 4096  # of the matrices that are multiplied: enough for all of the device
+SIDE, SIDE_GPU = 768, 4096  # of the matrices that are multiplied: large enough for the whole device
 COPIED, COPIED_GPU = 32 << 20, 256 << 20  # bytes: more than caches hold
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -39,8 +39,10 @@ _known: dict[str, Rates] = {}
 
 
 def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
-    """Microseconds of an op that touches so many bytes; the device's rates are guessed if measuring them would take
-    more than `limit`."""
+    """Return the microseconds of an op that reads and writes `nbytes`.
+
+    The device's rates are guessed if measuring them would need more than `limit` bytes.
+    """
     values = [value for source in (node, *node.all_input_nodes) for value in tensors(source)]
     dtype = next((value.dtype for value in values if value.dtype in DTYPES), torch.float32)
     device = values[0].device if values else torch.device("cpu")
@@ -49,7 +51,7 @@ def roofline(node: fx.Node, nbytes: int, limit: int) -> float:
 
 
 def flops(node: fx.Node) -> float:
-    """The op's floating point operations; 0 where torch does not count them."""
+    """Return the op's floating point operations; 0 if torch does not count them."""
     count: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0.0
@@ -57,23 +59,23 @@ def flops(node: fx.Node) -> float:
     try:
         return float(count(*args, **kwargs, out_val=node.meta.get("val")))
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError):
-        return 0.0  # a formula that does not know this form of the op
+        return 0.0  # the formula does not support this form of the op
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> Rates:
     key = f"rates {dtype} {device} {kernel_modes()} {environment_key(device)}"
-    return measure_once(_known, key, lambda: _measure(device, dtype), lambda found: Rates(*found), astuple)
+    return measure_once(_known, key, lambda: _measure(device, dtype), lambda cached: Rates(*cached), astuple)
 
 
 def _sizes(device: torch.device) -> tuple[int, int]:
-    """The side of the matrices, and the bytes that are copied."""
+    """Return the side of the matrices, and the bytes that are copied."""
     return (SIDE_GPU, COPIED_GPU) if device.type == "cuda" else (SIDE, COPIED)
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Rates:
     with torch.no_grad(), torch._C._DisableAutocast():
         side, copied = _sizes(device)
-        # One after the other: what both take at once is more than was looked for.
+        # One after the other: both at once would exceed the limit.
         return Rates(2 * side**3 / _multiply_us(side, dtype, device), 2 * copied / _copy_us(copied, device))
 
 
@@ -84,8 +86,8 @@ def _multiply_us(side: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _copy_us(nbytes: int, device: torch.device) -> float:
-    of, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copy = partial(into.copy_, of)
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    copy = partial(target.copy_, source)
     copy()
     return shortest_us(copy, device)
 

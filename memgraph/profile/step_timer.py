@@ -1,10 +1,10 @@
-"""Time the ops of one flight, where they run: beside their neighbours and the copies.
+"""Time each op in a run of the step, with its real neighbours and copies.
 
     def forward(...):                            def forward(...):
         mm = op_aten_mm_default(x, w)        ->      mm = op_aten_mm_default(x, w);  note('mm')
 
-The code is the step's own, so that values come and go as they do without.  On a GPU a note is an event on the compute
-stream, and the host waits for the last one only: so it runs ahead as in any other step.
+The code is the step's own, so values have the same lifetimes. On a GPU, a note is an event on the compute stream. The
+host waits for the last one only, and runs ahead as in any other step.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ LINE = re.compile(r"^    (\w+) = .*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a flight took, in microseconds: each op by its name, and all of it; and the copies that were begun."""
+    """The microseconds of each op by name, and of the whole run; and the logs of its copies."""
 
     ops: dict[str, float]
     us: float
-    moved: tuple[CopyLog, ...] = ()
+    copies: tuple[CopyLog, ...] = ()
 
     @cached_property
     def rates(self) -> tuple[float, float]:
-        """Bytes per microsecond on the links out and back, 0.0 where nothing was copied."""
-        return copy_rates(*self.moved)
+        """Return bytes per microsecond of offloads and reloads; 0.0 if there was no copy."""
+        return copy_rates(*self.copies)
 
     def without(self, waited: Mapping[str, float]) -> StepTimes:
-        """The same but for what ops have waited for the far tier, in microseconds."""
+        """Subtract the microseconds that ops waited for the tier."""
         return replace(self, ops={name: us - waited.get(name, 0.0) for name, us in self.ops.items()})
 
-    def beside(self, moved: CopyLog) -> StepTimes:
-        """The same with other copies of the step, as those of its update."""
-        return replace(self, moved=(*self.moved, moved))
+    def beside(self, copies: CopyLog) -> StepTimes:
+        """Add other copies of the step, such as those of its update."""
+        return replace(self, copies=(*self.copies, copies))
 
 
 class WallTimes:
-    """Times whole halves of a step: `with wall: ...` for each of them."""
+    """Times the halves of a step, each in `with wall: ...`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,12 +66,12 @@ class WallTimes:
 
     @cached_property
     def us(self) -> float:
-        """The microseconds of all halves so far; on a GPU this waits for the last of them."""
+        """Return the microseconds of all halves so far; on a GPU this waits for the last one."""
         return sum(between_us(begin, end) for begin, end in self.spans)
 
 
 def now(device: torch.device) -> Any:
-    """This moment: seconds of a CPU, an event of a GPU."""
+    """Return the time in seconds on a CPU, or an event on a GPU."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -80,7 +80,7 @@ def now(device: torch.device) -> Any:
 
 
 def between_us(begin: Any, end: Any) -> float:
-    """The microseconds between two moments of one device."""
+    """Return the microseconds between two results of `now`."""
     if isinstance(begin, float):
         return (end - begin) * 1e6
     end.synchronize()
@@ -88,7 +88,7 @@ def between_us(begin: Any, end: Any) -> float:
 
 
 class Clock:
-    """Runs the halves of a step, and notes when each op has ended."""
+    """Runs the halves of a step, and records when each op ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,14 +96,14 @@ class Clock:
         self.us = 0.0
 
     def run(self, half: fx.GraphModule, values: list[Tensor]) -> Any:
-        """What the half makes of `values`."""
+        """Run a half on `values`, and return its results."""
         forward = timing_ops(half, self._note)
         self.notes = [("", now(self.device))]
         results = forward(half, values)
         last = now(self.device)
         self.us += between_us(self.notes[0][1], last)
         for (_, begin), (name, end) in pairwise(self.notes):
-            self.ops[name] += between_us(begin, end)  # backward takes what forward has saved by the same names
+            self.ops[name] += between_us(begin, end)  # backward reads saved values by the same names
         return results
 
     def _note(self, name: str) -> None:
@@ -111,8 +111,8 @@ class Clock:
 
 
 def timing_ops(half: fx.GraphModule, note: Callable[[str], None]) -> Any:
-    """The half's code, which tells `note` the name of every op behind it, when what it read last has gone."""
+    """Compile the half's code with a call of `note` after each op, when its dead operands are freed."""
     code = half.graph.python_code("self")
-    known = {**code.globals, "memgraph_note": note}
-    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), known)
-    return known["forward"]
+    scope = {**code.globals, "memgraph_note": note}
+    exec(LINE.sub(r"\g<0>;  memgraph_note('\1')", code.src), scope)
+    return scope["forward"]

@@ -62,9 +62,9 @@ def _verdict(report: ReportData) -> str:
 
 def _bytes(report: ReportData) -> str:
     """Compare forecast, measured and budget, to the byte if two of them would print alike."""
-    bytes = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
-    alike = len(set(map(mb, bytes))) < len(set(bytes))
-    forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in bytes]
+    sizes = [report.peak, report.budget, *([] if report.measured is None else [report.measured])]
+    alike = len(set(map(mb, sizes))) < len(set(sizes))
+    forecast, budget, *measured = [f"{nbytes} B" if alike else mb(nbytes) for nbytes in sizes]
     said = f"forecast {forecast}, measured {(*measured, _unmeasured(report))[0]}, budget {budget}"
     if report.measured is None or report.measured <= min(report.peak, report.budget):
         return f"fits: {said}"
@@ -77,7 +77,7 @@ def _unmeasured(report: ReportData) -> str:
 
 
 def _held(report: ReportData) -> list[str]:
-    """Show what torch's CUDA allocator held for the measured bytes; before a step, the room that it has."""
+    """Show the bytes that torch's CUDA allocator held; before a step, the bytes left for it."""
     if not report.held:
         room = f"{mb(report.budget - report.peak)} of the budget are left for what torch's allocator holds beyond that"
         return [room] if report.machine.device.startswith("cuda") else []
@@ -110,7 +110,7 @@ def _exchanged(report: ReportData) -> list[str]:
     trace = report.forecast.trace
     nbytes = sum(sent_nbytes(trace, trace.op[copy.value]) for copy in net)
     said = f"network: {len(net)} exchange{'s' * (len(net) > 1)} of {mb(nbytes)}, {ms(us)}"
-    return [f"{said}, of which compute hides {ms(max(hidden, 0.0))}"]
+    return [f"{said}; compute hides {ms(max(hidden, 0.0))} of it"]
 
 
 def _compiled(report: ReportData) -> list[str]:
@@ -133,8 +133,8 @@ def _taken(report: ReportData) -> list[str]:
         repriced = report.repriced_us
         own = "" if repriced is None else f"; forecast with the times of its own ops {ms(repriced)}"
         lines.append(f"took {ms(report.measured_us)}{own}")
-    if report.recent_us is not None and is_off(report.recent_us, report.flight_us):
-        off = f"{report.recent_us / report.flight_us - 1:+.0%} on the forecast of {ms(report.flight_us)}"
+    if report.recent_us is not None and is_off(report.recent_us, report.expected_us):
+        off = f"{report.recent_us / report.expected_us - 1:+.0%} on the forecast of {ms(report.expected_us)}"
         lines.append(f"the latest {LENGTH} steps took {ms(report.recent_us)} at the median, {off}")
     return lines
 

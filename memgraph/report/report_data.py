@@ -24,7 +24,7 @@ class ReportData:
         repriced_us: forecast in microseconds from the times of that step's own ops; None before.
         recent_us: median microseconds of the latest twenty steps, from the begin of forward to the end of backward
             without the time between the two; None while there are fewer.
-        flight_us: forecast of those steps in microseconds; set together with `recent_us`.
+        expected_us: forecast of those steps in microseconds; set together with `recent_us`.
         pages_us: microseconds that page faults add to the step and `forecast` leaves out.
         plain_us: microseconds of eager's step by the prices that ops had before any step ran. Later prices contain page
             faults, which only a plan brings. 0 if the prices of `choice` are those.
@@ -49,7 +49,7 @@ class ReportData:
     measured_us: float | None = None
     repriced_us: float | None = None
     recent_us: float | None = None
-    flight_us: float = 0.0
+    expected_us: float = 0.0
     pages_us: float = 0.0
     plain_us: float = 0.0
     planned_us: float = 0.0

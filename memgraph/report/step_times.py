@@ -1,13 +1,11 @@
-"""When the time of later steps differs from their forecast."""
+"""Compare the time of later steps with their forecast."""
 
 from __future__ import annotations
 
-LENGTH = 20  # steps of which the median is taken
-
-
-OFF = 0.1  # of a time: what makes another one differ from it
+LENGTH = 20  # steps in a median
+OFF = 0.1  # least difference that counts, as a share of the expected time
 
 
 def is_off(us: float, expected_us: float) -> bool:
-    """Whether a time differs from another by more than OFF of that."""
+    """Return True if a time differs from the expected one by more than OFF."""
     return abs(us - expected_us) > OFF * expected_us

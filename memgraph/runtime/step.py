@@ -235,7 +235,7 @@ class Step:
         median_us = self.history.median_us
         if median_us is None:
             return self.report
-        return replace(self.report, recent_us=median_us, flight_us=self.forecast_us)
+        return replace(self.report, recent_us=median_us, expected_us=self.forecast_us)
 
     @property
     def needs_replan(self) -> bool:

@@ -171,7 +171,7 @@ class StepRun:
             self.saved, self.saved_versions = None, []
         as_captured = [_as_captured(fake, x) for fake, x in zip(self.halves.tangents, tangents, strict=True)]
         if self.meter is not None:
-            self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.gone)
+            self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.freed)
         tangents.clear()
         saved += [*self.floats, *as_captured, *gradients]  # type: ignore[list-item]
         with self.wall:

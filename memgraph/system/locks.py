@@ -20,7 +20,7 @@ from torch import nn
 T = TypeVar("T")
 
 PLANNING_LOCK = threading.RLock()
-# A forked child has none of the threads that may hold the lock.
+# In a forked child the threads that hold the lock do not exist.
 os.register_at_fork(after_in_child=PLANNING_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 

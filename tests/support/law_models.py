@@ -224,7 +224,7 @@ def subject(name: str) -> Subject:
 def corrected(captured: Captured, adds: bool) -> fx.Graph:
     """The graph of a step that makes gradients or `adds` to them, with the values that its ops really make."""
     graph = accumulate_grads(captured, hooked=()) if adds else captured.graph.graph
-    apply_profiled_layouts(graph, fake_mode(graph), PROBER.made)
+    apply_profiled_layouts(graph, fake_mode(graph), PROBER.layouts)
     return graph
 
 

@@ -315,7 +315,7 @@ def test_copies_of_the_update_tell_of_the_links_too(
     seen: list[tuple[StepTimes, int, int]] = []
 
     def note(choice: PlanResult, machine: Machine, times: StepTimes) -> Any:
-        moved = sum(part.nbytes for parts in times.moved[-1].values() for part in parts)
+        moved = sum(part.nbytes for parts in times.copies[-1].values() for part in parts)
         ran = choice.forecast.trace  # which another plan may replace
         far = sum(sum(update_nbytes(ran, op)) for op in ran.ops if op.phase == "update")
         seen.append((times, moved, far))

@@ -1,4 +1,4 @@
-"""A profiler of the caller's takes nothing from the forecast, and the report says what it kept from being measured."""
+"""A profiler of the caller does not change the forecast, and the report says what could not be measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def profiled() -> profile:
 
 
 class Sorted(nn.Module):
-    """Its sort needs bytes that no graph shows."""
+    """A model with a sort, which needs workspace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Sorted(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ops are priced here, and not remembered from elsewhere."""
+    """Clear the caches, so that ops are priced in this test."""
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path_factory.mktemp("costs")))
 
@@ -78,19 +78,19 @@ def test_a_step_within_a_profiler_says_why_it_was_not_measured_and_the_next_one_
 
 def test_the_profilers_of_other_threads_are_left_alone() -> None:
     compiled, x = memgraph.compile(Sorted(), "1GB"), torch.randn(1024, 64)
-    begun, done = threading.Event(), threading.Event()
+    started, done = threading.Event(), threading.Event()
     found: list[int] = []
 
     def work() -> None:
         with profiled() as profiler:
-            begun.set()
+            started.set()
             done.wait(60)
             torch.ones(7)
         found.append(sum(event.key == "aten::ones" for event in profiler.key_averages()))
 
     thread = threading.Thread(target=work)
     thread.start()
-    begun.wait(60)
+    started.wait(60)
     compiled(x).backward()
     done.set()
     thread.join()

@@ -1,4 +1,4 @@
-"""What copies take of compute is measured once for a file system, and reaches the machine that is planned for."""
+"""The time that compute loses to copies is measured once for a file system, and becomes part of the machine."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_cache, "_open", {})
 
 
-def test_a_toll_is_measured_once_for_a_file_system_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_overhead_is_measured_once_for_a_file_system_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = torch.get_rng_state()
     found = measure_copy_overhead(tmp_path, (LINK, LINK))
-    assert found.call > 0.0
-    assert found.drag >= 0.0
+    assert found.us_per_copy > 0.0
+    assert found.us_per_byte >= 0.0
     assert torch.equal(torch.get_rng_state(), random)
     monkeypatch.setattr(copy_overhead, "_known", {})
     monkeypatch.setattr(copy_overhead, "_measure", lambda *given: pytest.fail("measured again"))
     assert measure_copy_overhead(tmp_path, (LINK, LINK)) == found
 
 
-def test_a_disk_that_takes_long_is_not_asked_for_its_drag(tmp_path: Path) -> None:
-    assert measure_copy_overhead(tmp_path, (SLOW, LINK)).drag == 0.0
+def test_copies_to_a_slow_disk_have_no_overhead_per_byte(tmp_path: Path) -> None:
+    assert measure_copy_overhead(tmp_path, (SLOW, LINK)).us_per_byte == 0.0
 
 
-def test_a_disk_has_a_toll_and_a_gpu_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_gpu_have_no_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "measure_disk", lambda folder, room: (LINK, LINK))
     monkeypatch.setattr(machine_profile, "measure_host", lambda device: (LINK, LINK))
     monkeypatch.setattr(machine_profile, "measure_copy_overhead", lambda folder, links, room: CopyOverhead(60.0, 1e-4))

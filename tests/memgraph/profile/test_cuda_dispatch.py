@@ -1,4 +1,4 @@
-"""What a GPU's own kernels do that a CPU's don't, seen on fake tensors and on an op that behaves as they do."""
+"""Differences of GPU kernels from CPU kernels, on fake tensors and on a replacement op."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def attention(q: Tensor) -> Tensor:
-    """Forward and backward, as autograd has them done on a GPU in float32."""
+    """Forward and backward, as autograd runs them on a GPU in float32."""
     out, sums, seed, offset = aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
     backward = aten._scaled_dot_product_efficient_attention_backward
     return backward(out, q, q, q, None, out, sums, seed, offset, 0.1, [True, True, True, False])[0]
@@ -44,7 +44,7 @@ def test_the_seeds_of_attention_lie_on_the_host_where_backward_reads_them(monkey
     filled = list[Tensor]()
     monkeypatch.setattr(op_profiler, "_fill", lambda fake, number: filled.append(fake))
     backward = node_of(graph, aten._scaled_dot_product_efficient_attention_backward.default)
-    op_profiler._made_up(backward, GPU, 0, False)
+    op_profiler._generated_arguments(backward, GPU, 0, False)
     assert [value.device for value in filled if value.dtype == torch.int64] == [CPU, CPU]
     assert backward.meta["val"][0].device == GPU
 
@@ -62,7 +62,7 @@ def test_the_seeds_count_as_blocks_of_the_device_where_a_recording_has_them(monk
 
 
 class Normed(nn.Module):
-    """Layers each with a batch norm that behaves as cuDNN's."""
+    """Layers with a batch norm that behaves like cuDNN's."""
 
     def __init__(self) -> None:
         super().__init__()

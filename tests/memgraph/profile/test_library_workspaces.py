@@ -1,4 +1,4 @@
-"""Workspaces of a GPU's libraries are had by both threads before anything is measured, and are counted."""
+"""Both threads allocate cuBLAS's workspaces before anything is measured, and the workspaces are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEP = Trace((Op("x", "input", makes=(Storage("x", 512),), holds=("x",)),))
 
 @pytest.fixture(name="multiplied")
 def _multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU whose workspaces take 1000 bytes; the list says who has multiplied."""
+    """A GPU with workspaces of 1000 bytes; the list names the threads that multiplied."""
     found: list[Any] = []
 
     def measured(work: Any, device: Any) -> Any:
@@ -60,7 +60,7 @@ def test_a_step_counts_them_throughout_and_a_recording_half_of_them_again() -> N
 
 
 class Products(TorchDispatchMode):
-    """Counts products, by the thread that has them done."""
+    """Counts products by name."""
 
     def __init__(self, seen: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def test_there_is_a_product_of_each_kind_in_forward_and_in_backward() -> None:
     assert (seen["aten::mm"], seen["aten::addmm"]) == (2, 2)
 
 
-def test_where_nobody_may_multiply_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_algorithms_forbid_the_products_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("Deterministic behavior was enabled")
 

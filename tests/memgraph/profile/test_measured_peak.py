@@ -1,4 +1,4 @@
-"""What is measured is all that was allocated from the call to the end of backward, whoever asked for it."""
+"""The measured peak counts all allocations from the call to the end of backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Beside(nn.Module):
-    """Returns a loss beside what it is made of, for which no backward is planned."""
+    """Returns a loss and its operands, which get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Beside(nn.Module):
 
 
 def taking(work: Callable[..., Any], held: list[Tensor]) -> Callable[..., Any]:
-    """The same work, which takes a MiB more."""
+    """The same computation with one more MiB."""
 
     def more(*args: Any, **kwargs: Any) -> Any:
         held.append(torch.zeros(MIB, dtype=torch.uint8))

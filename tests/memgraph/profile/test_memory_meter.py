@@ -152,7 +152,7 @@ def test_resident_bytes_counts_a_storage_once() -> None:
 
 
 def test_it_is_silent_and_leaves_the_environment_alone() -> None:
-    code = "import os; from memgraph.profile.memory_meter import measure_peak; measured(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
+    code = "import os; from memgraph.profile.memory_meter import measure_peak; measure_peak(lambda: 7); print('KINETO_LOG_LEVEL' in os.environ)"
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
@@ -170,7 +170,7 @@ def test_on_a_gpu_the_allocators_counters_tell(monkeypatch: pytest.MonkeyPatch) 
         most = now
 
     def stats(_: object) -> dict[str, int]:
-        """Blocks are larger than what is asked for, and segments are larger than blocks."""
+        """Blocks are larger than the requested bytes, and segments are larger than blocks."""
         kinds = {"requested_bytes": 1, "allocated_bytes": 2, "reserved_bytes": 3}
         return {f"{kind}.all.{when}": times * nbytes for kind, times in kinds.items()
                 for when, nbytes in (("current", now), ("peak", most))}  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_block_that_came_before_its_measurement_goes_without_a_word_and_later_
 import torch
 from memgraph.profile.memory_meter import _log_level, measure_peak
 before, held = _log_level().value, [torch.ones(1000)]
-measured(held.clear)
+measure_peak(held.clear)
 print(_log_level().value == before)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Which ops take new pages is asked of the allocator, and what a page takes is measured once."""
+"""The allocator decides which ops get new pages, and the time of a page is measured once."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_values_of_the_size_that_goes_back_at_once_take_new_pages() -> None:
-    """In a process of its own, in which nothing large was freed before; `c` is so large that its own price has them."""
+    """Runs in a process that freed nothing large before. The price of `c` contains its page faults already."""
     told = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, cwd=ROOT, check=True)
     assert told.stdout == "{'a': 1000000, 'b': 2000000, 'e': 1000000, 'g': 4000000}\n"
 
 
 def test_what_is_timed_while_freed_memory_is_kept_takes_no_new_pages() -> None:
-    """As in eager, whose freed blocks of this size stay, after the first few."""
+    """Eager keeps freed blocks of this size, after the first few."""
     assert int(child(KEPT_PAGES)) < (8 << 20) // resource.getpagesize()
 
 
@@ -75,7 +75,7 @@ def test_the_new_pages_of_a_step_are_those_that_the_system_gives() -> None:
 
 
 def step() -> None:
-    """Print how many new pages a planned step was foretold to take, and how many a later one took."""
+    """Print the forecast of a planned step's new pages, and the new pages of a later step."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, x = Layers(), torch.ones(2048, 1024)
@@ -92,7 +92,7 @@ def step() -> None:
 
 
 class Layers(nn.Module):
-    """Values of 8 MiB, and little to compute on them."""
+    """Values of 8 MiB, with little compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class Layers(nn.Module):
 
 
 def child(code: str) -> str:
-    """What a process of its own prints."""
+    """Return the output of another process."""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def test_a_plan_that_takes_anothers_place_is_compared_with_the_same_step() -> None:
-    """The later one's ops were timed in a step, with the new pages that only a plan brings."""
+    """The ops of the later plan were timed in a step, with the page faults of a plan."""
     first = memgraph.plan(nn.Linear(4, 4), torch.ones(2, 4), budget=1 << 30)
     first = replace(first, pages_us=first.forecast.us, adding=3)
     assert first.longer == 1.0

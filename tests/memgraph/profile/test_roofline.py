@@ -1,4 +1,4 @@
-"""The rates of a device are measured within the bytes that were looked for."""
+"""The rates of a device are measured within the memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How work is timed on a device beside the host, on one that is made up: no time is that of a launch or of a wait."""
+"""Times on a simulated GPU contain neither launches nor waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT, LAUNCH = 20.0, 5.0  # microseconds: to be waited for, and of an op on the 
 
 
 class Device:
-    """A GPU that is told what to do in LAUNCH each, and does each in `us`."""
+    """A GPU with a launch time of LAUNCH and a kernel time of `us`."""
 
     def __init__(self, us: float) -> None:
         self.us, self.host, self.done, self.waits = us, 0.0, 0.0, list[object]()

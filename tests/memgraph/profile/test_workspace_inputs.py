@@ -1,4 +1,4 @@
-"""Where an op's workspace depends on the values that it reads, it is priced with those that need most."""
+"""An op whose workspace depends on its values is priced with the values that need most."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def largest_of_bags(y: Tensor) -> Tensor:
 
 
 def log_determinant(y: Tensor) -> Tensor:
-    """No row is the zeroth pivot, so that backward's op runs on none of zeros."""
+    """Pivots begin at one, so backward's op fails on zeros."""
     return torch.linalg.slogdet(y.view(48, 4, 4)).logabsdet
 
 
 def scattered(y: Tensor) -> Tensor:
-    """What the mask lets through is selected in backward."""
+    """Backward selects by the mask."""
     return torch.zeros(32, 24).masked_scatter(MASK, y)
 
 
 class Through(nn.Module):
-    """A layer, and a function of what it makes."""
+    """A layer, and a function of its result."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The printed report, whole, of a step that fits, is over its budget, offloads, streams, is compiled, is sharded."""
+"""Complete reports of steps that fit, exceed the budget, offload, stream, are compiled or sharded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_step_that_recomputes_and_offloads() -> None:
         offload a: out h, free b
         reload a: back e, use da
     """
-    facts: dict[str, Any] = {"measured_us": 5200.0, "repriced_us": 5100.0, "recent_us": 6000.0, "flight_us": 5100.0}
+    facts: dict[str, Any] = {"measured_us": 5200.0, "repriced_us": 5100.0, "recent_us": 6000.0, "expected_us": 5100.0}
     assert_expected_inline(
         report(DISK, plan, measured=29_000_000, pages_us=100.0, **facts),
         """\
@@ -273,7 +273,7 @@ def test_a_step_whose_gradients_are_sharded() -> None:
         """\
 fits: forecast 10.1 MB, measured not yet, budget 30.0 MB
 time: forecast 5.0 ms, +0.0%; as it is, the step takes 5.0 ms and needs 10.1 MB
-network: 1 exchange of 4.0 MB, 4.0 ms, of which compute hides 0.0 ms
+network: 1 exchange of 4.0 MB, 4.0 ms; compute hides 0.0 ms of it
 
 bytes
 kind       at the peak  at its own peak

@@ -1,4 +1,4 @@
-"""Rows of a report: equal layers are one row, unless what is said of them differs."""
+"""Equal layers are one row of a report, unless their reasons differ."""
 
 from __future__ import annotations
 

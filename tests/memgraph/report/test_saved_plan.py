@@ -1,4 +1,4 @@
-"""A saved plan comes back as it was, is used again where it is good, and is refused with the reason where it is not."""
+"""A saved plan is read unchanged, reused if it is valid, and otherwise refused with the reason."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ WRONG = (None, "7", [1], {"a": 1}, True, 1.5, float("nan"), -3)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=map(str, WRONG))
-def test_a_plan_that_was_sealed_anew_with_something_else_in_it_is_refused_or_planned_with(wrong: Any) -> None:
+def test_a_changed_plan_with_a_new_digest_is_refused_or_used(wrong: Any) -> None:
     def sealed(*path: str) -> str:
         facts = json.loads(pressed().to_json())
         del facts["digest"]

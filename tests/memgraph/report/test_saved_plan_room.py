@@ -1,4 +1,4 @@
-"""A saved plan is the same text however much of the disk is free, as long as all that it may send away has room."""
+"""The text of a saved plan does not depend on the free bytes of the disk, if all offloaded values fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A budget is read as people write it, refused where it makes no sense, and where it is too small the error says what would do."""
+"""A budget is parsed or refused with a hint; if it is too small, the error names one that works."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def smallest_of(module: nn.Module, *args: Tensor, **wishes: Any) -> memgraph.Bud
 
 @cache
 def too_small() -> memgraph.BudgetError:
-    """The error of the call that most tests make."""
+    """Return the error of the usual call."""
     return smallest_of(net(), batch())
 
 
@@ -208,7 +208,7 @@ def test_a_budget_below_the_parameters_names_one_that_does() -> None:
     assert f"budget={error.smallest}" in str(error)
 
 
-def test_the_error_names_an_op_and_the_lines_of_what_lies_there() -> None:
+def test_the_error_names_an_op_and_the_lines_of_the_tensors_at_the_peak() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +254,7 @@ class Total(nn.Module):
 
 
 def test_one_byte_less_than_the_smallest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At given prices: at others a search may find a plan below the smallest that the error knew."""
+    """With fixed prices, since with others a search may find a plan below the smallest of the error."""
     monkeypatch.setenv("MEMGRAPH_CACHE", "")
     monkeypatch.setattr(op_profiler, "_known", {})
     monkeypatch.setattr(op_profiler, "shortest_us", lambda *_: 100.0)
@@ -326,13 +326,13 @@ def test_the_peak_falls_with_the_budget_and_the_time_rises() -> None:
         assert small.forecast.us >= large.choice.lower_bound - 1e-6
 
 
-def test_a_budget_that_does_without_a_far_tier_does_with_one() -> None:
+def test_a_budget_that_works_without_a_tier_works_with_one() -> None:
     module, x = net(64, 6), batch(256, 64)
     assert smallest_of(module, x).smallest <= smallest_of(module, x, offload=None).smallest
 
 
 class Heavy(nn.Module):
-    """Its ops need workspace of their own."""
+    """A model whose ops need workspace."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def test_a_byte_that_is_damaged_anywhere_is_no_error(tmp_path: Path) -> None:
             costs.put("op 1", 1)
 
 
-def test_damaged_costs_are_forgotten_said_once_and_kept_anew(tmp_path: Path) -> None:
+def test_damaged_costs_are_dropped_with_one_warning_and_measured_again(tmp_path: Path) -> None:
     costs = CostDatabase(tmp_path / "costs.sqlite")
     for key in ("one", "other"):
         costs.put(key, 1.5)

@@ -1,4 +1,4 @@
-"""What is asked of a device, as far as it can be told without one."""
+"""Calls to a GPU, as far as they can be tested without one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_strict_on_a_cpu_is_refused() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU of 64 GB, of which 1000 bytes are free and 300 are kept by torch for later; `.fraction` is what it allows."""
+    """A GPU of 64 GB with 1000 bytes free and 300 cached by torch; `.fraction` is the limit of the process."""
     found = SimpleNamespace(fraction=1.0, total=64 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, found.total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
@@ -104,7 +104,7 @@ def test_an_op_that_runs_out_of_memory_while_it_is_priced_is_tried_again_without
     node = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
     with FakeTensorMode():
         x.meta["val"], node.meta["val"] = torch.empty(30, device=GPU), torch.empty(30, device=GPU)
-    monkeypatch.setattr(op_profiler, "_probe", run)
+    monkeypatch.setattr(op_profiler, "_measure", run)
     monkeypatch.setattr(op_profiler, "release_cached", released.append)
     monkeypatch.setattr(op_profiler, "read_cached", lambda key: None)
     monkeypatch.setattr(op_profiler, "environment_key", str)

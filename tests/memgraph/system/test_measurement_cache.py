@@ -1,5 +1,4 @@
-"""What is measured is kept for later processes, exactly and under a key that says all it depends on; a cache that is of
-no use is done without."""
+"""Measurements are kept exactly for later processes; an unusable cache is ignored with a warning."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own, of which this process remembers nothing."""
+    """An empty cache for this test."""
     monkeypatch.setenv("MEMGRAPH_CACHE", str(tmp_path / "cache"))
     for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
@@ -42,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if in another process."""
+    """Clear what this process has cached, as if in another process."""
     for remembering in (op_profiler, roofline, link_bandwidth, copy_overhead):
         monkeypatch.setattr(remembering, "_known", {})
 
@@ -80,20 +79,20 @@ def test_what_is_kept_is_found_again_exactly(folder: Path) -> None:
 
 def test_an_op_that_was_measured_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sort = square()["sort"]
-    found = OpProfiler(1 << 30)._probed(sort)
+    found = OpProfiler(1 << 30)._op_cost(sort)
     assert found.cost.workspace > 0
     forget(monkeypatch)
-    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
-    assert OpProfiler(1 << 30)._probed(sort) == found
-    assert OpProfiler(0)._probed(sort) == found  # though it would not fit now
+    monkeypatch.setattr(op_profiler, "_measure", lambda *given: pytest.fail("it was run"))
+    assert OpProfiler(1 << 30)._op_cost(sort) == found
+    assert OpProfiler(0)._op_cost(sort) == found  # though it would not fit now
 
 
 STEP = """
 import torch, memgraph
 from torch import nn
 from memgraph.profile import op_profiler as probe
-run = probe._probe
-probe._probe = lambda node, before: print("runs", node.target) or run(node, before)
+run = probe._measure
+probe._measure = lambda node, before: print("runs", node.target) or run(node, before)
 module = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1), nn.Linear(32, 32))
 report = memgraph.plan(module, torch.ones(8, 32), budget=1 << 30, loss=lambda out: out.square().mean())
 print([(op.us, op.workspace) for op in report.forecast.trace.ops])
@@ -124,7 +123,7 @@ def test_two_processes_at_once_share_a_cache(folder: Path) -> None:
 
 
 def test_many_processes_begin_and_fill_a_cache_at_once(folder: Path) -> None:
-    code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): keep(f'{sys.argv[1]} {i}', i)"
+    code = "import sys; from memgraph.system.measurement_cache import write_cached\nfor i in range(50): write_cached(f'{sys.argv[1]} {i}', i)"
     there = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-W", "error", "-c", code]
     folder.mkdir()
@@ -178,7 +177,7 @@ def test_what_is_kept_says_on_which_device_and_with_which_torch(folder: Path) ->
 def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
     mm = square()["mm"]
     with torch.autocast("cpu", torch.bfloat16):
-        made = OpProfiler(1 << 30).made(mm)
+        made = OpProfiler(1 << 30).layouts(mm)
     assert made is not None
     assert made[0].layout[0] is torch.float32
 
@@ -186,7 +185,7 @@ def test_autocast_around_planning_does_not_change_what_ops_cost() -> None:
 # --- caches that are of no use
 
 
-def test_a_corrupted_cache_is_put_aside_and_begun_anew(folder: Path) -> None:
+def test_a_corrupted_cache_is_renamed_and_replaced(folder: Path) -> None:
     folder.mkdir()
     path = folder / "costs.sqlite"
     path.write_bytes(b"no database" * 1000)
@@ -198,7 +197,7 @@ def test_a_corrupted_cache_is_put_aside_and_begun_anew(folder: Path) -> None:
     assert (folder / "costs.sqlite.unreadable").read_bytes().startswith(b"no database")
 
 
-def test_a_cache_that_is_torn_in_the_middle_is_begun_anew(folder: Path) -> None:
+def test_a_cache_with_a_damaged_middle_is_replaced(folder: Path) -> None:
     for i in range(300):
         write_cached(f"{i} {'x' * 200}", i)
     path = folder / "costs.sqlite"
@@ -215,7 +214,7 @@ def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
     write_cached("a", {"workspace": 4096})
     with sqlite3.connect(folder / "costs.sqlite") as file:
         file.execute("UPDATE costs SET value = ?", (json.dumps({"workspace": 0}),))
-    with pytest.warns(RuntimeWarning, match="were damaged"):
+    with pytest.warns(RuntimeWarning, match="has damaged costs"):
         assert read_cached("a") is None
 
 
@@ -232,7 +231,7 @@ def test_a_value_that_was_changed_is_not_believed(folder: Path) -> None:
         (measurement_cache.TABLE, f"PRAGMA application_id = {measurement_cache.MARK}", "PRAGMA user_version = 99"),
     ],
 )
-def test_a_foreign_file_is_put_aside_whole(folder: Path, statements: tuple[str, ...]) -> None:
+def test_a_foreign_file_is_renamed_unchanged(folder: Path, statements: tuple[str, ...]) -> None:
     folder.mkdir()
     with sqlite3.connect(folder / "costs.sqlite") as file:
         for statement in statements:
@@ -259,7 +258,7 @@ def test_a_folder_that_can_not_be_made_is_said_once(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def nobody() -> Iterator[int]:
-    """A user to whom a folder's mode means something."""
+    """Return a user other than root, so that a folder's mode has an effect."""
     yield 65534 if os.geteuid() == 0 else os.geteuid()
     if os.getuid() == 0:
         os.seteuid(0)
@@ -299,7 +298,7 @@ def test_a_cache_that_another_process_holds_is_done_without(folder: Path, monkey
 
 
 def test_an_op_that_would_not_fit_is_priced_by_its_flops_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_profiler, "_probe", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(op_profiler, "_measure", lambda *given: pytest.fail("it was run"))
     monkeypatch.setattr(roofline, "_rates", lambda device, dtype: roofline.Rates(flops=1000.0, nbytes=10.0))
     large, small = square(1024)["mm"], square(8)["mm"]
     assert roofline.flops(large) == 2 * 1024**3
@@ -336,7 +335,7 @@ def test_links_are_measured_by_size_once_for_a_file_system_and_kept(
     assert measure_disk(tmp_path / "below") == found
 
 
-def test_a_slow_disk_is_not_asked_for_large_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_copies_are_not_timed_on_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_bandwidth, "_copied", lambda tier: (2e5, 2e5))
     assert [nbytes for nbytes, _ in measure_disk(tmp_path)[0].points] == list(SIZES)[:1]
 
@@ -351,7 +350,7 @@ def test_a_disk_that_is_nearly_full_takes_what_a_step_sends_there(
     forget(monkeypatch)
     out, back = measure_disk(tmp_path)
     assert out.us(1 << 20) > 0 and back.us(1 << 20) > 0
-    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).drag >= 0
+    assert copy_overhead.measure_copy_overhead(tmp_path, (out, back)).us_per_byte >= 0
     monkeypatch.undo()
     forget(monkeypatch)
     assert len(measure_disk(tmp_path)[0].points) > 1  # measured as ever, once there is room

@@ -1,4 +1,4 @@
-"""What memgraph uses of torch's private names stands on one page, and a torch that lacks one says so at once."""
+"""The private names of torch that memgraph uses are listed in one file, and a missing one is an error at import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_private(name: str) -> bool:
 
 
 def used() -> set[str]:
-    """Dotted names of torch's with a part that is private, without beginnings of longer ones."""
+    """Return torch's dotted names with a private part, without prefixes of longer ones."""
     names = {name for path in FILES for name in mentioned(path) if any(map(is_private, name.split(".")))}
     attributes = (node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     names |= {f"torch.ops.aten.{one.attr}" for one in attributes if ast.unparse(one).startswith("aten._")
@@ -37,7 +37,7 @@ def used() -> set[str]:
 
 
 def defined() -> Iterator[str]:
-    """Private names that memgraph itself gives to something."""
+    """Return the private names that memgraph itself defines."""
     for node in (node for tree in TREES for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -51,7 +51,7 @@ def defined() -> Iterator[str]:
 
 
 def read() -> set[str]:
-    """Private attributes that memgraph reads of anything."""
+    """Return the private attributes that memgraph reads."""
     nodes = (node for tree in TREES for node in ast.walk(tree))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)}
 
@@ -83,7 +83,7 @@ def test_a_name_that_is_gone_is_named_with_its_reason_and_the_versions_that_work
         check()
     first, *lines = str(error.value).splitlines()
     assert first == f"torch {torch.__version__.partition('+')[0]} lacks what memgraph uses:"
-    assert lines[0] == "  torch._C._storage_Use_Count (gradients that somebody else holds are not written over)"
+    assert lines[0] == "  torch._C._storage_Use_Count (gradients with other references are not overwritten)"
     assert lines[1] == "  torch.amp.GradScaler._unscale_grads_ (ranks agree on which gradients are infinite)"
     assert lines[2].startswith("It is known to work with torch 2.11, ") and len(lines) == 3
 

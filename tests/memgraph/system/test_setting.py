@@ -1,4 +1,4 @@
-"""Where something was measured is told of a GPU too, whose driver has to be asked by hand."""
+"""The key of a measurement on a GPU names the device and its driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 
 def library(failing: bool = False) -> Any:
-    """What tells of the driver."""
+    """A replacement of NVIDIA's library."""
 
     def version(text: Any, size: int) -> int:
         text.value = b"580.159.03"

@@ -1,4 +1,4 @@
-"""Whatever a signal raises waits until nothing is half done, and handlers are afterwards what they were."""
+"""An exception from a signal waits until the state is consistent, and the handlers are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said without an error: warnings at the user's line, and in the log when something is planned."""
+"""Warnings name the user's line, and the log tells when a step is planned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import memgraph
 from tests.support.compare import ROOM
 
-INSIDE = "from memgraph.system.user_warning import warn_user\ndef deep():\n    notice('the folder is full of air')\n"
+INSIDE = "from memgraph.system.user_warning import warn_user\ndef deep():\n    warn_user('the folder is full of air')\n"
 
 
 def test_a_warning_names_the_users_line_and_comes_once_for_it() -> None:
