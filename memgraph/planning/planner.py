@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import nn
 
-import passes
-from passes import Machine, PlanResult, Trace
+from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
 from ..capture.float_capture import FloatCapture
 from ..options.compile_options import CompileOptions
-from ..profile.memory_meter import resident_bytes
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
 from ..system.device import releasing_cached
@@ -32,7 +30,7 @@ from .progress import Progress
 from .replan import Replanner
 from .search import PlanSearch
 from .step_graph import Call, StepGraph, capture_step
-from .target import ModuleTarget, Target, owned_tensors
+from .target import ModuleTarget, Target, owned_nbytes
 
 
 class Planner:
@@ -57,7 +55,7 @@ class Planner:
         """
         # Without a tier it is not the optimizer that keeps its states on the device.
         budget = math.inf if self.target.tier is None else self.target.budget
-        self.state.refuse(resident_bytes(owned_tensors(self.module)), budget)
+        self.state.refuse(owned_nbytes(self.module), budget)
 
     def price(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector) -> tuple[Trace, Machine]:
         """Return the priced trace of a call's step, and the machine that it is planned for.
@@ -103,7 +101,7 @@ class Planner:
                 trace, machine = pricing(graph)
                 known = earlier.accumulated_plan if earlier is not None else None
                 result = graph.ranks.choose(trace, machine, replace(search, known=known))
-            except passes.BudgetError as error:
+            except BudgetError as error:
                 suggest = self.state.fused_update is None and has_time_left(graph, captured_s, until)
                 needed = partial(_accumulated_nbytes, graph, pricing, search)
                 raise budget_error(error, call, graph, needed, suggest) from None
@@ -156,5 +154,5 @@ def _accumulated_nbytes(graph: StepGraph, pricing: Pricing, search: PlanSearch) 
         return 0
     try:
         return graph.ranks.choose(*pricing(graph.later), search).forecast.peak
-    except passes.BudgetError as error:
+    except BudgetError as error:
         return error.smallest

@@ -85,7 +85,12 @@ class ModuleTarget:
         return device_of(owned)
 
     def _on(self, device: torch.device) -> Target:
-        return Target.of(device, resident_bytes(owned_tensors(self.module)), self.options)
+        return Target.of(device, owned_nbytes(self.module), self.options)
+
+
+def owned_nbytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers on the device."""
+    return resident_bytes(owned_tensors(module))
 
 
 def owned_tensors(module: nn.Module) -> list[Tensor]:
