@@ -12,7 +12,7 @@ pricing            the graph -> its trace with prices, and the machine
 search             trace and machine -> a plan
 plan_cache         plans that were found before
 accumulated_step   does the same call fit once gradients exist?
-budget_error       the error of a call that no plan fits
+budget_error       add advice, and the bytes of accumulation, to the BudgetError of passes/pipeline.py
 lowering           compile segments of a planned graph with Inductor
 assembly           the plan -> the parts of the step
 replan             plan again with the times that ops took inside the step

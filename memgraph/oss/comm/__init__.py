@@ -7,7 +7,7 @@ p2p              one message from each rank to each other
 shared_memory    ranks of one host read each other's memory
 agreement        check that all ranks were given the same parameters and options
 consensus        check that all ranks are about to run the same step
-watchdog         name the rank that a collective waits for
-liveness         ask the store of a group which ranks are missing
+watchdog         notice that a collective failed or is late, and raise an error that names the rank
+liveness         signs of life of all ranks in the store of their group
 model_parallel   ranks that hold other parts of the same parameters
 """
