@@ -42,7 +42,7 @@ def test_gradients_beside_others_that_have_no_room_are_said_to_exceed_the_budget
     with pytest.warns(RuntimeWarning, match="over its budget of"):
         plan = report(budget)
     assert plan.measured is not None and plan.measured > plan.budget
-    assert "over the budget" in str(plan) and "beside those" in str(plan)
+    assert "over the budget" in str(plan) and "beside existing ones" in str(plan)
 
 
 def test_with_room_for_both_nothing_is_warned_of() -> None:
