@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import StateError
+from ..storage.spill_file import sync_folder
 
 SUFFIX = ".saving"
 OPEN = "/proc/self/fd"  # a process's own open files, by number
@@ -61,7 +62,8 @@ def replace(path: Path, fill: Callable[[str], None], check: Check) -> None:
         check()
         name = name or _give_name(file, path)
         os.replace(name, path)
-        _sync(path.parent)
+        with suppress(OSError):  # not every folder can be opened; the file itself is on disk
+            sync_folder(path.parent)
     except BaseException:
         if name is not None:
             with suppress(FileNotFoundError):
@@ -148,13 +150,3 @@ def _give_name(file: int, path: Path) -> str:
     finally:
         os.close(folder)
     return str(path.parent / name)
-
-
-def _sync(folder: Path) -> None:
-    """Write the new name to disk, if a folder can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

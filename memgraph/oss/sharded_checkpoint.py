@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..errors import CollectiveError, MemgraphError, ShardError, StateError
 from ..optim.validate_state import class_name
 from ..options.argument_rules import SAVE_SHARDED_RULES, check_argument
-from ..storage.spill_file import advice_for
+from ..storage.spill_file import advice_for, sync_folder
 from .checkpoint.own_state import OwnState
 from .checkpoint.safe_reader import METADATA, Planner, Reader, note_checksums, refuse_damaged
 from .checkpoint.sharded_state import empty_dtensor
@@ -289,7 +289,7 @@ def _read(optimizer: OSS, state: dict[str, Any], path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    _sync(new)
+    sync_folder(new)
     if not path.exists():
         os.rename(new, path)
     elif not _exchange_names(new, path):
@@ -301,7 +301,7 @@ def _replace(new: Path, path: Path) -> None:
             os.rename(old, path)
             raise
         new = old
-    _sync(path.parent)
+    sync_folder(path.parent)
     if new.exists():
         shutil.rmtree(new)
 
@@ -312,14 +312,6 @@ def _exchange_names(one: Path, other: Path) -> bool:
     if renameat2 is None:
         return False
     return bool(renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from passes.concurrent_forwards import pending_gradient_nbytes
+from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
 from ..profile.memory_meter import Allocation, Meter, meter_of
@@ -143,7 +144,7 @@ class Step:
         """Note what other open forwards hold, and warn if all together may exceed the budget."""
         run.others_nbytes = held_nbytes(others, tensors)
         trace, budget, count = self.report.forecast.trace, self.report.budget, len(others) + 1
-        adds = self.parts.roles.adds and any(op.fn == "memgraph.accumulate" for op in trace.ops)
+        adds = self.parts.roles.adds and any(op.fn == ACCUMULATE for op in trace.ops)
         gradients = pending_gradient_nbytes(trace) * (2 if adds else 1)
         together = self.report.peak - trace.other_nbytes + run.others_nbytes + gradients
         if together > budget and min(count, MANY) not in self.warned:

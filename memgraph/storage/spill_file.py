@@ -122,6 +122,15 @@ def _bypass_page_cache(file: int) -> None:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to disk, so that a rename outlives a crash of the system."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def whole_pages(nbytes: int) -> int:
     """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
