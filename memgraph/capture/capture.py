@@ -30,6 +30,7 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
+from .size_inputs import SizeInputs, name_sizes
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -56,33 +57,42 @@ def capture(
     grad: bool = True,
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
+    sizes: SizeInputs | None = None,
 ) -> Captured:
     """Capture the step of `module(*args, **kwargs)`; no real tensor is read or written.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
-    the graph instead of constants.
+    the graph instead of constants, and `sizes` symbols.
 
     Raises:
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
+        SizeNeededError: it needs the value of one of the `sizes`.
     """
-    captured = _captured(module, args, kwargs, grad, wanted, floats)
+    captured = _captured(module, args, kwargs, grad, wanted, floats, sizes)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, select_all, floats)
+    return _captured(module, args, kwargs, grad, select_all, floats, sizes)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None,
+    floats: FloatInputs | None, sizes: SizeInputs | None,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode(has_floats=floats is not None)
+    with sizes.tracing() if sizes is not None else nullcontext():
+        return _traced(call, ConstantFakeMode(floats is not None, sizes), grad, wanted, floats)
+
+
+def _traced(
+    call: Call, mode: ConstantFakeMode, grad: bool, wanted: OutputSelector, floats: FloatInputs | None
+) -> Captured:
+    module = call.module
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)
@@ -91,6 +101,8 @@ def _captured(
         _refuse_shared(call, functional.changed)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
+        if mode.sizes is not None:
+            name_sizes(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
     captured = Captured(

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
@@ -28,7 +29,9 @@ from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..tensors.traced_float import ValueNeededError
+from ..tensors.traced_size import SizeArgument, SizeNeededError
 from .float_inputs import with_values
+from .size_inputs import SizeInputs
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
@@ -73,10 +76,10 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self, has_floats: bool = False) -> None:
-        """With `has_floats`, ops may read traced floats."""
-        super().__init__(allow_non_fake_inputs=True)
-        self.has_floats = has_floats
+    def __init__(self, has_floats: bool = False, sizes: SizeInputs | None = None) -> None:
+        """With `has_floats`, ops may read traced floats; with `sizes`, tensors may have symbolic ones."""
+        super().__init__(allow_non_fake_inputs=True, shape_env=sizes.trace.env if sizes is not None else None)
+        self.has_floats, self.sizes = has_floats, sizes
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -93,7 +96,9 @@ class ConstantFakeMode(FakeTensorMode):
         if self.has_floats:
             args, kwargs = with_values(func, args, kwargs)
         try:
-            with self._caching(func):
+            # Descriptions in Python take symbols; those in C++ would ask for their values.
+            symbolic = enable_python_dispatcher() if self.shape_env is not None else nullcontext()
+            with self._caching(func), symbolic:
                 result = super().dispatch(func, types, args, kwargs)
         except Exception as error:
             if self.tracer is not None:
@@ -121,6 +126,8 @@ class ConstantFakeMode(FakeTensorMode):
         needed = _dependencies(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
+        if self.shape_env is not None and any(map(_has_sizes, needed)):
+            raise SizeNeededError("forward looks at a tensor that is made of it")
         if any(map(float_arguments, needed)):
             raise ValueNeededError("forward looks at a tensor that is made of it")
         with _disable_current_modes(), torch.no_grad():
@@ -178,6 +185,10 @@ def _is_computable(node: fx.Node) -> bool:
     if node.op != "call_function" or is_random(node) or changes_inputs(node):
         return False
     return not (isinstance(node.target, OpOverload) and "empty" in node.target._schema.name)
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    return any(isinstance(leaf, SizeArgument) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 def _too_large(nodes: list[fx.Node]) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
+from .size_inputs import SizeInputs
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 
@@ -73,7 +74,7 @@ def without_autocast(values: Iterable[Tensor]) -> Iterator[None]:
         yield
 
 
-def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
+def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input, sizes: SizeInputs | None = None) -> Tensor:
     """Return a tensor without bytes, of the same strides, since kernels look at strides."""
     if is_lazy(tensor):
         raise CaptureError(f"{role.label} has no shape yet: run the lazy module once before it is compiled")
@@ -84,8 +85,9 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
         raise CaptureError(f"{role.label} is lazily conjugated or negated: call .resolve_conj().resolve_neg() on it")
     if role.kind == "buffer" and tensor.requires_grad:
         raise CaptureError(f"{role.label} requires a gradient: make it a parameter")
+    shape, strides = sizes.layout(role, tensor.shape, tensor.stride()) if sizes else (tensor.shape, tensor.stride())
     with mode, torch.no_grad():
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        empty = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
     return empty.requires_grad_(tensor.requires_grad)
 
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx, nn
-from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ..errors import CaptureError
-from ..graph.captured import Captured, Ref
+from ..graph.captured import Captured
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector
-from ..tensors.traced_float import FloatArgument, FloatValues, TracedFloat, ValueNeededError
+from ..tensors.traced_float import FloatValues, TracedFloat, ValueNeededError
 from .capture import capture
 from .float_inputs import FloatInputs
-from .side_effects import is_same_constant
+from .same_capture import describe, has_same_constants
 from .type_checks import TypeChecks
 
 
@@ -68,39 +66,8 @@ class FloatCapture:
         """Return True if, with the floats of the earlier call, this is the earlier graph."""
         if any(node.compute(self.earlier_values) == number for node, number in captured.special_values):
             return False
-        same_ops = _description(captured, self.earlier_values) == _description(self.earlier, {})
-        if same_ops and _same_constants(captured, self.earlier):
+        same_ops = describe(captured, self.earlier_values) == describe(self.earlier, {})
+        if same_ops and has_same_constants(captured, self.earlier):
             return True
         self.reason = "the graph differs by more than the float"
         return False
-
-
-def _description(captured: Captured, values: FloatValues) -> list[object]:
-    """Return all that a capture consists of, with these values of its float inputs."""
-    leaves = [leaf if isinstance(leaf, Ref) else (type(leaf), repr(leaf)) for leaf in captured.leaves]
-    roles = captured.inputs, captured.outputs, captured.spec, captured.differentiable, captured.tangents
-    rest = captured.speculative_outputs, dict(captured.sources), captured.has_custom_functions, dict(captured.rewritten)
-    return [leaves, *roles, *rest, *_ops(captured.graph.graph, values)]
-
-
-def _ops(graph: fx.Graph, values: FloatValues) -> list[object]:
-    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-
-    def value(argument: FloatArgument) -> float:
-        return float(argument.node.compute(values)) if values else float(argument)
-
-    ops: list[object] = []
-    for node in graph.nodes:
-        target = "" if node.op in ("get_attr", "output") else node.target
-        args = pytree.tree_map_only(FloatArgument, value, map_arg((node.args, dict(node.kwargs)), index.__getitem__))
-        ops.append((node.op, target, repr(args)))
-    return ops
-
-
-def _same_constants(one: Captured, other: Captured) -> bool:
-    return all(map(is_same_constant, _constants(one), _constants(other)))
-
-
-def _constants(captured: Captured) -> list[object]:
-    """Return the constants of a graph, one for each op that gets one."""
-    return [getattr(captured.graph, str(node.target)) for node in captured.graph.graph.find_nodes(op="get_attr")]

@@ -25,6 +25,8 @@ from ..errors import CaptureError
 from ..graph.nodes import returned_values, written_inputs
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
+from ..tensors.traced_size import with_sizes
+from .constant_fake_mode import ConstantFakeMode
 from .constants import describe_constants, refuse_changed_constants
 from .float_inputs import with_stand_ins
 from .inplace import replace_inplace
@@ -66,7 +68,7 @@ class _Replay:
     """The function of the second trace: returns the graph's results, and the inputs' values at the end of forward."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self.graph, self.has_floats = joint.graph, joint.mode.has_floats
+        self.graph, self.mode = joint.graph, joint.mode
         self.state = [i for i, role in enumerate(joint.inputs) if role.kind != "tangent"]
         gradients = range(sum(role.kind == "output" for role in joint.outputs), len(joint.outputs))
         self.forward_results = [i for i in range(len(joint.outputs) + len(joint.assigned)) if i not in gradients]
@@ -75,7 +77,7 @@ class _Replay:
     def __call__(self, *values: Tensor) -> list[Any]:
         with FunctionalTensorMode(pre_dispatch=False, _allow_token_discovery=True):
             inputs = [to_fun(value) for value in values]
-            run = _Interpreter(self.graph, lambda values: self._end_forward(inputs, values), self.has_floats)
+            run = _Interpreter(self.graph, lambda values: self._end_forward(inputs, values), self.mode)
             results = list(run.run(*inputs))
             ends, last = run.ends or run.at_boundary(results)
             if any(from_fun(inputs[i]) is not value for i, value in zip(self.state, last, strict=True)):
@@ -98,10 +100,10 @@ class _Interpreter(fx.Interpreter):
     """Runs a joint graph, and calls `at_boundary` once, between forward and backward."""
 
     def __init__(
-        self, graph: fx.GraphModule, at_boundary: Callable[[Sequence[Any]], GraphEnds], has_floats: bool
+        self, graph: fx.GraphModule, at_boundary: Callable[[Sequence[Any]], GraphEnds], mode: ConstantFakeMode
     ) -> None:
         super().__init__(graph)
-        self.at_boundary, self.has_floats = at_boundary, has_floats
+        self.at_boundary, self.mode = at_boundary, mode
         self.ends: GraphEnds | None = None
         self.results = returned_values(graph.graph)
 
@@ -116,7 +118,9 @@ class _Interpreter(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         arguments = super().fetch_args_kwargs_from_env(n)
-        return with_stand_ins(arguments) if self.has_floats else arguments
+        if self.mode.shape_env is not None:
+            arguments = with_sizes(arguments)
+        return with_stand_ins(arguments) if self.mode.has_floats else arguments
 
     def _run_check(self, n: fx.Node) -> Any:
         """Run below the functional mode, which would wrap the op in one that orders effects."""

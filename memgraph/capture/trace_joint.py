@@ -39,6 +39,7 @@ from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
+from .whole_slices import drop_whole_slices
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 
 
@@ -82,10 +83,12 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
 def _traced(
     call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
 ) -> tuple[_TracedStep, fx.GraphModule]:
-    fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
+    fakes = [make_fake(tensor, mode, role, mode.sizes) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
+    if mode.sizes is not None:
+        drop_whole_slices(graph.graph, mode)
     keep_rnn_workspaces(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)

@@ -86,7 +86,9 @@ def match_kernel_layout(func: OpOverload, args: Sequence[Any], result: Any, mode
             seeds = [torch.empty((), dtype=seed.dtype, device="cpu") for seed in result[first:last]]
         return (*result[:first], *seeds, *result[last:])
     if func in COPY_STORAGES and result.stride() == args[0].stride():  # not so if its elements overlap
-        result.untyped_storage().resize_(args[0].untyped_storage().nbytes())
+        copied = args[0].untyped_storage().nbytes()
+        if result.untyped_storage().nbytes() != copied:  # a symbolic storage can't be resized
+            result.untyped_storage().resize_(copied)
     return result
 
 

@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from ..tensors.traced_size import with_sizes
+
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
 STATISTICS = ("running_mean", "running_var")  # batch norms change these, though their schemas do not say so
@@ -72,6 +74,8 @@ def argument_types(target: OpOverload) -> list[tuple[str, str]]:
 def fake_result(node: fx.Node, mode: FakeTensorMode) -> Any:
     """Run a node on the fake values of its inputs."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    if mode.shape_env is not None:
+        args, kwargs = with_sizes((args, kwargs))
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -1,0 +1,81 @@
+"""Capture a call with symbols for its lengths, and compare with an earlier capture of another length.
+
+captured at length 128; now the call has 120   ->   captured at length s, which at 128 gives the first graph
+then the call has 100                          ->   that capture at 100, without a trace
+
+What the trace did not see of a size (a type check, a table of lengths in Python) makes the two graphs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import CaptureError
+from ..graph.captured import Captured
+from ..system.frames import source_line
+from ..tensors.loss_outputs import OutputSelector
+from ..tensors.traced_size import SizeNeededError, SizeTrace
+from .at_lengths import at_lengths
+from .capture import capture
+from .same_capture import is_same_capture
+from .size_inputs import SizeInputs
+
+
+@dataclass(frozen=True)
+class GeneralCapture:
+    """A capture that serves every length for which its trace holds."""
+
+    captured: Captured
+    trace: SizeTrace
+
+    def at(self, lengths: Sequence[int]) -> Captured | None:
+        """Return the capture of a call with these lengths; None if it has to be traced."""
+        return at_lengths(self.captured, self.trace, lengths) if self.trace.holds(lengths) else None
+
+
+@dataclass
+class SizeCapture:
+    """A capture in which the lengths that differ from an earlier call are symbols.
+
+    Attributes:
+        earlier: a capture of such a call.
+        earlier_lengths: by symbol, in that call.
+        general: the capture with symbols, once there is one.
+        reason: why the lengths have to be constants; "" while that is unknown.
+    """
+
+    inputs: SizeInputs
+    earlier: Captured
+    earlier_lengths: Sequence[int]
+    general: GeneralCapture | None = None
+    reason: str = ""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector
+    ) -> Captured | None:
+        """Return the captured call; None if one of the lengths has to be a constant."""
+        try:
+            captured = capture(module, args, kwargs, grad=grad, wanted=wanted, sizes=self.inputs)
+            general = GeneralCapture(captured, self.inputs.trace)
+            if not general.trace.is_general:
+                self.reason = "the value of a length is needed"
+                return None
+            before = general.at(self.earlier_lengths)
+            if before is None:
+                self.reason = "an earlier length takes another branch"
+            elif not is_same_capture(before, self.earlier):
+                self.reason = "the graph differs by more than the length"
+            else:
+                self.general = general
+                return general.at(self.inputs.lengths)
+        except SizeNeededError as error:
+            self.reason = f"{error}, at {source_line(error.__traceback__)}"
+        except Exception as error:
+            # If the call itself fails, the capture with constants will say so.
+            cause = error.__cause__ if isinstance(error, CaptureError) else error
+            self.reason = f"tracing with symbols failed: {cause}"
+        return None

@@ -1,0 +1,48 @@
+"""Drop slices that take the whole dimension, as eager does.
+
+    s = slice(x, 1, 0, max)                        mul(x, y)
+    mul(s, y)                               ->     ...
+    g = slice_backward(d, [8, n], 1, 0, max, 1)    d, where g was
+
+Python's `x[:, 0:]` makes no op if that is all of `x`; where the size is a symbol, torch does not look.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from ..graph.nodes import allocates_nothing, aten, fake_result
+from ..tensors.traced_size import SizeArgument
+
+
+def drop_whole_slices(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Let users of a whole slice, and of its gradient, read what was sliced."""
+    views = {node for node in graph.nodes if node.op == "call_function" and allocates_nothing(node)}
+    moved = set[fx.Node]()
+    for node in list(graph.nodes):
+        if node in moved or (node in views and not moved.isdisjoint(node.all_input_nodes)):
+            node.meta["val"] = fake_result(node, mode)
+            moved.add(node)
+        if node.target not in (aten.slice.Tensor, aten.slice_backward.default):
+            continue
+        source, begin = node.args[0], 2 if node.target is aten.slice.Tensor else 3
+        start, end, step = (*node.args[begin:], *(0, None, 1)[len(node.args) - begin :])
+        if start == 0 and step == 1 and _has_same_layout(node, source) and _is_open(end, node, begin):
+            moved |= node.users.keys() & views if node not in views else set()
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _is_open(end: object, node: fx.Node, begin: int) -> bool:
+    """Return True if a slice ends where the dimension does, whatever its length."""
+    length = node.meta["val"].shape[node.args[begin - 1]]
+    if isinstance(end, SizeArgument):
+        return bool(end.size.node.expr == getattr(getattr(length, "node", None), "expr", None))
+    return end is None or end > 1 << 62  # type: ignore[operator]
+
+
+def _has_same_layout(node: fx.Node, other: fx.Node) -> bool:
+    """Return True if sizes and strides are equal for every length."""
+    value, source = node.meta["val"], other.meta["val"]
+    return [*map(str, (*value.shape, *value.stride()))] == [*map(str, (*source.shape, *source.stride()))]

@@ -1,0 +1,112 @@
+"""Sizes that stand for any length while a call is traced, and the lengths for which the trace holds.
+
+x of 8 x 120, 120 is symbol s     ->   view(x, [8 * s])   is written as   view(x, [960]), and 960 knows that it is 8 * s
+`if x.shape[1] > 512` in forward  ->   the guard s <= 512
+
+The symbols are torch's: every branch on a size, in Python or in a kernel's description, is a guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import SymInt
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+LEAST = 2  # lengths 0 and 1 broadcast, and make other graphs
+
+
+class SizeNeededError(Exception):
+    """A trace needs the value of a size that was to be a symbol."""
+
+
+class SizeArgument(int):
+    """The number that a size had when it was traced, as an argument of a graph node."""
+
+    size: SymInt
+
+    def __new__(cls, size: SymInt) -> SizeArgument:
+        argument = super().__new__(cls, size.node.hint)
+        argument.size = size
+        return argument
+
+    def __deepcopy__(self, memo: object) -> SizeArgument:
+        return self
+
+
+class SizeTrace:
+    """One trace with symbols in place of `lengths`."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.lengths, self.sizes, self._symbols = tuple(lengths), [], []  # type: tuple[int, ...], list[SymInt], list[Any]
+        for place, length in enumerate(lengths):
+            source = ConstantSource(f"length_{place}")
+            symbol = self.env.create_symbol(length, source, dynamic_dim=DimDynamic.DYNAMIC)
+            self._symbols.append(symbol)
+            self.sizes.append(self.env.create_symintnode(symbol, hint=length, source=source))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let traces write sizes as `SizeArgument`, instead of ops that compute them."""
+        with mock.patch.object(proxy_tensor, "fetch_sym_proxy", lambda tracer: _argument):
+            yield
+
+    @property
+    def is_general(self) -> bool:
+        """Return False if the trace needed the value of a length."""
+        return not any(self.env.replace(symbol).is_number for symbol in self._symbols)
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Return True if the call is traced to the same ops with these lengths."""
+        numbers = self._numbers(lengths)
+        guards = dict.fromkeys(guard.expr for guard in self.env.guards)
+        return min(lengths) >= LEAST and all(guard.xreplace(numbers) == sympy.true for guard in guards)
+
+    def at(self, lengths: Sequence[int]) -> Callable[[Any], int]:
+        """Return the function from a size of the trace to the number that it is for these lengths."""
+        numbers, known = self._numbers(lengths), dict[Any, int]()
+
+        def number(size: Any) -> int:
+            if isinstance(size, SizeArgument):
+                size = size.size
+            if not isinstance(size, SymInt):
+                return int(size)
+            expression = size.node.expr
+            if expression not in known:
+                known[expression] = int(expression.xreplace(numbers))
+            return known[expression]
+
+        return number
+
+    def _numbers(self, lengths: Sequence[int]) -> dict[Any, sympy.Integer]:
+        return dict(zip(self._symbols, map(sympy.Integer, lengths), strict=True))
+
+
+def with_sizes(arguments: Any) -> Any:
+    """Return the arguments of a graph node with symbols, to compute them on fake tensors."""
+    return pytree.tree_map_only(SizeArgument, lambda argument: argument.size, arguments)
+
+
+def with_arguments(arguments: Any) -> Any:
+    """Return the arguments of a graph node with symbols written as numbers."""
+    return pytree.tree_map_only(torch.SymInt, _argument, arguments)
+
+
+def _argument(size: Any) -> Any:
+    node = size.node
+    if node.constant is not None:
+        return node.constant
+    if node.expr.is_number:
+        return bool(node.expr) if isinstance(size, torch.SymBool) else node.hint
+    if not isinstance(size, SymInt):
+        raise SizeNeededError(f"an op takes a number that is computed from it, {node.expr}")
+    return SizeArgument(size)
