@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..capture.float_capture import FloatCapture
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
+from ..capture.size_capture import SizeCapture
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
 from ..guards.module_attributes import AttributeGuard
@@ -30,6 +32,7 @@ from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
 from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
+from ..planning.size_keys import SizeKeys
 from ..report.report import Report
 from ..report.tables import mb
 from ..runtime.autograd_function import UnplannedGradient
@@ -63,7 +66,7 @@ class CompiledModule(ModuleProxy):
         self.__dict__["_outputs"] = planner.options.outputs
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
         self.__dict__["_captures"] = CaptureCache()
-        self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
+        self.__dict__ |= {"_floats": FloatKeys(self._attributes, self._captures), "_sizes": SizeKeys()}
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -202,18 +205,32 @@ class CompiledModule(ModuleProxy):
         guard, adds, outputs = key
         similar = self._steps.get((guard, not adds, outputs))
         earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
-        traces = earlier is None and self._planner.keeps_captures
-        capture = self._floats.capture_for(key, self._steps) if traces else None
-        if capture is None:
+        is_same = earlier is not None
+        earlier = earlier or self._sizes.captured((guard, outputs))
+        capture = self._general_capture(key) if earlier is None and self._planner.keeps_captures else None
+        if capture is None and (is_same or earlier is None):
             self._warn_of_kinds(args, kwargs)
         step = self._planner.step(args, kwargs, outputs, earlier, capture)
-        if capture is not None and self._floats.are_inputs(key, capture, step):
+        if capture is not None and self._is_general(key, capture, step):
             self._kinds.forget(args, kwargs)
         elif capture is not None:
             self._warn_of_kinds(args, kwargs)
         seconds, peak, overhead = step.report.planned_us / 1e6, mb(step.report.peak), 100 * step.report.longer
         LOG.info("planned in %.1f s: %s, step %+.1f %%", seconds, peak, overhead)
         return step
+
+    def _general_capture(self, key: Key) -> FloatCapture | SizeCapture | None:
+        """Return a capture that may serve other calls too, if one of these is known."""
+        floats = self._floats.capture_for(key, self._steps)
+        if floats is not None:
+            return floats
+        kept = [((guard, outputs), step.parts.captured) for (guard, _, outputs), step in reversed(self._steps.items())]
+        return self._sizes.capture_for((key[0], key[2]), [*kept, *self._captures.items()])
+
+    def _is_general(self, key: Key, capture: FloatCapture | SizeCapture, step: Step) -> bool:
+        if isinstance(capture, SizeCapture):
+            return self._sizes.note((key[0], key[2]), capture)
+        return self._floats.are_inputs(key, capture, step)
 
     def _warn_of_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one more kind of calls, and warn if there are ever more."""

@@ -14,6 +14,7 @@ from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
 from ..capture.float_capture import FloatCapture
+from ..capture.size_capture import SizeCapture
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
@@ -75,21 +76,21 @@ class Planner:
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
-        earlier: EarlierCapture | None = None, floats: FloatCapture | None = None,
+        earlier: EarlierCapture | None = None, general: FloatCapture | SizeCapture | None = None,
     ) -> Step:  # fmt: skip
         """Return the step of a call, ready to run.
 
         Args:
             outputs: selects the outputs that backward starts from.
             earlier: a capture of the same call, whether it adds to gradients or not.
-            floats: captures the call with floats as inputs, if they can be.
+            general: captures the call with floats as inputs or with symbols for lengths, if they can be.
 
         Raises:
             BudgetError: no plan fits the budget.
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        call = Call(self.module, args, kwargs, outputs, floats)
+        call = Call(self.module, args, kwargs, outputs, general)
         with PLANNING_LOCK, forgotten_sources(), releasing_cached(self.target.device), Progress() as progress:
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)

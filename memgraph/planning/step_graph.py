@@ -17,6 +17,7 @@ from torch import fx, nn
 from ..capture.capture import OutputSelector, capture
 from ..capture.explain_errors import device_mismatch, is_device_mismatch, refuse_hooks
 from ..capture.float_capture import FloatCapture
+from ..capture.size_capture import SizeCapture
 from ..graph.accumulate_grads import accumulate_grads, mark_hooked_grads
 from ..graph.captured import Captured
 from ..guards.signature import has_gradients, parameters_read_after_backward, parameters_with_grad_hooks
@@ -36,14 +37,14 @@ class Call:
 
     Attributes:
         outputs: selects the outputs that backward starts from.
-        capture_floats: captures it with floats as inputs, if they can be.
+        general: captures it with floats as inputs or with symbols for lengths, if they can be.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: OutputSelector
-    capture_floats: FloatCapture | None = None
+    general: FloatCapture | SizeCapture | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
     try:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
-            captured = _with_floats(call) or capture(
+            captured = _general(call) or capture(
                 module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs
             )
     except RuntimeError as error:
@@ -118,7 +119,7 @@ def captured_call(call: Call, device: torch.device) -> Captured:
     return captured
 
 
-def _with_floats(call: Call) -> Captured | None:
-    if call.capture_floats is None:
+def _general(call: Call) -> Captured | None:
+    if call.general is None:
         return None
-    return call.capture_floats(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)
+    return call.general(call.module, call.args, call.kwargs, torch.is_grad_enabled(), call.outputs)

@@ -1,0 +1,143 @@
+"""Find the capture that fits a call whose lengths differ from those of the call it was made for.
+
+keys of x: 8 x 128 and x: 8 x 120   ->   dimension 1 differs, and may be a symbol
+the key with that symbol            ->   the capture that serves every length for which its trace holds
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..capture.size_capture import GeneralCapture, SizeCapture
+from ..capture.size_inputs import SizeInputs, SizePlace, dense_stride
+from ..graph.captured import Captured
+from ..guards.signature import ARGUMENTS
+from ..tensors.traced_size import LEAST
+from .capture_cache import EarlierCapture
+
+KEPT = 4  # general captures of one module
+FAILED_KINDS = 64  # kinds of calls that are remembered because their lengths have to be constants
+TRIES = 2  # the first two lengths may take different branches
+SHAPE, STRIDES, ENTRIES = 2, 3, 7  # of a tensor in a key
+LOG = logging.getLogger(__name__)
+
+Key = Any  # ((guard, optimizer key), outputs that backward starts from)
+Places = Mapping[SizePlace, int]
+
+
+class SizeKeys:
+    """The lengths of one module's calls: those that are symbols of a capture, and those that can't be."""
+
+    def __init__(self) -> None:
+        self._general: OrderedDict[Key, tuple[Places, GeneralCapture]] = OrderedDict()
+        self._failures: OrderedDict[Hashable, int] = OrderedDict()
+
+    def captured(self, key: Key) -> EarlierCapture | None:
+        """Return a general capture at the lengths of a call with this key; None if none serves it."""
+        for general_key, (places, general) in reversed(self._general.items()):
+            lengths = _lengths(key, places)
+            if lengths is None or _generalized(key, places) != general_key:
+                continue
+            captured = general.at(lengths)
+            if captured is not None:
+                self._general.move_to_end(general_key)
+                return EarlierCapture(captured)
+        return None
+
+    def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:
+        """Return a capture of a call in which those lengths are symbols that alone differ from a `known` call;
+        None if there is no such call, or their values are needed."""
+        for other, captured in known:
+            places = _differing(key, other) if other[1] == key[1] and not captured.float_values else {}
+            lengths, earlier = _lengths(key, places), _lengths(other, places)
+            if not places or lengths is None or earlier is None:
+                continue
+            general_key = _generalized(key, places)
+            if general_key != _generalized(other, places) or self._failures.get(general_key, 0) >= TRIES:
+                continue
+            tensors = [leaf for leaf, entry in enumerate(key[0][0][ARGUMENTS]) if _is_tensor(entry)]
+            return SizeCapture(SizeInputs(places, lengths, tensors), captured, earlier)
+        return None
+
+    def note(self, key: Key, capture: SizeCapture) -> bool:
+        """Keep what was captured for a call, and return True; or log why its lengths are constants."""
+        general_key = _generalized(key, capture.inputs.places)
+        if capture.general is not None:
+            self._general[general_key] = capture.inputs.places, capture.general
+            while len(self._general) > KEPT:
+                self._general.popitem(last=False)
+            return True
+        self._failures[general_key] = self._failures.get(general_key, 0) + 1
+        while len(self._failures) > FAILED_KINDS:
+            self._failures.popitem(last=False)
+        LOG.info("lengths stay constants of the graph: %s", capture.reason)
+        return False
+
+
+def _differing(key: Key, other: Key) -> dict[SizePlace, int]:
+    """Return a symbol for each size that differs between two guards; none if anything else differs.
+
+    Sizes that were equal in both calls have one symbol.
+    """
+    guard, other_guard = key[0][0], other[0][0]
+    if key[0][1] != other[0][1] or len(guard[ARGUMENTS]) != len(other_guard[ARGUMENTS]):
+        return {}
+    if any(guard[part] != other_guard[part] for part in range(len(guard)) if part != ARGUMENTS):
+        return {}
+    symbols: dict[tuple[int, int], int] = {}
+    places: dict[SizePlace, int] = {}
+    for leaf, (entry, before) in enumerate(zip(guard[ARGUMENTS], other_guard[ARGUMENTS], strict=True)):
+        if entry == before:
+            continue
+        if not (_is_tensor(entry) and _is_tensor(before)) or len(entry[SHAPE]) != len(before[SHAPE]):
+            return {}
+        for dim, sizes in enumerate(zip(entry[SHAPE], before[SHAPE], strict=True)):
+            if sizes[0] != sizes[1]:
+                places[leaf, dim] = symbols.setdefault(sizes, len(symbols))
+    return places
+
+
+def _lengths(key: Key, places: Places) -> list[int] | None:
+    """Return the length of each symbol in a call; None if the call has none, or several for one symbol."""
+    arguments = key[0][0][ARGUMENTS]
+    lengths: dict[int, int] = {}
+    for (leaf, dim), symbol in places.items():
+        entry = arguments[leaf] if leaf < len(arguments) else ()
+        if not _is_tensor(entry) or dim >= len(entry[SHAPE]):
+            return None
+        size = entry[SHAPE][dim]
+        if size < LEAST or lengths.setdefault(symbol, size) != size:
+            return None
+    return [lengths[symbol] for symbol in range(len(lengths))]
+
+
+def _generalized(key: Key, places: Places) -> Key:
+    """Return the key with any length in these places; `places` have to be of a call like it."""
+    (guard, optimizer), *rest = key
+    entries = list(guard[ARGUMENTS])
+    for leaf in {leaf for leaf, _ in places}:
+        entry = list(entries[leaf])
+        symbols = [places.get((leaf, dim)) for dim in range(len(entry[SHAPE]))]
+        entry[STRIDES] = _strides(entry[SHAPE], entry[STRIDES], symbols)
+        entry[SHAPE] = tuple(
+            size if symbol is None else ("length", symbol) for size, symbol in zip(entry[SHAPE], symbols, strict=True)
+        )
+        entries[leaf] = tuple(entry)
+    parts = list(guard)
+    parts[ARGUMENTS] = tuple(entries)
+    return ((tuple(parts), optimizer), *rest)
+
+
+def _strides(shape: Sequence[int], strides: Sequence[int], symbols: Sequence[int | None]) -> tuple[Hashable, ...]:
+    """Return the strides, with a word for those that follow from the lengths."""
+    spans = [any(symbol is not None for symbol in symbols[dim + 1 :]) for dim in range(len(shape))]
+    return tuple(
+        "dense" if spans[dim] and stride == dense_stride(shape, dim) else stride for dim, stride in enumerate(strides)
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == ENTRIES
