@@ -206,7 +206,7 @@ class CompiledModule(ModuleProxy):
         similar = self._steps.get((guard, not adds, outputs))
         earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
         is_same = earlier is not None
-        earlier = earlier or self._sizes.captured((guard, outputs))
+        earlier = earlier or self._sizes.captured((guard, outputs), self._kept_steps())
         capture = self._general_capture(key) if earlier is None and self._planner.keeps_captures else None
         if capture is None and (is_same or earlier is None):
             self._warn_of_kinds(args, kwargs)
@@ -224,8 +224,12 @@ class CompiledModule(ModuleProxy):
         floats = self._floats.capture_for(key, self._steps)
         if floats is not None:
             return floats
-        kept = [((guard, outputs), step.parts.captured) for (guard, _, outputs), step in reversed(self._steps.items())]
+        kept = [(key, step.parts.captured) for key, step in self._kept_steps()]
         return self._sizes.capture_for((key[0], key[2]), [*kept, *self._captures.items()])
+
+    def _kept_steps(self) -> list[tuple[Any, Step]]:
+        """Return the steps with what their captures depend on, the latest first."""
+        return [((guard, outputs), step) for (guard, _, outputs), step in reversed(self._steps.items())]
 
     def _is_general(self, key: Key, capture: FloatCapture | SizeCapture, step: Step) -> bool:
         if isinstance(capture, SizeCapture):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from ..errors import CaptureError
 from ..graph.captured import Captured
@@ -70,6 +70,7 @@ class SizeCapture:
             elif not is_same_capture(before, self.earlier):
                 self.reason = "the graph differs by more than the length"
             else:
+                _take_names(captured.graph.graph, self.earlier.graph.graph)  # so that plans fit every length
                 self.general = general
                 return general.at(self.inputs.lengths)
         except SizeNeededError as error:
@@ -79,3 +80,13 @@ class SizeCapture:
             cause = error.__cause__ if isinstance(error, CaptureError) else error
             self.reason = f"tracing with symbols failed: {cause}"
         return None
+
+
+def _take_names(graph: fx.Graph, like: fx.Graph) -> None:
+    """Give the nodes of a graph the names of another one."""
+    for node in graph.nodes:
+        node._rename(f"{node.name}__")
+    for node, other in zip(graph.nodes, like.nodes, strict=True):
+        node._rename(other.name)
+        if node.op == "placeholder":
+            node.target = node.name

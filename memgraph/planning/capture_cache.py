@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from passes import Plan
+from passes import Plan, Trace
 
 from ..graph.captured import Captured
 from ..runtime.step import Step
@@ -21,10 +21,15 @@ NODES = 10_000  # of all graphs that are kept
 
 @dataclass(frozen=True, eq=False)
 class EarlierCapture:
-    """A capture of the same call, and a plan that fits when it adds to gradients."""
+    """A capture of the same call, and a plan that fits when it adds to gradients.
+
+    Attributes:
+        nearby: the priced trace of the same ops with another length.
+    """
 
     captured: Captured
     accumulated_plan: Plan | None = None
+    nearby: Trace | None = None
 
     @classmethod
     def of(cls, step: Step) -> EarlierCapture:

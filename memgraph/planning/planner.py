@@ -96,7 +96,8 @@ class Planner:
             graph = self._capture(call, progress, earlier)
             captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
             progress.bound(until)
-            pricing = Pricing(self.module, self.options, self.state, progress, until)
+            nearby = earlier.nearby if earlier is not None else None
+            pricing = Pricing(self.module, self.options, self.state, progress, until, nearby)
             search = PlanSearch(self.options, progress, until)
             try:
                 trace, machine = pricing(graph)
@@ -107,7 +108,8 @@ class Planner:
                 needed = partial(_accumulated_nbytes, graph, pricing, search)
                 raise budget_error(error, call, graph, needed, suggest) from None
             accumulated = self._accumulated(graph, pricing, search, result)
-            return self._step(graph, machine, result, accumulated, began)
+            step = self._step(graph, machine, result, accumulated, began)
+            return step if nearby is None else step.without_replan()
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
         progress.phase("capturing forward and backward")

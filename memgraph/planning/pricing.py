@@ -26,6 +26,7 @@ from ..profile.op_profiler import OpProfiler, room_nbytes
 from ..system.device import return_freed_memory, unused_nbytes
 from .accumulated_step import with_remaining_grads
 from .lowering import lowering_of
+from .nearby_times import scaled_times
 from .optimizer_state import OptimizerState
 from .progress import Progress
 from .step_graph import StepGraph
@@ -34,13 +35,19 @@ from .target import Target
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """Measures what steps of one call cost; `until` is in seconds of `time.monotonic`."""
+    """Measures what steps of one call cost.
+
+    Attributes:
+        until: when planning has to end, in seconds of `time.monotonic`.
+        nearby: the priced trace of the same ops with another length, for times.
+    """
 
     module: nn.Module
     options: CompileOptions
     state: OptimizerState
     progress: Progress
     until: float = math.inf
+    nearby: Trace | None = None
 
     def __call__(self, step: StepGraph) -> tuple[Trace, Machine]:
         """Return the priced trace and the machine; ranks that plan together get the same."""
@@ -54,6 +61,7 @@ class Pricing:
             libraries_nbytes(target.device)  # loads them before anything is measured
             # Times are for plans.  A step that fits needs none, but all ranks have to measure alike.
             times = plain_nbytes > machine.budget or step.lowers or ranks.plan_together
+            times = times and not self._scales(step)
             profiler = op_profiler(step.graph, self.module, target, self.until, times, self.progress)
             trace = self._trace(step, machine, profiler)
         trace = ranks.share_trace(trace)
@@ -78,11 +86,17 @@ class Pricing:
             return trace
         return with_remaining_grads(trace, self.module, step.trained.parameters)
 
+    def _scales(self, step: StepGraph) -> bool:
+        """Return True if times are those of another length; compiled segments are timed for each."""
+        return self.nearby is not None and not step.lowers and not step.ranks.plan_together
+
     def _with_links(
         self, step: StepGraph, trace: Trace, machine: Machine, profiler: OpProfiler
     ) -> tuple[Trace, Machine]:
         """Return trace and machine with what only a plan needs: times, segments, links and windows."""
-        if not profiler.times:
+        if self._scales(step) and self.nearby is not None:
+            trace = scaled_times(trace, self.nearby)
+        elif not profiler.times:
             trace = profiler.timed(trace, step.graph)
         lowering = lowering_of(step.graph, trace, lambda: profiler, self.options.lower, step.lowers)
         trace, target, options = lowering.shared(), step.target, self.options

@@ -11,10 +11,13 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from passes import Trace
+
 from ..capture.size_capture import GeneralCapture, SizeCapture
 from ..capture.size_inputs import SizeInputs, SizePlace, dense_stride
 from ..graph.captured import Captured
 from ..guards.signature import ARGUMENTS
+from ..runtime.step import Step
 from ..tensors.traced_size import LEAST
 from .capture_cache import EarlierCapture
 
@@ -35,8 +38,11 @@ class SizeKeys:
         self._general: OrderedDict[Key, tuple[Places, GeneralCapture]] = OrderedDict()
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
 
-    def captured(self, key: Key) -> EarlierCapture | None:
-        """Return a general capture at the lengths of a call with this key; None if none serves it."""
+    def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> EarlierCapture | None:
+        """Return a general capture at the lengths of a call with this key; None if none serves it.
+
+        The nearest length among `steps` that have a plan gives the times.
+        """
         for general_key, (places, general) in reversed(self._general.items()):
             lengths = _lengths(key, places)
             if lengths is None or _generalized(key, places) != general_key:
@@ -44,7 +50,7 @@ class SizeKeys:
             captured = general.at(lengths)
             if captured is not None:
                 self._general.move_to_end(general_key)
-                return EarlierCapture(captured)
+                return EarlierCapture(captured, nearby=_nearby(lengths, general_key, places, steps))
         return None
 
     def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:
@@ -75,6 +81,17 @@ class SizeKeys:
             self._failures.popitem(last=False)
         LOG.info("lengths stay constants of the graph: %s", capture.reason)
         return False
+
+
+def _nearby(lengths: Sequence[int], general: Key, places: Places, steps: Sequence[tuple[Key, Step]]) -> Trace | None:
+    """Return the priced trace of the nearest length with a plan."""
+    traces: dict[int, Trace] = {}
+    for key, step in steps:
+        others = _lengths(key, places)
+        if step.report.plan and others is not None and _generalized(key, places) == general:
+            distance = sum(abs(one - other) for one, other in zip(lengths, others, strict=True))
+            traces.setdefault(distance, step.report.choice.captured.trace)
+    return traces[min(traces)] if traces else None
 
 
 def _differing(key: Key, other: Key) -> dict[SizePlace, int]:

@@ -215,6 +215,11 @@ class Step:
         report = self.report.with_update(nbytes)
         self.report = replace(report, beyond=report.beyond or unplanned)
 
+    def without_replan(self) -> Step:
+        """Return this step, which keeps its plan: that of another length has been looked at."""
+        self._replan, self._replan_due = None, False
+        return self
+
     def _judge_plan(self) -> None:
         """Time the ops of the next run for a new plan, if the latest steps call for it."""
         if self._replan is None or self._replan_due or self.times is None or self.cuda_graphs is not None:
