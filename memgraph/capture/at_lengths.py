@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.captured import Captured, Ref, View
 from ..graph.nodes import fake_result, is_lazy
-from ..tensors.traced_size import SizeArgument, SizeTrace
+from ..tensors.traced_size import SizeArgument, SizeTrace, has_sizes
 from .constant_fake_mode import ConstantFakeMode
 
 Number = Callable[[Any], int]
@@ -32,7 +32,8 @@ def at_lengths(general: Captured, trace: SizeTrace, lengths: Sequence[int]) -> C
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in general.graph.graph.nodes:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        copy.args, copy.kwargs = pytree.tree_map_only(SizeArgument, number, (copy.args, copy.kwargs))
+        if has_sizes(node):
+            copy.args, copy.kwargs = pytree.tree_map_only(SizeArgument, number, (copy.args, copy.kwargs))
         copy.meta = dict(node.meta)
         if "val" in node.meta:
             copy.meta["val"] = fake_result(copy, mode) if is_lazy(node) else values.at(node.meta["val"])
@@ -48,6 +49,8 @@ class _Values:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def at(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
         return pytree.tree_map_only(Tensor, self._tensor, value)
 
     def _tensor(self, fake: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ class _Values:
 
 def _leaf(leaf: Any, number: Number) -> Any:
     """Return a part of the module's result, with the sizes that it has."""
-    if isinstance(leaf, torch.SymInt):
+    if isinstance(leaf, SizeArgument):
         return number(leaf)
     if not isinstance(leaf, Ref) or leaf.view is None:
         return leaf

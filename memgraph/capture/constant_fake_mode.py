@@ -29,7 +29,7 @@ from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..tensors.traced_float import ValueNeededError
-from ..tensors.traced_size import SizeArgument, SizeNeededError
+from ..tensors.traced_size import SizeNeededError, has_sizes
 from .float_inputs import with_values
 from .size_inputs import SizeInputs
 
@@ -126,7 +126,7 @@ class ConstantFakeMode(FakeTensorMode):
         needed = _dependencies(node) if node is not None else []
         if not needed or _too_large(needed) or _changed_in_place(needed):
             return None
-        if self.shape_env is not None and any(map(_has_sizes, needed)):
+        if self.shape_env is not None and any(map(has_sizes, needed)):
             raise SizeNeededError("forward looks at a tensor that is made of it")
         if any(map(float_arguments, needed)):
             raise ValueNeededError("forward looks at a tensor that is made of it")
@@ -185,10 +185,6 @@ def _is_computable(node: fx.Node) -> bool:
     if node.op != "call_function" or is_random(node) or changes_inputs(node):
         return False
     return not (isinstance(node.target, OpOverload) and "empty" in node.target._schema.name)
-
-
-def _has_sizes(node: fx.Node) -> bool:
-    return any(isinstance(leaf, SizeArgument) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 def _too_large(nodes: list[fx.Node]) -> bool:

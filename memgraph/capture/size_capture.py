@@ -84,9 +84,7 @@ class SizeCapture:
 
 def _take_names(graph: fx.Graph, like: fx.Graph) -> None:
     """Give the nodes of a graph the names of another one."""
-    for node in graph.nodes:
-        node._rename(f"{node.name}__")
     for node, other in zip(graph.nodes, like.nodes, strict=True):
-        node._rename(other.name)
+        node.name = other.name
         if node.op == "placeholder":
-            node.target = node.name
+            node.target = other.target

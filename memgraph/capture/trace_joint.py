@@ -32,6 +32,7 @@ from ..graph.provenance import ProvenanceTracer
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
+from ..tensors.traced_size import with_arguments
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
@@ -177,7 +178,7 @@ class _TracedStep:
 
     def _read(self, result: Any, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the distinct tensors of a result, and keep the rest as `leaves` and `spec`."""
-        leaves, self.spec = flatten(result)
+        leaves, self.spec = flatten(with_arguments(result) if self.mode.sizes is not None else result)
         # The old value of an assigned buffer is no input that is passed through: the buffer has another value then.
         rewritten = self.grad_edges.rewritten(values)
         passed = {i: value for i, value in enumerate(values) if i not in self.assigned and i not in rewritten}

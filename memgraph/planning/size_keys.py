@@ -35,7 +35,7 @@ class SizeKeys:
     """The lengths of one module's calls: those that are symbols of a capture, and those that can't be."""
 
     def __init__(self) -> None:
-        self._general: OrderedDict[Key, tuple[Places, GeneralCapture]] = OrderedDict()
+        self._general: list[tuple[Key, Places, GeneralCapture]] = []  # the latest last
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
 
     def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> EarlierCapture | None:
@@ -43,13 +43,15 @@ class SizeKeys:
 
         The nearest length among `steps` that have a plan gives the times.
         """
-        for general_key, (places, general) in reversed(self._general.items()):
+        for entry in reversed(self._general):
+            general_key, places, general = entry
             lengths = _lengths(key, places)
             if lengths is None or _generalized(key, places) != general_key:
                 continue
             captured = general.at(lengths)
             if captured is not None:
-                self._general.move_to_end(general_key)
+                self._general.remove(entry)
+                self._general.append(entry)
                 return EarlierCapture(captured, nearby=_nearby(lengths, general_key, places, steps))
         return None
 
@@ -72,9 +74,8 @@ class SizeKeys:
         """Keep what was captured for a call, and return True; or log why its lengths are constants."""
         general_key = _generalized(key, capture.inputs.places)
         if capture.general is not None:
-            self._general[general_key] = capture.inputs.places, capture.general
-            while len(self._general) > KEPT:
-                self._general.popitem(last=False)
+            self._general.append((general_key, capture.inputs.places, capture.general))
+            del self._general[:-KEPT]
             return True
         self._failures[general_key] = self._failures.get(general_key, 0) + 1
         while len(self._failures) > FAILED_KINDS:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import sympy
 import torch
-from torch import SymInt
+from torch import SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -91,14 +91,26 @@ class SizeTrace:
         return dict(zip(self._symbols, map(sympy.Integer, lengths), strict=True))
 
 
+def has_sizes(node: fx.Node) -> bool:
+    """Return True if a node has sizes among its arguments."""
+    return any(map(_is_or_has, (*node.args, *node.kwargs.values())))
+
+
+def _is_or_has(argument: object) -> bool:
+    parts = argument if isinstance(argument, list | tuple) else (argument,)
+    return any(isinstance(part, SizeArgument) for part in parts)
+
+
 def with_sizes(arguments: Any) -> Any:
     """Return the arguments of a graph node with symbols, to compute them on fake tensors."""
     return pytree.tree_map_only(SizeArgument, lambda argument: argument.size, arguments)
 
 
 def with_arguments(arguments: Any) -> Any:
-    """Return the arguments of a graph node with symbols written as numbers."""
-    return pytree.tree_map_only(torch.SymInt, _argument, arguments)
+    """Return the arguments of a graph node, or a module's result, with symbols written as numbers."""
+    if not any(isinstance(leaf, SymInt) for leaf in pytree.tree_leaves(arguments)):
+        return arguments
+    return pytree.tree_map_only(SymInt, _argument, arguments)
 
 
 def _argument(size: Any) -> Any:

@@ -1,0 +1,245 @@
+"""Calls whose lengths differ share one capture with symbols; each step is eager's to the bit, within its budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memgraph
+from memgraph.capture import capture as capture_module
+from memgraph.capture import size_capture
+
+Module = Callable[[Tensor], Tensor]
+
+
+class Encoder(nn.Module):
+    """Attention with dropout, a mask that the length makes, and a buffer that counts tokens."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(50, width), nn.Embedding(64, width)
+        self.inside, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 50)
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        length = ids.shape[1]
+        x = self.embed(ids) + self.positions(torch.arange(length))[None]
+        query, key, value = self.inside(x).view(*ids.shape, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.1 * self.training)
+        x = F.dropout(self.norm(x + self.out(mixed.transpose(1, 2).reshape(x.shape))), 0.1, self.training)
+        self.tokens += ids.shape[0]
+        logits = self.head(x)
+        if labels is None:
+            return logits, length
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Traces:
+    """Counts traces, and those with symbols."""
+
+    def __init__(self) -> None:
+        self.plain, self.general = 0, 0
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
+    counted, trace = Traces(), capture_module.trace_joint
+
+    def count(call: Any, mode: Any, wanted: Any) -> Any:
+        counted.general += mode.sizes is not None
+        counted.plain += mode.sizes is None
+        return trace(call, mode, wanted)
+
+    monkeypatch.setattr(capture_module, "trace_joint", count)
+    yield counted
+
+
+def ids_of(length: int, rows: int = 3) -> Tensor:
+    return torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def trained(module: nn.Module, calls: Sequence[Any], compiled: Any = None) -> list[Tensor]:
+    """Train with a call after the other; return losses, gradients and buffers."""
+    found: list[Tensor] = []
+    for number, call in enumerate(calls):
+        torch.manual_seed(number)
+        result = (compiled or module)(*call)
+        loss = (result[0] if isinstance(result, tuple) else result).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+        found += [buffer.clone() for buffer in module.buffers()]
+        found += [torch.tensor(part) for part in (result[1:] if isinstance(result, tuple) else ())]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+        module.zero_grad()
+    return found
+
+
+def check(module: nn.Module, calls: Sequence[Any], budget: Any = None) -> memgraph.CompiledModule:
+    """Assert that the compiled module trains as eager does, and keeps its budget in every step."""
+    expected = trained(copy.deepcopy(module), calls)
+    compiled = memgraph.compile(module, budget, offload=None, accumulate=False)
+    found = trained(module, calls, compiled)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    for report in compiled.plans:
+        assert report.peak <= report.budget
+        assert report.measured is not None and report.measured <= report.peak
+    return compiled
+
+
+def test_every_length_after_the_second_is_planned_without_a_trace(traces: Traces) -> None:
+    calls = [(ids_of(n), ids_of(n)) for n in (20, 17, 13, 23, 20, 9, 17)]
+    check(Encoder(), calls)
+    assert (traces.plain, traces.general) == (1, 1)
+
+
+def test_lengths_under_a_budget_that_needs_a_plan_are_equal_to_eagers_and_keep_it(traces: Traces) -> None:
+    calls = [(ids_of(n, 32), ids_of(n, 32)) for n in (48, 45, 47, 39, 46, 45)]
+    plain = memgraph.plan(Encoder(), *calls[0], budget="1GB")
+    compiled = check(Encoder(), calls, int(0.85 * plain.peak))
+    assert sum(bool(report.plan) for report in compiled.plans) > 3
+    assert (traces.plain, traces.general) == (1, 1)
+
+
+def test_a_returned_length_is_that_of_the_call(traces: Traces) -> None:
+    check(Encoder(), [(ids_of(n),) for n in (20, 17, 13)])
+    assert (traces.plain, traces.general) == (1, 1)
+
+
+def test_a_batch_and_a_length_may_both_vary(traces: Traces) -> None:
+    sizes = ((20, 4), (17, 3), (13, 5), (22, 2))
+    check(Encoder(), [(ids_of(n, rows), ids_of(n, rows)) for n, rows in sizes])
+    assert (traces.plain, traces.general) == (1, 1)
+
+
+def test_inputs_whose_lengths_were_equal_by_chance_are_captured_for_others() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.first(x).mean(0) + self.second(y).sum(0)
+
+    lengths = ((9, 9), (7, 7), (6, 6), (5, 8), (3, 4), (7, 3))
+    check(Two(), [(torch.randn(a, 4), torch.randn(b, 4)) for a, b in lengths])
+
+
+class Branch(nn.Module):
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.run = nn.Linear(6, 6), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.linear, x)
+
+
+def long_or_short(linear: Any, x: Tensor) -> Tensor:
+    return linear(x).relu() if x.shape[0] > 10 else linear(x).tanh()
+
+
+def odd_or_even(linear: Any, x: Tensor) -> Tensor:
+    return linear(x[: x.shape[0] // 2]) if x.shape[0] % 2 == 0 else linear(x).exp()
+
+
+def once_each_eight(linear: Any, x: Tensor) -> Tensor:
+    for _ in range(1 + x.shape[0] // 8):
+        x = linear(x).sin()
+    return x
+
+
+def number_of_the_length(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) * x.shape[0] ** -0.5 + float(x.shape[0])
+
+
+def table_of_lengths(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) * {9: 2.0, 7: 3.0}.get(x.shape[0], 4.0)
+
+
+def kind_of_the_length(linear: Any, x: Tensor) -> Tensor:
+    return linear(x).sin() if type(x.shape[0]) is int else linear(x).cos()
+
+
+def sum_of_positions(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) * (2.0 if torch.arange(x.shape[0]).sum() > 30 else 3.0)
+
+
+def tensor_of_the_length(linear: Any, x: Tensor) -> Tensor:
+    return linear(x) / torch.tensor(x.shape[0])
+
+
+def first_eight(linear: Any, x: Tensor) -> Tensor:
+    return linear(x[:8]).cos()
+
+
+def squares(linear: Any, x: Tensor) -> Tensor:
+    return (linear(x) @ linear(x).T).flatten().view(x.shape[0], -1)[:, : x.shape[0] - 1].sin()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        long_or_short, odd_or_even, once_each_eight, number_of_the_length, table_of_lengths, kind_of_the_length,
+        sum_of_positions, tensor_of_the_length, first_eight, squares,
+    ],
+)  # fmt: skip
+def test_what_python_does_with_a_length_is_eagers(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    check(Branch(forward), [(torch.randn(n, 6),) for n in (9, 7, 6, 12, 11, 8, 16, 17, 24, 4, 2, 9)])
+
+
+def test_a_branch_on_the_length_is_captured_once_for_each_side(traces: Traces) -> None:
+    check(Branch(long_or_short), [(torch.randn(n, 6),) for n in (9, 7, 5, 12, 11, 13, 14, 8)])
+    assert traces.plain + traces.general <= 6
+
+
+def test_slices_of_a_wider_tensor_keep_their_strides(traces: Traces) -> None:
+    data = torch.randn(5, 40)
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).sigmoid()
+
+    check(Rows(), [(data[:, :n],) for n in (30, 21, 40, 17)] + [(data[:, :n].contiguous(),) for n in (30, 21, 17)])
+
+
+def test_without_gradients_too(traces: Traces) -> None:
+    module = Encoder().eval()
+    compiled = memgraph.compile(module)
+    with torch.no_grad():
+        for n in (20, 17, 13):
+            assert torch.equal(compiled(ids_of(n))[0], module(ids_of(n))[0])
+    assert (traces.plain, traces.general) == (1, 1)
+
+
+def test_a_model_that_changes_its_buffers_in_place_is_compared_with_the_first_graph(traces: Traces) -> None:
+    norm = nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.AvgPool1d(2))
+    check(norm, [(torch.randn(3, 4, n),) for n in (20, 16, 13, 24)])
+
+
+def test_a_capture_at_another_length_is_that_of_a_trace() -> None:
+    module = Encoder()
+    first = capture_module.capture(module, (ids_of(20), ids_of(20)), {})
+    inputs = size_capture.SizeInputs({(0, 1): 0, (1, 1): 0}, [17], [0, 1])
+    symbolic = size_capture.SizeCapture(inputs, first, [20])
+    assert symbolic(module, (ids_of(17), ids_of(17)), {}, True, capture_module.select_all) is not None
+    assert symbolic.general is not None
+    for length in (5, 13, 41):
+        found = symbolic.general.at([length])
+        traced = capture_module.capture(module, (ids_of(length), ids_of(length)), {})
+        assert found is not None and size_capture.is_same_capture(found, traced)
+    assert symbolic.general.at([1]) is None
