@@ -35,6 +35,7 @@ from .report.report import Report
 from .report.saved_plan import SavedPlan
 from .storage.pinned_pool import PinnedError
 from .storage.spill_file import SpillError
+from .tensors.buckets import pad_to_buckets
 from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "compile",
     "load_sharded",
     "load_state",
+    "pad_to_buckets",
     "plan",
     "save_sharded",
     "save_state",
