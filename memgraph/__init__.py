@@ -35,8 +35,8 @@ from .report.report import Report
 from .report.saved_plan import SavedPlan
 from .storage.pinned_pool import PinnedError
 from .storage.spill_file import SpillError
-from .tensors.buckets import pad_to_buckets
 from .system import private_names  # noqa: F401  # isort: split  # checked before others use them
+from .tensors.buckets import pad_to_buckets
 
 __all__ = [
     "OSS",

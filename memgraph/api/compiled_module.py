@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from ..capture.float_capture import FloatCapture
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
-from ..capture.size_capture import SizeCapture
+from ..capture.sizes.size_capture import SizeCapture
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
 from ..guards.module_attributes import AttributeGuard

@@ -1,6 +1,6 @@
 """Tensors without bytes as the arguments of a call that is only planned.
 
-plan(model, torch.empty(64, 4096, device="meta", dtype=torch.long))   ->   a fake tensor of that shape on the model's device
+plan(model, torch.empty(64, 4096, device="meta"))   ->   planned for a tensor of that shape on the model's device
 
 The longest batch of a data set can be planned before any of it is loaded.
 """

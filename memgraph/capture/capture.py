@@ -30,9 +30,9 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
-from .size_inputs import SizeInputs, name_sizes
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
+from .sizes.size_inputs import SizeInputs, name_sizes
 from .trace_joint import trace_joint
 
 __all__ = [

@@ -31,7 +31,7 @@ from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storage
 from ..tensors.traced_float import ValueNeededError
 from ..tensors.traced_size import SizeNeededError, has_sizes
 from .float_inputs import with_values
-from .size_inputs import SizeInputs
+from .sizes.size_inputs import SizeInputs
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"

@@ -20,7 +20,7 @@ from ..tensors.loss_outputs import OutputSelector
 from ..tensors.traced_float import FloatValues, TracedFloat, ValueNeededError
 from .capture import capture
 from .float_inputs import FloatInputs
-from .same_capture import describe, has_same_constants
+from .sizes.same_capture import describe, has_same_constants
 from .type_checks import TypeChecks
 
 

@@ -40,7 +40,7 @@ from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
-from .whole_slices import drop_whole_slices
+from .sizes.whole_slices import drop_whole_slices
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 
 

@@ -14,7 +14,7 @@ from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
 from ..capture.float_capture import FloatCapture
-from ..capture.size_capture import SizeCapture
+from ..capture.sizes.size_capture import SizeCapture
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step

@@ -13,8 +13,8 @@ from typing import Any
 
 from passes import Trace
 
-from ..capture.size_capture import GeneralCapture, SizeCapture
-from ..capture.size_inputs import SizeInputs, SizePlace, dense_stride
+from ..capture.sizes.size_capture import GeneralCapture, SizeCapture
+from ..capture.sizes.size_inputs import SizeInputs, SizePlace, dense_stride
 from ..graph.captured import Captured
 from ..guards.signature import ARGUMENTS
 from ..runtime.step import Step

@@ -36,6 +36,8 @@ NAMES: Mapping[str, str] = {
     "torch._functorch._aot_autograd.functional_utils.to_fun": "puts tensors into the second trace",
     "torch._guards.TracingContext": "kernels that a user compiled want to find the trace's fake mode",
     "torch._guards.tracing": "kernels that a user compiled want to find the trace's fake mode",
+    "torch._dispatch.python.enable_python_dispatcher": "descriptions of ops in Python take symbols for sizes",
+    "torch._dynamo.source.ConstantSource": "the name of a symbol for a size",
     "torch._dynamo": "modules that a user compiled run as they are while a step is traced",
     "torch._dynamo.OptimizedModule": "recognizes modules that a user compiled",
     "torch._dynamo.config": "holds `error_on_nested_fx_trace`",

@@ -5,8 +5,8 @@
 
 input_ids of 8 x 117   ->   input_ids of 8 x 128, whose last 11 columns are 0
 
-Padding changes what the model sees, and only the caller knows with what to pad: a mask with 0, labels with the index that
-the loss ignores. So each tensor that is padded is named with its value.
+Padding changes what the model sees, and only the caller knows with what to pad: a mask with 0, labels with the index
+that the loss ignores. So each tensor that is padded is named with its value.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def pad_to_buckets(
         ValueError: no bucket, or one below 1; at a batch: it is longer than the longest bucket, or has a tensor of
             another length.
         KeyError: at a batch: it lacks a named tensor.
-        TypeError: at a batch: what is named is no tensor, or the batch is none of these containers.
+        TypeError: at a batch: a named part is no tensor, or the batch is none of these containers.
     """
     lengths = (buckets,) if isinstance(buckets, int) else tuple(sorted(buckets))
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"buckets have to be lengths of at least 1, or one number of which they are multiples, not {buckets!r}")
+        raise ValueError(
+            f"buckets= is {buckets!r}; give lengths of at least 1, or one number for multiples of it"
+        )
     if not values:
         raise ValueError("values= names no tensor to pad: give its key in the batch and the value, as {'input_ids': 0}")
     return _PaddedCollate(collate, lengths, isinstance(buckets, int), dict(values), dim)
@@ -83,11 +85,11 @@ class _PaddedCollate:
         return torch.cat([tensor, tensor.new_full(shape, value)], self.dim)
 
 
-def _tensor(batch: Any, key: str | int) -> Tensor:
-    if not isinstance(batch, Mapping | Sequence):
+def _tensor(batch: Any, key: Any) -> Tensor:
+    if not (isinstance(batch, Mapping) or isinstance(batch, Sequence)):  # noqa: SIM101
         raise TypeError(f"a batch to pad has to be a mapping, a tuple or a list, not a {type(batch).__name__}")
     try:
-        tensor = batch[key]  # type: ignore[call-overload]
+        tensor = batch[key]
     except (LookupError, TypeError) as error:
         has = list(batch) if isinstance(batch, Mapping) else f"positions 0 to {len(batch) - 1}"
         raise KeyError(f"the batch has no {key!r} to pad: it has {has}") from error

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymInt, fx
 from torch._dynamo.source import ConstantSource
@@ -47,7 +47,8 @@ class SizeTrace:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        self.lengths, self.sizes, self._symbols = tuple(lengths), [], []  # type: tuple[int, ...], list[SymInt], list[Any]
+        self.sizes: list[int | SymInt] = []
+        self._symbols: list[Any] = []
         for place, length in enumerate(lengths):
             source = ConstantSource(f"length_{place}")
             symbol = self.env.create_symbol(length, source, dynamic_dim=DimDynamic.DYNAMIC)

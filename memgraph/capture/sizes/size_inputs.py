@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.captured import Input
-from ..tensors.traced_size import SizeTrace, with_arguments
+from ...graph.captured import Input
+from ...tensors.traced_size import SizeTrace, with_arguments
 
 SizePlace = tuple[int, int]  # a leaf of the call, a dimension
 
@@ -52,7 +52,9 @@ class SizeInputs:
             return list(shape), list(strides)
         sizes = [self._size(leaf, dim, size) for dim, size in enumerate(shape)]
         spans = [dense_stride(shape, dim) == stride for dim, stride in enumerate(strides)]
-        symbolic = [any((leaf, inner) in self.places for inner in range(dim + 1, len(shape))) for dim in range(len(shape))]
+        symbolic = [
+            any((leaf, inner) in self.places for inner in range(dim + 1, len(shape))) for dim in range(len(shape))
+        ]
         return sizes, [
             prod(sizes[dim + 1 :]) if spans[dim] and symbolic[dim] else stride for dim, stride in enumerate(strides)
         ]

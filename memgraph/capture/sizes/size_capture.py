@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import CaptureError
-from ..graph.captured import Captured
-from ..system.frames import source_line
-from ..tensors.loss_outputs import OutputSelector
-from ..tensors.traced_size import SizeNeededError, SizeTrace
+from ...errors import CaptureError
+from ...graph.captured import Captured
+from ...system.frames import source_line
+from ...tensors.loss_outputs import OutputSelector
+from ...tensors.traced_size import SizeNeededError, SizeTrace
+from ..capture import capture
 from .at_lengths import at_lengths
-from .capture import capture
 from .same_capture import is_same_capture
 from .size_inputs import SizeInputs
 

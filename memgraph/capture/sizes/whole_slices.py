@@ -9,11 +9,13 @@ Python's `x[:, 0:]` makes no op if that is all of `x`; where the size is a symbo
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from ..graph.nodes import allocates_nothing, aten, fake_result
-from ..tensors.traced_size import SizeArgument
+from ...graph.nodes import allocates_nothing, aten, fake_result
+from ...tensors.traced_size import SizeArgument
 
 
 def drop_whole_slices(graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -27,7 +29,8 @@ def drop_whole_slices(graph: fx.Graph, mode: FakeTensorMode) -> None:
         if node.target not in (aten.slice.Tensor, aten.slice_backward.default):
             continue
         source, begin = node.args[0], 2 if node.target is aten.slice.Tensor else 3
-        start, end, step = (*node.args[begin:], *(0, None, 1)[len(node.args) - begin :])
+        bounds: list[Any] = [*node.args[begin:]]
+        start, end, step = bounds + [0, None, 1][len(bounds) :]
         if start == 0 and step == 1 and _has_same_layout(node, source) and _is_open(end, node, begin):
             moved |= node.users.keys() & views if node not in views else set()
             node.replace_all_uses_with(source)

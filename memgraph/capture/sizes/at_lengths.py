@@ -17,10 +17,10 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.captured import Captured, Ref, View
-from ..graph.nodes import fake_result, is_lazy
-from ..tensors.traced_size import SizeArgument, SizeTrace, has_sizes
-from .constant_fake_mode import ConstantFakeMode
+from ...graph.captured import Captured, Ref, View
+from ...graph.nodes import fake_result, is_lazy
+from ...tensors.traced_size import SizeArgument, SizeTrace, has_sizes
+from ..constant_fake_mode import ConstantFakeMode
 
 Number = Callable[[Any], int]
 

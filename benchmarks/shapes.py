@@ -1,0 +1,110 @@
+"""What each new length of a batch costs, where a DataLoader pads each batch to its longest sample.
+
+    python -m benchmarks.shapes [--layers 12] [--width 256] [--lengths 20]
+
+A GPT2-like and a BERT-like model are trained on batches of different lengths, beside eager, under a budget for which the
+longest needs a plan. Seconds are of the process (CPU), from the call to a step that is ready; the second length is
+captured with symbols.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import memgraph
+from memgraph.planning.planner import Planner
+
+ROWS, WORDS, LONGEST = 8, 1000, 192
+SHARE = 0.75  # of what the longest batch needs without a plan
+COLUMNS = ("model", "first s", "second s", "later s: median", "max", "median / first", "max / first", "lengths", "planned",
+           "traced", "equal", "within budget")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of planning for each new length, and what was compared."""
+
+    seconds: list[float]
+    plans: int
+    traced: int
+    equal: bool
+    within: bool
+
+
+def main(layers: int = 12, width: int = 256, lengths: int = 20) -> None:
+    """Print one line for each model; exit with 1 if a step is not eager's or breaks the budget."""
+    os.environ.setdefault("MEMGRAPH_CACHE", tempfile.mkdtemp())
+    warnings.simplefilter("ignore")
+    table, wrong = Table(*COLUMNS, box=None), 0
+    for name, model in (("GPT2-like", gpt(layers, width)), ("BERT-like", bert(layers, width))):
+        found = figures(model, lengths)
+        first, second, *later = found.seconds
+        median, most = statistics.median(later), max(later)
+        shares = f"{median / first:.1%}", f"{most / first:.1%}"
+        numbers = str(len(found.seconds)), str(found.plans), str(found.traced), str(found.equal), str(found.within)
+        table.add_row(name, f"{first:.2f}", f"{second:.2f}", f"{median:.2f}", f"{most:.2f}", *shares, *numbers)
+        wrong += not (found.equal and found.within)
+    Console(width=160).print(table)
+    raise typer.Exit(wrong > 0)
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=layers, n_embd=width, n_head=4, vocab_size=WORDS, n_positions=256, use_cache=False)
+    )
+
+
+def bert(layers: int, width: int) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=4 * width,
+        vocab_size=WORDS, max_position_embeddings=256,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def batch_of(length: int) -> dict[str, Tensor]:
+    """Return a batch that is padded to its longest sample, with masks and labels."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, WORDS, (ROWS, length), generator=generator)
+    ends = torch.randint(length // 2, length + 1, (ROWS, 1), generator=generator)
+    ends[0] = length
+    mask = (torch.arange(length)[None] < ends).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+
+
+def figures(model: nn.Module, count: int) -> Figures:
+    """Train beside eager on batches of `count` lengths."""
+    drawn = random.Random(0).sample(range(LONGEST // 2, LONGEST), count)
+    eager, budget = copy.deepcopy(model), int(SHARE * memgraph.plan(model, **batch_of(LONGEST), budget="16GB").peak)
+    compiled = memgraph.compile(model, budget, offload=None, accumulate=False)
+    seconds: list[float] = []
+    traced, is_equal, is_within = 0, True, True
+    for seed, length in enumerate(drawn):
+        step, began = Timed(compiled), time.process_time()
+        with step:
+            found = losses(compiled, model, length, seed)
+        del began
+        seconds.append(step.seconds)
+        expected = losses(eager, eager, length, seed)
+        is_equal = is_equal and all(map(torch.equal, found, expected))
+        report = compiled.plan
+        is_within = is_within and report.measured is not None and report.measured <= report.peak <= budget
+    plans = sum(bool(report.plan) for report in compiled.plans)
+    return Figures(seconds, plans, traced, is_equal, is_within)
