@@ -36,13 +36,11 @@ def pad_to_buckets(
         ValueError: no bucket, or one below 1; at a batch: it is longer than the longest bucket, or has a tensor of
             another length.
         KeyError: at a batch: it lacks a named tensor.
-        TypeError: at a batch: a named part is no tensor, or the batch is none of these containers.
+        TypeError: at a batch: a named part is no tensor, or the batch has another type.
     """
     lengths = (buckets,) if isinstance(buckets, int) else tuple(sorted(buckets))
     if not lengths or min(lengths) < 1:
-        raise ValueError(
-            f"buckets= is {buckets!r}; give lengths of at least 1, or one number for multiples of it"
-        )
+        raise ValueError(f"buckets= is {buckets!r}; give lengths of at least 1, or one number for multiples of it")
     if not values:
         raise ValueError("values= names no tensor to pad: give its key in the batch and the value, as {'input_ids': 0}")
     return _PaddedCollate(collate, lengths, isinstance(buckets, int), dict(values), dim)
