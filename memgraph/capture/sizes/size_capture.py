@@ -17,6 +17,7 @@ from torch import fx, nn
 from ...errors import CaptureError
 from ...graph.captured import Captured
 from ...system.frames import source_line
+from ...system.graph_sources import forgotten_sources
 from ...tensors.loss_outputs import OutputSelector
 from ...tensors.traced_size import SizeNeededError, SizeTrace
 from ..capture import capture
@@ -34,7 +35,10 @@ class GeneralCapture:
 
     def at(self, lengths: Sequence[int]) -> Captured | None:
         """Return the capture of a call with these lengths; None if it has to be traced."""
-        return at_lengths(self.captured, self.trace, lengths) if self.trace.holds(lengths) else None
+        if not self.trace.holds(lengths):
+            return None
+        with forgotten_sources():
+            return at_lengths(self.captured, self.trace, lengths)
 
 
 @dataclass
