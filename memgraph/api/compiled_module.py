@@ -205,12 +205,12 @@ class CompiledModule(ModuleProxy):
         guard, adds, outputs = key
         similar = self._steps.get((guard, not adds, outputs))
         earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
-        is_same = earlier is not None
-        earlier = earlier or self._sizes.captured((guard, outputs), self._kept_steps())
-        capture = self._general_capture(key) if earlier is None and self._planner.keeps_captures else None
-        if capture is None and (is_same or earlier is None):
+        traces = earlier is None and self._planner.keeps_captures
+        known = self._sizes.captured((guard, outputs), self._kept_steps()) if traces else None
+        capture = self._general_capture(key) if traces and known is None else None
+        if capture is None and known is None:
             self._warn_of_kinds(args, kwargs)
-        step = self._planner.step(args, kwargs, outputs, earlier, capture)
+        step = self._planner.step(args, kwargs, outputs, earlier, known or capture)
         if capture is not None and self._is_general(key, capture, step):
             self._kinds.forget(args, kwargs)
         elif capture is not None:

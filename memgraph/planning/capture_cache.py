@@ -21,19 +21,29 @@ NODES = 10_000  # of all graphs that are kept
 
 @dataclass(frozen=True, eq=False)
 class EarlierCapture:
-    """A capture of the same call, and a plan that fits when it adds to gradients.
+    """A capture of the same call, and a plan that fits when it adds to gradients."""
+
+    captured: Captured
+    accumulated_plan: Plan | None = None
+
+    @classmethod
+    def of(cls, step: Step) -> EarlierCapture:
+        return cls(step.parts.captured, step.parts.accumulated_plan)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLength:
+    """The capture of a call, made from one of another length; stands where a call is captured.
 
     Attributes:
         nearby: the priced trace of the same ops with another length.
     """
 
     captured: Captured
-    accumulated_plan: Plan | None = None
-    nearby: Trace | None = None
+    nearby: Trace | None
 
-    @classmethod
-    def of(cls, step: Step) -> EarlierCapture:
-        return cls(step.parts.captured, step.parts.accumulated_plan)
+    def __call__(self, *call: Any) -> Captured:
+        return self.captured
 
 
 class CaptureCache:

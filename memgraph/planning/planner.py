@@ -24,7 +24,7 @@ from ..system.locks import PLANNING_LOCK
 from .accumulated_step import AccumulatedStep, plan_accumulated, warn_accumulation
 from .assembly import Assembly
 from .budget_error import budget_error, has_time_left
-from .capture_cache import EarlierCapture
+from .capture_cache import EarlierCapture, KnownLength
 from .optimizers import optimizer_state
 from .pricing import Pricing
 from .progress import Progress
@@ -76,14 +76,15 @@ class Planner:
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: OutputSelector,
-        earlier: EarlierCapture | None = None, general: FloatCapture | SizeCapture | None = None,
+        earlier: EarlierCapture | None = None, general: FloatCapture | SizeCapture | KnownLength | None = None,
     ) -> Step:  # fmt: skip
         """Return the step of a call, ready to run.
 
         Args:
             outputs: selects the outputs that backward starts from.
             earlier: a capture of the same call, whether it adds to gradients or not.
-            general: captures the call with floats as inputs or with symbols for lengths, if they can be.
+            general: captures the call with floats as inputs or with symbols for lengths, if they can be, or knows its
+                capture.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -96,7 +97,7 @@ class Planner:
             graph = self._capture(call, progress, earlier)
             captured_s, until = time.perf_counter() - began, time.monotonic() + self.options.time_limit
             progress.bound(until)
-            nearby = earlier.nearby if earlier is not None else None
+            nearby = general.nearby if isinstance(general, KnownLength) else None
             pricing = Pricing(self.module, self.options, self.state, progress, until, nearby)
             search = PlanSearch(self.options, progress, until)
             try:

@@ -19,7 +19,7 @@ from ..graph.captured import Captured
 from ..guards.signature import ARGUMENTS
 from ..runtime.step import Step
 from ..tensors.traced_size import LEAST
-from .capture_cache import EarlierCapture
+from .capture_cache import KnownLength
 
 KEPT = 4  # general captures of one module
 FAILED_KINDS = 64  # kinds of calls that are remembered because their lengths have to be constants
@@ -38,7 +38,7 @@ class SizeKeys:
         self._general: list[tuple[Key, Places, GeneralCapture]] = []  # the latest last
         self._failures: OrderedDict[Hashable, int] = OrderedDict()
 
-    def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> EarlierCapture | None:
+    def captured(self, key: Key, steps: Sequence[tuple[Key, Step]]) -> KnownLength | None:
         """Return a general capture at the lengths of a call with this key; None if none serves it.
 
         The nearest length among `steps` that have a plan gives the times.
@@ -52,7 +52,7 @@ class SizeKeys:
             if captured is not None:
                 self._general.remove(entry)
                 self._general.append(entry)
-                return EarlierCapture(captured, nearby=_nearby(lengths, general_key, places, steps))
+                return KnownLength(captured, _nearby(lengths, general_key, places, steps))
         return None
 
     def capture_for(self, key: Key, known: Iterable[tuple[Key, Captured]]) -> SizeCapture | None:

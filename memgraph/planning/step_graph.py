@@ -26,6 +26,7 @@ from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
+from .capture_cache import KnownLength
 from .optimizer_state import OptimizerState
 from .ranks import Ranks
 from .target import Target
@@ -37,14 +38,14 @@ class Call:
 
     Attributes:
         outputs: selects the outputs that backward starts from.
-        general: captures it with floats as inputs or with symbols for lengths, if they can be.
+        general: captures it with floats as inputs or with symbols for lengths, if they can be, or knows its capture.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: OutputSelector
-    general: FloatCapture | SizeCapture | None = None
+    general: FloatCapture | SizeCapture | KnownLength | None = None
 
 
 @dataclass(frozen=True, eq=False)

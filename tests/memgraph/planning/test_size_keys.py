@@ -17,6 +17,7 @@ from memgraph.capture.sizes.same_capture import is_same_capture
 from memgraph.capture.sizes.size_capture import SizeCapture
 from memgraph.capture.sizes.size_inputs import SizeInputs
 from memgraph.capture.trace_joint import trace_joint
+from memgraph.planning import step_graph
 
 Module = Callable[[Tensor], Tensor]
 
@@ -248,3 +249,48 @@ def test_a_capture_at_another_length_is_that_of_a_trace() -> None:
         traced = capture_module.capture(module, (ids_of(length), ids_of(length)), {})
         assert found is not None and is_same_capture(found, traced)
     assert symbolic.general.at([1]) is None
+
+
+def test_gradients_with_hooks_stay_autograds_at_every_length() -> None:
+    def hooked() -> tuple[Encoder, list[float]]:
+        seen: list[float] = []
+        torch.manual_seed(0)
+        module = Encoder()
+        module.out.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(grad_of(p).sum())))
+        return module, seen
+
+    (ours, found), (theirs, expected) = hooked(), hooked()
+    compiled = memgraph.compile(ours, accumulate=False)
+    for length in (20, 17, 13, 9):
+        for module in (compiled, theirs):
+            torch.manual_seed(length)
+            module(ids_of(length), ids_of(length)).backward()
+            module.zero_grad()
+    assert len(found) == 4 and found == expected
+    for step in compiled._steps.values():
+        graph = step.parts.captured.graph.graph
+        assert "watched" in graph.output_node().meta["kinds"]
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_rows_of_micro_batches_are_checked_at_every_length() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    check_rows = []
+    compiled = memgraph.compile(Rows(), microbatches=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_graph, "require_row_independence", lambda *call: check_rows.append(call))
+        for length in (10, 8, 6):
+            compiled(torch.randn(4, length, 4)).sum().backward()
+            compiled.zero_grad()
+    assert len(check_rows) == 3
