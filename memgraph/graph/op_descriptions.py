@@ -113,7 +113,7 @@ def _contiguous(result: Any, *args: Any, **kwargs: Any) -> Any:
     """Make all results contiguous."""
     if isinstance(result, Tensor):
         return result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
-    return type(result)(map(_contiguous, result)) if isinstance(result, tuple | list) else result
+    return tuple(map(_contiguous, result))
 
 
 def _like_first(result: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +164,14 @@ def _seeds_on_host(first: int) -> Describe:
 def _whole_storage(result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if result.stride() == x.stride():  # not so if its elements overlap
         result.untyped_storage().resize_(x.untyped_storage().nbytes())
+    return result
+
+
+def _resized(result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Let the result lie in a storage that was made for the argument."""
+    nbytes = x.numel() * result.itemsize
+    if result.untyped_storage().nbytes() < nbytes:
+        result.untyped_storage().resize_(nbytes)
     return result
 
 
@@ -224,6 +232,11 @@ DESCRIPTIONS = (
          "logical_xor.default", "xlogy.Tensor"),
         "for broadcast arguments whose dimensions have different orders, torch's reference differs from its kernels",
         _elementwise,
+    ),
+    Description(
+        ("col2im.default",),
+        "the kernel resizes a tensor like its argument, which is larger",
+        _resized,
     ),
     Description(
         ("mkldnn_rnn_layer.default",),
