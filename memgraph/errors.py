@@ -24,6 +24,10 @@ class CaptureError(MemgraphError):
     """The step can't be captured as one graph. The message says where, and what to change."""
 
 
+class OpaqueError(MemgraphError):
+    """A part that runs as it is did not do what it did when it was captured. The message says which, and why."""
+
+
 class PlanError(MemgraphError, ValueError):
     """A saved plan can't be reused: it is damaged, belongs to another step, or exceeds the budget."""
 

@@ -22,6 +22,7 @@ from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.nodes import returned_values
+from ..opaque.recorder import Recorder
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
@@ -30,6 +31,7 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
+from .opaque_parts import OpaqueParts
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -67,16 +69,31 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    captured = _captured(module, args, kwargs, grad, wanted, floats)
+    parts = OpaqueParts(module)
+    captured = _captured_in_parts(module, args, kwargs, grad, wanted, floats, parts)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured(module, args, kwargs, grad, select_all, floats)
+    return _captured_in_parts(module, args, kwargs, grad, select_all, floats, parts)
+
+
+def _captured_in_parts(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
+    floats: FloatInputs | None, parts: OpaqueParts,
+) -> Captured:  # fmt: skip
+    """Capture a call, and make the submodules opaque that can't be traced."""
+    while True:
+        try:
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                recorder = parts.recorded(Call.of(module, args, kwargs))
+            return _captured(module, args, kwargs, grad, wanted, floats, recorder)
+        except CaptureError as error:
+            parts.add(error)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None,
+    floats: FloatInputs | None, recorder: Recorder | None,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
@@ -85,7 +102,7 @@ def _captured(
     mode = ConstantFakeMode(has_floats=floats is not None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted)
+            joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
@@ -96,6 +113,7 @@ def _captured(
     captured = Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+        opaque=tuple(recorded.part for recorded in recorder.calls) if recorder is not None else (),
     )  # fmt: skip
     if floats is None:
         return captured

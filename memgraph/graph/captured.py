@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
+from .opaque_ops import Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,8 @@ class Captured:
 
     Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
     capture are `float_values`. At `special_values` the graph would be another.
+
+    Parts of the module that run as they are: `opaque`.
     """
 
     graph: fx.GraphModule
@@ -52,6 +55,7 @@ class Captured:
     floats: tuple[FloatNode, ...] = ()
     float_values: FloatValues = field(default_factory=dict)
     special_values: tuple[SpecialValue, ...] = ()
+    opaque: tuple[Part, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""
