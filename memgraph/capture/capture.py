@@ -8,9 +8,9 @@ not a tensor is a constant of the graph: a caller that reuses the graph must com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ from ..graph.accumulate_grads import sum_grads_early
 from ..graph.aten_shims import copy_only_inputs
 from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
+from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
+from ..graph.opaque_ops import with_parts
 from ..opaque.recorder import Recorder
+from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
@@ -35,6 +38,8 @@ from .opaque_parts import OpaqueParts
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
+from .value_modes import ValuesNeeded
+from .value_run import Measure, ValueRun, run_for_values
 
 __all__ = [
     "Captured",
@@ -50,6 +55,11 @@ __all__ = [
 ]
 
 
+def _unmeasured(run: Callable[[], object]) -> int:
+    run()
+    return 0
+
+
 def capture(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -58,8 +68,12 @@ def capture(
     grad: bool = True,
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
+    measure: Measure = _unmeasured,
 ) -> Captured:
-    """Capture the step of `module(*args, **kwargs)`; no real tensor is read or written.
+    """Capture the step of `module(*args, **kwargs)`; nothing is changed.
+
+    No real tensor is read, unless Python asks for the value of one. Then forward runs once, inside `measure`, and the
+    graph has guards.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
@@ -69,37 +83,59 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    parts = OpaqueParts(module)
-    captured = _captured_in_parts(module, args, kwargs, grad, wanted, floats, parts)
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module))
+    captured = tracer.captured(wanted)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
         return captured
-    return _captured_in_parts(module, args, kwargs, grad, select_all, floats, parts)
+    return tracer.captured(select_all)
 
 
-def _captured_in_parts(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, parts: OpaqueParts,
-) -> Captured:  # fmt: skip
-    """Capture a call, and make the submodules opaque that can't be traced."""
-    while True:
-        try:
-            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-                recorder = parts.recorded(Call.of(module, args, kwargs))
-            return _captured(module, args, kwargs, grad, wanted, floats, recorder)
-        except CaptureError as error:
-            parts.add(error)
+@dataclass
+class _Tracer:
+    """Traces a call, and once it has asked for values or can't trace a submodule, with what a real run recorded."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    floats: FloatInputs | None
+    measure: Measure
+    parts: OpaqueParts
+    values: ValueRun | None = None
+
+    def captured(self, wanted: OutputSelector) -> Captured:
+        while True:
+            try:
+                if self.parts.recorder is None and self.parts.reasons:
+                    self._run()
+                return self._traced(wanted)
+            except ValuesNeeded as error:
+                if self.values is not None:
+                    raise _backward_error(error) from None
+                self._run()
+            except CaptureError as error:
+                self.parts.add(error)
+
+    def _traced(self, wanted: OutputSelector) -> Captured:
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
+        return _captured(*given, self.values, self.parts.recorder)
+
+    def _run(self) -> None:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            call = Call.of(self.module, self.args, self.kwargs)
+            self.values = run_for_values(call, self.measure, self.parts.recording)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, recorder: Recorder | None,
+    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode(has_floats=floats is not None)
+    mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted, recorder)
@@ -110,10 +146,12 @@ def _captured(
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
     captured = Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        opaque=tuple(recorded.part for recorded in recorder.calls) if recorder is not None else (),
+        guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
+        value_run_nbytes=values.nbytes if values is not None else 0,
     )  # fmt: skip
     if floats is None:
         return captured
@@ -124,6 +162,13 @@ def _captured(
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Return the real tensors for the placeholders of a captured call, without the tangents."""
     return Call.of(module, args, kwargs).tensors
+
+
+def _backward_error(error: ValuesNeeded) -> CaptureError:
+    return CaptureError(
+        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
+        "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
+    )
 
 
 def _speculative_outputs(graph: fx.GraphModule, tangents: Sequence[int]) -> tuple[int, ...]:

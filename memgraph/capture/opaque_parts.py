@@ -9,18 +9,18 @@ The whole module can't be opaque: nothing would be left to plan.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import CaptureError
-from ..guards.attribute_snapshot import AttributeSnapshot
-from ..opaque.part import drop, refuse_backward
+from ..graph.guard_ops import TOLIST
 from ..opaque.recorder import NotOpaqueError, Recorder
 from ..system.frames import module_running
-from .call import Call
+from .refuse_reseeding import allow_reseeding
+from .user_checkpoint import eager_checkpoint
 
 
 class OpaqueParts:
@@ -28,6 +28,7 @@ class OpaqueParts:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.recorder: Recorder | None = None
         self.reasons: dict[nn.Module, tuple[str, str]] = {}
         self._paths = {child: path for path, child in module.named_modules()}
         self._causes: dict[nn.Module, CaptureError] = {}
@@ -50,16 +51,19 @@ class OpaqueParts:
             raise error
         self._choose(running[1], error)
 
-    def recorded(self, call: Call) -> Recorder | None:
-        """Run the plain forward, and return the recorded calls; None if no submodule is opaque."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls of the opaque submodules in a block."""
         if not self.reasons:
-            return None
-        recorder = Recorder(self.reasons)
-        with recorder.recording(), _unchanged(call), saved_tensors_hooks(drop, refuse_backward):
-            call.run(call.tensors)
-        return recorder
+            yield
+            return
+        recorder = Recorder(self.reasons, _as_in_eager)
+        with recorder.recording():
+            yield
+        self.recorder = recorder
 
     def _choose(self, module: nn.Module, cause: CaptureError) -> None:
+        self.recorder = None
         inside = set(module.modules())
         self.reasons = {other: reason for other, reason in self.reasons.items() if other not in inside}
         self._causes[module] = cause
@@ -77,16 +81,7 @@ class OpaqueParts:
 
 
 @contextmanager
-def _unchanged(call: Call) -> Iterator[None]:
-    """Restore generators, attributes and buffers at the end of a block."""
-    buffers = [(buffer, buffer.clone()) for buffer in call.module.buffers()]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(AttributeSnapshot(call.module, call.tensors).restored())
-        stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(call.tensors)))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+def _as_in_eager() -> Iterator[None]:
+    """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
+    with allow_reseeding(), eager_checkpoint(), mock.patch.object(torch.Tensor, "tolist", TOLIST):
+        yield

@@ -89,10 +89,16 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_check(node: fx.Node) -> bool:
+    """Return True if an op has no result and changes nothing, as one that raises for a singular matrix."""
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
 def drop_dead(graph: fx.Graph) -> None:
-    """Drop unread nodes, except those that draw random numbers: the next op would draw others."""
+    """Drop unread nodes, except those that draw random numbers, since the next op would draw others, and checks."""
     for node in reversed(graph.nodes):
-        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure()
+        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure() or is_check(node)
         if node.op in ("call_function", "get_attr") and not needed:
             graph.erase_node(node)
 

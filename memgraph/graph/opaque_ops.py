@@ -10,14 +10,17 @@ forward again.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from .guard_ops import GuardFailed, ValueGuard
 from .result_layout import Layout
 
 
@@ -30,6 +33,13 @@ class MeasuredCost(NamedTuple):
 
 class Part(Protocol):
     """A part of a module that runs as it is."""
+
+    guard: int
+
+    @property
+    def assumed(self) -> ValueGuard:
+        """The assumption that its calls have the form of the recorded one, as guard `guard`."""
+        ...
 
     @property
     def results(self) -> Sequence[Layout]:
@@ -53,6 +63,7 @@ class Part(Protocol):
         ...
 
 
+_local = threading.local()
 _numbers = itertools.count(1)
 _parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
 
@@ -62,6 +73,33 @@ def register_part(part: Part) -> int:
     number = next(_numbers)
     _parts[number] = part
     return number
+
+
+def with_parts(guards: Sequence[ValueGuard], parts: Sequence[Part]) -> tuple[ValueGuard, ...]:
+    """Return the guards of a graph and of its parts, which get the numbers behind them."""
+    for number, part in enumerate(parts, len(guards)):
+        part.guard = number
+    return (*guards, *(part.assumed for part in parts))
+
+
+def note_undo(restore: Callable[[], None]) -> None:
+    """Call this if a guard of the run fails that the current thread makes."""
+    if (log := getattr(_local, "undo", None)) is not None:
+        log.append(restore)
+
+
+@contextmanager
+def undoing_parts() -> Iterator[None]:
+    """Restore the Python state that parts have changed if a guard fails in the block."""
+    before, _local.undo = getattr(_local, "undo", None), list[Callable[[], None]]()
+    try:
+        yield
+    except GuardFailed:
+        for restore in reversed(_local.undo):
+            restore()
+        raise
+    finally:
+        _local.undo = before
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -86,9 +124,7 @@ def _forward(tensors: Sequence[Tensor], part: int) -> list[Tensor]:
     return _parts[part].forward(tensors)
 
 
-def _backward(
-    tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor, part: int
-) -> list[Tensor]:
+def _backward(tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor, part: int) -> list[Tensor]:
     return _parts[part].backward(tensors, tangents, ticket)
 
 

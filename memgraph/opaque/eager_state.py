@@ -1,8 +1,8 @@
 """The modes in which a part runs as in eager, and the state that its Python changes.
 
-    with eager_modes(modes): ...       autograd and autocast, as they were when the part was recorded
-    before = PythonState.of(module)    generators and attributes
-    before.restore()                   as they were then
+with eager_modes(modes): ...       autograd and autocast, as they were when the part was recorded
+before = PythonState.of(module)    generators and attributes
+before.restore()                   as they were then
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a part reads: parameters and buffers of its submodule, and the tensors among its arguments.
 
-    layer(x, mask=None)   ->   Inputs({"weight": 0, "bias": 1}, ...), [weight, bias, x]
+layer(x, mask=None)   ->   Inputs({"weight": 0, "bias": 1}, ...), [weight, bias, x]
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _refuse_unsuitable(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> None
         raise CaptureError("it reads no tensor: it has neither parameters, buffers nor tensors among its arguments")
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-            raise CaptureError(f"it reads a {tensor.layout} {type(tensor).__name__}, and an op reads dense tensors only")
+            raise CaptureError(
+                f"it reads a {tensor.layout} {type(tensor).__name__}, and an op reads dense tensors only"
+            )
         if tensor.device != tensors[0].device:
             raise CaptureError(f"it reads tensors on {tensors[0].device} and on {tensor.device}")

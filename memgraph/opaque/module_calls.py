@@ -1,6 +1,6 @@
 """Take the calls of some submodules, and let something else answer them.
 
-    with taken_calls({layer: answer}): model(x)     ->   answer(layer, args, kwargs) where the model calls the layer
+with taken_calls({layer: answer}): model(x)     ->   answer(layer, args, kwargs) where the model calls the layer
 """
 
 from __future__ import annotations

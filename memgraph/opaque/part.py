@@ -10,6 +10,7 @@ Parameters and buffers of the submodule are inputs, so that they can be offloade
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
@@ -20,7 +21,8 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import CaptureError, OpaqueError
-from ..graph.opaque_ops import FORWARD, MeasuredCost, empty
+from ..graph.guard_ops import GuardFailed, ValueGuard
+from ..graph.opaque_ops import FORWARD, MeasuredCost, empty, note_undo
 from ..graph.result_layout import Layout, layout
 from .eager_state import Modes, PythonState, eager_modes
 from .inputs import Inputs, as_leaves
@@ -28,6 +30,8 @@ from .observed_ops import ObservedOps, TooManyBytesError, WriteError
 from .results import Results
 from .run import run
 
+HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
+_headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 _running = threading.RLock()  # a submodule's parameters are replaced while it runs
 
 
@@ -47,12 +51,13 @@ class Backward(NamedTuple):
     cost: MeasuredCost
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OpaquePart:
     """A call of a submodule that runs as it is.
 
     `most_nbytes` bounds what the ops of forward may make. `backwards` are known by `tangents_key`. Inputs at the
-    positions `single` get another gradient before this part's, so that only one may be added to it.
+    positions `single` get another gradient before this part's, so that only one may be added to it. `guard` is the
+    number of the guard that a call breaks which differs from the recorded one.
     """
 
     path: str
@@ -64,12 +69,17 @@ class OpaquePart:
     most_nbytes: float
     written_layouts: tuple[Layout, ...]
     forward_cost: MeasuredCost = MeasuredCost(0.0, 0)
+    guard: int = 0
     single: set[int] = field(default_factory=set)
     backwards: dict[object, Backward] = field(default_factory=dict)
 
     @property
     def results(self) -> tuple[Layout, ...]:
         return (*self.expected.layouts, *self.written_layouts)
+
+    @property
+    def assumed(self) -> ValueGuard:
+        return ValueGuard(self.guard, (self.expected.form,), "opaque", self.path)
 
     @property
     def title(self) -> str:
@@ -89,10 +99,12 @@ class OpaquePart:
         with _running:
             before = PythonState.of(self.module, tensors)
             try:
-                return self._forward(tensors, before)
+                results = self._forward(tensors, before)
             except BaseException:
                 before.restore()
                 raise
+            note_undo(before.restore)
+            return results
 
     def _forward(self, tensors: Sequence[Tensor], before: PythonState) -> list[Tensor]:
         leaves = as_leaves(self.inputs, tensors)
@@ -101,16 +113,23 @@ class OpaquePart:
             with eager_modes(self.modes), saved_tensors_hooks(drop, refuse_backward):
                 ran = run(self.module, self.inputs, leaves, observed)
         except TooManyBytesError as error:
-            raise self._changed(f"its ops make more than the {int(self.most_nbytes)} bytes of before") from error
+            _headroom[self.module] = HEADROOM
+            raise self._changed() from error
         except WriteError as error:
-            raise self._changed(f"it writes to {self.inputs.label(error.place)}") from error
-        if difference := self.expected.difference(ran.results, self.single):
-            raise self._changed(difference)
+            raise self._changed() from error
+        if ran.results.form != self.expected.form or self._is_used_again(ran.results):
+            raise self._changed(ran.results.form)
         outputs = [strided(x, form) for x, form in zip(ran.outputs, self.expected.layouts, strict=True)]
         ticket = tensors[0].new_empty(0)
         ticket.memgraph_run = _Run(before, _sums(outputs) if self.modes.grad else ())  # type: ignore[attr-defined]
-        new = (strided(ran.written[place], form) for place, form in zip(self.inputs.written, self.written_layouts, strict=True))
+        new = (
+            strided(ran.written[place], form)
+            for place, form in zip(self.inputs.written, self.written_layouts, strict=True)
+        )
         return [*outputs, *new, ticket]
+
+    def _is_used_again(self, results: Results) -> bool:
+        return any(results.counts.get(place, 0) > 1 for place in self.single)
 
     def backward(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], ticket: Tensor) -> list[Tensor]:
         gradients = self.gradients_of(tensors, tangents, ticket)
@@ -150,8 +169,14 @@ class OpaquePart:
             )  # fmt: skip
         return {place: gradient for place, gradient in zip(places, found, strict=True) if gradient is not None}
 
-    def _changed(self, difference: str) -> OpaqueError:
-        return OpaqueError(f"{self.title} runs as it is, and differs from when it was captured: {difference}")
+    def _changed(self, form: int = 0) -> GuardFailed:
+        """Return the error for a call that differs from the recorded one; `form` is that of its results, if known."""
+        return GuardFailed(self.guard, (form,))
+
+
+def headroom_of(module: nn.Module) -> float:
+    """Return how many times the bytes of a recorded call later ones may take."""
+    return _headroom.get(module, 1.0)
 
 
 def tangents_key(tangents: Sequence[Tensor | None]) -> object:

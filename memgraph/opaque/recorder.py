@@ -10,10 +10,10 @@ backward relies on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
+from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.result_layout import Layout, layout
 from ..guards.attribute_snapshot import attached_values
@@ -32,10 +33,10 @@ from .eager_state import Modes, PythonState, eager_modes
 from .inputs import Inputs, as_leaves, inputs_of
 from .module_calls import taken_calls
 from .observed_ops import ObservedOps, WriteError
-from .part import Backward, OpaquePart, drop, refuse_backward, tangents_key
+from .part import Backward, OpaquePart, drop, headroom_of, refuse_backward, tangents_key
 from .run import Ran, run
 
-T = TypeVar("T")
+Around = Callable[[], AbstractContextManager[object]]
 
 
 class NotOpaqueError(CaptureError):
@@ -66,11 +67,11 @@ class Recorder:
 
     Args:
         reasons: for each submodule, its path and why it is opaque.
-        headroom: how many times the bytes of the recorded calls later ones may take.
+        as_in_eager: lets code in a block do all that it does in eager.
     """
 
-    def __init__(self, reasons: Mapping[nn.Module, tuple[str, str]], headroom: float = 1.0) -> None:
-        self.reasons, self.headroom = reasons, headroom
+    def __init__(self, reasons: Mapping[nn.Module, tuple[str, str]], as_in_eager: Around = nullcontext) -> None:
+        self.reasons, self.as_in_eager = reasons, as_in_eager
         self.calls: list[Recorded] = []
 
     @contextmanager
@@ -85,7 +86,8 @@ class Recorder:
         part, device, key = recorded.part, recorded.tensors[0].device, tangents_key(tangents)
         if key in part.backwards:
             return part.backwards[key]
-        with _disable_current_modes(), _hooks_for_saved_tensors():
+        headroom = headroom_of(part.module)
+        with _disable_current_modes(), _hooks_for_saved_tensors(), self.as_in_eager():
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
             found, us = timed_us(run, device)
@@ -93,14 +95,14 @@ class Recorder:
             del found
             part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
             _, workspace = _measured(lambda: part.backward(recorded.tensors, real, recorded.ticket), device)
-        part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(self.headroom * workspace)))
+        part.backwards[key] = Backward(places, layouts, MeasuredCost(us, int(headroom * workspace)))
         return part.backwards[key]
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path, reason = self.reasons[module]
         try:
             return self._recorded(module, path, reason, args, kwargs)
-        except CaptureError as error:
+        except (CaptureError, GuardFailed) as error:
             raise NotOpaqueError(path, module, error) from error
 
     def _recorded(
@@ -108,12 +110,12 @@ class Recorder:
     ) -> Any:  # fmt: skip
         inputs, tensors = inputs_of(module, args, kwargs)
         before, attached = PythonState.of(module, tensors), _attached(module)
-        modes = Modes.now(tensors[0].device)
-        with _disable_current_modes(), saved_tensors_hooks(drop, refuse_backward):
+        modes, headroom = Modes.now(tensors[0].device), headroom_of(module)
+        with _disable_current_modes(), self.as_in_eager(), saved_tensors_hooks(drop, refuse_backward):
             first, nbytes, us = _first_run(module, inputs, tensors, modes)
             written = tuple(sorted(first.written))
             part = OpaquePart(
-                path, module, reason, replace(inputs, written=written), first.results, modes, self.headroom * nbytes,
+                path, module, reason, replace(inputs, written=written), first.results, modes, headroom * nbytes,
                 tuple(layout(first.written[place]) for place in written),
             )  # fmt: skip
             before.restore()
@@ -123,7 +125,7 @@ class Recorder:
             before.restore_python_generators()
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
-        part = replace(part, forward_cost=MeasuredCost(us, int(self.headroom * workspace)))
+        part = replace(part, forward_cost=MeasuredCost(us, int(headroom * workspace)))
         self.calls.append(Recorded(part, register_part(part), kept, results[-1]))
         with torch.no_grad():
             for place, value in first.written.items():

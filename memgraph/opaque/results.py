@@ -1,11 +1,11 @@
 """What a part returns, apart from the numbers: structure, constants, layouts, and what gradients reach.
 
-    return {"y": y, "n": 3}, x   ->   Results((Place("output", 0), 3, Place("input", 2)), ...), [y]
+return {"y": y, "n": 3}, x   ->   Results((Place("output", 0), 3, Place("input", 2)), ...), [y]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from ..graph.result_layout import Layout, layout
 from ..tensors.pytree import Spec, flatten, unflatten
-from .inputs import Place, described
+from .inputs import Place
 from .reach import gradient_counts, reached_leaves
 
 
@@ -33,20 +33,11 @@ class Results:
     reached: tuple[frozenset[int], ...]
     counts: Mapping[int, int]
 
-    def difference(self, other: Results, single: Set[int]) -> str:
-        """Return in words how another call's results differ, apart from their values; empty if they do not.
-
-        Of inputs at the positions `single`, autograd may add up one gradient only.
-        """
-        if self.spec != other.spec or described(self.leaves) != described(other.leaves):
-            return "it returns another structure, or another constant"
-        for i, (before, now) in enumerate(zip(self.layouts, other.layouts, strict=True)):
-            if before != now:
-                return f"result {i} is {_shown(now)} instead of {_shown(before)}"
-        if self.reached != other.reached:
-            return "gradients reach other parameters or arguments"
-        more = [place for place in single if other.counts.get(place, 0) > 1]
-        return "an argument or a parameter is used more than once" if more else ""
+    @property
+    def form(self) -> int:
+        """A number that is equal for results that differ in numbers only."""
+        leaves = tuple((type(leaf), leaf if isinstance(leaf, Place) else repr(leaf)) for leaf in self.leaves)
+        return hash((leaves, self.spec, self.layouts, self.reached))
 
     def filled(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the structure with these tensors."""
@@ -86,15 +77,12 @@ def _refuse_shared(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     storages = {leaf.untyped_storage()._cdata for leaf in leaves}
     for output in outputs:
         if output.layout != torch.strided or type(output) not in (Tensor, nn.Parameter):
-            raise CaptureError(f"it returns a {output.layout} {type(output).__name__}, and an op makes dense tensors only")
+            raise CaptureError(
+                f"it returns a {output.layout} {type(output).__name__}, and an op makes dense tensors only"
+            )
         if output.device != leaves[0].device:
             raise CaptureError(f"it reads tensors on {leaves[0].device}, and returns one on {output.device}")
         storage = output.untyped_storage()._cdata
         if storage in storages:
             raise CaptureError("a result is a view of an argument, a parameter or another result, as no op's may be")
         storages.add(storage)
-
-
-def _shown(form: Layout) -> str:
-    dtype, shape, strides = form
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(strides)}"

@@ -1,6 +1,6 @@
 """Run a submodule on other tensors than its own.
 
-    run(layer, inputs, [w, b, x])   ->   layer(x), with w and b in the place of its weight and bias
+run(layer, inputs, [w, b, x])   ->   layer(x), with w and b in the place of its weight and bias
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def _attribute(module: nn.Module, name: str) -> object:
 
 def _assignable(assigned: object, before: Tensor, name: str) -> Tensor:
     """Return a tensor that forward has put in the place of a buffer."""
-    if not isinstance(assigned, Tensor) or isinstance(before, nn.Parameter) or layout(assigned)[:2] != layout(before)[:2]:
+    if (
+        not isinstance(assigned, Tensor)
+        or isinstance(before, nn.Parameter)
+        or layout(assigned)[:2] != layout(before)[:2]
+    ):
         raise CaptureError(f"forward puts another thing in the place of {name} than a tensor of its dtype and shape")
     return assigned.detach()
