@@ -46,10 +46,18 @@ class OpaqueParts:
                 raise cause from None
             self._choose(around, cause)
             return
-        running = module_running((error.__cause__ or error).__traceback__, self.module)
-        if running is None or running[1] is self.module or running[1] in self._causes:
+        module = self._source(error)
+        if module is None or module is self.module or module in self._causes:
             raise error
-        self._choose(running[1], error)
+        self._choose(module, error)
+
+    def _source(self, error: CaptureError) -> nn.Module | None:
+        """Return the submodule that an error comes from, or that has the attribute which it is about."""
+        if error.attribute:
+            paths = [path for path in self._paths.values() if error.attribute.startswith(f"{path}.")]
+            return self.module.get_submodule(max(paths, key=len, default=""))
+        running = module_running((error.__cause__ or error).__traceback__, self.module)
+        return running[1] if running is not None else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:

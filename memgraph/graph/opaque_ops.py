@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from .guard_ops import GuardFailed, ValueGuard
@@ -39,6 +39,11 @@ class Part(Protocol):
     @property
     def assumed(self) -> ValueGuard:
         """The assumption that its calls have the form of the recorded one, as guard `guard`."""
+        ...
+
+    @property
+    def changed_attributes(self) -> Sequence[tuple[nn.Module, str]]:
+        """The attributes that forward changes, with the submodules that have them."""
         ...
 
     @property

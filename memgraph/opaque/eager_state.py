@@ -39,6 +39,11 @@ class Modes:
         autocast = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(torch.is_grad_enabled(), tuple(autocast), torch.is_autocast_cache_enabled())
 
+    @property
+    def casts_are_cached(self) -> bool:
+        """True if a parameter that is used twice is cast once."""
+        return self.caches and any(enabled for _, enabled, _ in self.autocast)
+
     def without_autocast(self) -> Modes:
         """Return the modes of backward."""
         return Modes(self.grad, tuple((kind, False, dtype) for kind, _, dtype in self.autocast), self.caches)
@@ -55,6 +60,8 @@ def eager_modes(modes: Modes) -> Iterator[None]:
         stack.enter_context(torch._C._ForceDispatchKeyGuard(included, excluded))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(modes.grad))
+        if modes.casts_are_cached:  # else the caller's own autocast would keep the casts
+            stack.callback(torch.clear_autocast_cache)
         for kind, enabled, dtype in modes.autocast:
             stack.enter_context(torch.autocast(kind, dtype, enabled, modes.caches))
         yield

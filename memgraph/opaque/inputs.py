@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """A tensor of a call: an input of the op, by its position, or a result of forward."""
 
     kind: str
-    index: int
+    position: int
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ObservedOps(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Sequence[Tensor], writable: Iterable[int] = (), limit: float = math.inf) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit, self.nbytes, self.written = limit, 0, set[int]()
         self._writable = frozenset(writable)
         self._places = {_storage(tensor): place for place, tensor in enumerate(tensors)}

@@ -30,6 +30,7 @@ from .observed_ops import ObservedOps, TooManyBytesError, WriteError
 from .results import Results
 from .run import run
 
+NOT_MEASURED = MeasuredCost(0.0, 0)
 HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
 _headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 _running = threading.RLock()  # a submodule's parameters are replaced while it runs
@@ -55,9 +56,9 @@ class Backward(NamedTuple):
 class OpaquePart:
     """A call of a submodule that runs as it is.
 
-    `most_nbytes` bounds what the ops of forward may make. `backwards` are known by `tangents_key`. Inputs at the
-    positions `single` get another gradient before this part's, so that only one may be added to it. `guard` is the
-    number of the guard that a call breaks which differs from the recorded one.
+    `most_nbytes` bounds what the ops of forward may make. `changes` are the attributes that it changes. `backwards` are
+    known by `tangents_key`. Inputs at the positions `single` get another gradient before this part's, so that only one
+    may be added to it. `guard` is the number of the guard that a call breaks which differs from the recorded one.
     """
 
     path: str
@@ -68,7 +69,8 @@ class OpaquePart:
     modes: Modes
     most_nbytes: float
     written_layouts: tuple[Layout, ...]
-    forward_cost: MeasuredCost = MeasuredCost(0.0, 0)
+    forward_cost: MeasuredCost = NOT_MEASURED
+    changes: tuple[str, ...] = ()
     guard: int = 0
     single: set[int] = field(default_factory=set)
     backwards: dict[object, Backward] = field(default_factory=dict)
@@ -80,6 +82,12 @@ class OpaquePart:
     @property
     def assumed(self) -> ValueGuard:
         return ValueGuard(self.guard, (self.expected.form,), "opaque", self.path)
+
+    @property
+    def changed_attributes(self) -> list[tuple[nn.Module, str]]:
+        """The attributes that forward changes, with the submodules that have them."""
+        places = (name.rpartition(".") for name in self.changes)
+        return [(self.module.get_submodule(path), name) for path, _, name in places]
 
     @property
     def title(self) -> str:
@@ -122,11 +130,8 @@ class OpaquePart:
         outputs = [strided(x, form) for x, form in zip(ran.outputs, self.expected.layouts, strict=True)]
         ticket = tensors[0].new_empty(0)
         ticket.memgraph_run = _Run(before, _sums(outputs) if self.modes.grad else ())  # type: ignore[attr-defined]
-        new = (
-            strided(ran.written[place], form)
-            for place, form in zip(self.inputs.written, self.written_layouts, strict=True)
-        )
-        return [*outputs, *new, ticket]
+        new = zip(self.inputs.written, self.written_layouts, strict=True)
+        return [*outputs, *(strided(ran.written[place], form) for place, form in new), ticket]
 
     def _is_used_again(self, results: Results) -> bool:
         return any(results.counts.get(place, 0) > 1 for place in self.single)

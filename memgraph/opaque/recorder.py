@@ -25,7 +25,7 @@ from ..errors import CaptureError
 from ..graph.guard_ops import GuardFailed
 from ..graph.opaque_ops import MeasuredCost, register_part
 from ..graph.result_layout import Layout, layout
-from ..guards.attribute_snapshot import attached_values
+from ..guards.attribute_snapshot import AttributeSnapshot, attached_values
 from ..profile.memory_meter import measure_peak, resident_bytes
 from ..system.profiler_thread import run_unprofiled
 from ..system.timer import timed_us
@@ -125,7 +125,8 @@ class Recorder:
             before.restore_python_generators()
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
-        part = replace(part, forward_cost=MeasuredCost(us, int(headroom * workspace)))
+        changes = before.attributes.changes(AttributeSnapshot(module))
+        part = replace(part, forward_cost=MeasuredCost(us, int(headroom * workspace)), changes=changes)
         self.calls.append(Recorded(part, register_part(part), kept, results[-1]))
         with torch.no_grad():
             for place, value in first.written.items():

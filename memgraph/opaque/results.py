@@ -42,7 +42,7 @@ class Results:
     def filled(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the structure with these tensors."""
         tensors = {"output": outputs, "input": inputs}
-        leaves = [tensors[leaf.kind][leaf.index] if isinstance(leaf, Place) else leaf for leaf in self.leaves]
+        leaves = [tensors[leaf.kind][leaf.position] if isinstance(leaf, Place) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.spec)
 
 

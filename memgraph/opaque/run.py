@@ -28,18 +28,17 @@ class Ran(NamedTuple):
 
 
 def run(
-    module: nn.Module, inputs: Inputs, leaves: Sequence[Tensor],
-    observed: AbstractContextManager[object] = nullcontext(),
-) -> Ran:  # fmt: skip
-    """Call a submodule with these tensors in the place of its own parameters, buffers and arguments.
+    module: nn.Module, inputs: Inputs, leaves: Sequence[Tensor], observed: AbstractContextManager[object] | None = None
+) -> Ran:
+    """Call a submodule, inside of `observed`, with these tensors in the place of its own and of its arguments.
 
     Raises:
         CaptureError: an op can't do what this call does.
     """
     own = {name: leaves[place] for name, place in inputs.names.items()}
-    args, kwargs = unflatten([leaves[x.index] if isinstance(x, Place) else x for x in inputs.leaves], inputs.spec)
+    args, kwargs = unflatten([leaves[x.position] if isinstance(x, Place) else x for x in inputs.leaves], inputs.spec)
     with stateless._reparametrize_module(module, own):
-        with observed:
+        with observed or nullcontext():
             result = module(*args, **kwargs)
         _refuse_changed_arguments((args, kwargs), inputs, leaves)
         written = {place: leaves[place] for place in inputs.written}

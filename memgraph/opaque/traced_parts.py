@@ -8,19 +8,21 @@ The i-th call of the trace is the i-th recorded one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CaptureError
 from ..graph.opaque_ops import BACKWARD, FORWARD
 from ..tensors.loss_outputs import reachable_nodes
 from .inputs import Inputs, described, inputs_of
 from .module_calls import taken_calls
+from .part import OpaquePart
 from .recorder import NotOpaqueError, Recorded, Recorder
 
 
@@ -34,7 +36,7 @@ class TracedParts:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Trace ops for the recorded calls in this block."""
-        with taken_calls(self.recorder.reasons, self._call):
+        with taken_calls(self.recorder.reasons, self._call), _refusing_reads(self._left):
             yield
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,6 +52,27 @@ class TracedParts:
             for place, value in zip(part.inputs.written, values[outputs:], strict=True):
                 tensors[place].copy_(value)
         return part.expected.filled(values[:outputs], tensors)
+
+
+@contextmanager
+def _refusing_reads(calls: Sequence[Recorded]) -> Iterator[None]:
+    """Refuse that anything but a part itself reads an attribute which the part changes."""
+    changed = {(id(owner), name): call.part for call in calls for owner, name in call.part.changed_attributes}
+    kinds = {type(owner) for call in calls for owner, _ in call.part.changed_attributes}
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "__getattribute__", _reader(kind.__getattribute__, changed)))
+        yield
+
+
+def _reader(plain: Any, changed: Mapping[tuple[int, str], OpaquePart]) -> Any:
+    def read(module: nn.Module, name: str) -> Any:
+        if (part := changed.get((id(module), name))) is not None:
+            reason = f"forward changes its attribute {name}, which is read outside of it as well"
+            raise NotOpaqueError(part.path, part.module, reason)
+        return plain(module, name)
+
+    return read
 
 
 def _is_same(inputs: Inputs, recorded: Inputs) -> bool:
@@ -93,6 +116,7 @@ def find_sums(roots: Sequence[Tensor]) -> None:
     """
     nodes = reachable_nodes([root.grad_fn for root in roots])
     first = {(root.grad_fn, root.output_nr): 1 << 62 for root in roots}
+    uses = Counter(edge for node in nodes for edge in node.next_functions)
     for node in nodes:
         for edge in node.next_functions:
             first[edge] = max(first.get(edge, -1), node._sequence_nr())
@@ -101,7 +125,9 @@ def find_sums(roots: Sequence[Tensor]) -> None:
         if not isinstance(recorded, Recorded):
             continue
         part = recorded.part
-        for place, edge in enumerate(node.next_functions[-len(recorded.tensors) :]):
+        for place, edge in enumerate(node.next_functions):
+            if edge[0] is not None and uses[edge] > 1:
+                _refuse_shared_cast(part, place)
             if edge[0] is None or first[edge] <= node._sequence_nr():
                 continue
             part.single.add(place)
@@ -111,3 +137,9 @@ def find_sums(roots: Sequence[Tensor]) -> None:
                     f"it uses {part.inputs.label(place)} more than once, which is used again after it: their gradients "
                     "would be added up in another order than in eager",
                 )  # fmt: skip
+
+
+def _refuse_shared_cast(part: OpaquePart, place: int) -> None:
+    if place in part.inputs.parameters and part.modes.casts_are_cached:
+        reason = f"autocast casts {part.inputs.label(place)} once for it and for what else uses it"
+        raise NotOpaqueError(part.path, part.module, reason)
