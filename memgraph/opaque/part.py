@@ -84,6 +84,11 @@ class OpaquePart:
         return ValueGuard(self.guard, (self.expected.form,), "opaque", self.path)
 
     @property
+    def nbytes(self) -> int:
+        costs = [self.forward_cost, *(backward.cost for backward in self.backwards.values())]
+        return max(cost.workspace for cost in costs)
+
+    @property
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
         """The attributes that forward changes, with the submodules that have them."""
         places = (name.rpartition(".") for name in self.changes)
