@@ -122,7 +122,7 @@ class Recorder:
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
             results, workspace = _measured(lambda: part.forward(kept), tensors[0].device)
             _refuse_other(results, [*first.outputs, *(first.written[place] for place in written)])
-            before.restore_python_generators()
+            before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
         changes = before.attributes.changes(AttributeSnapshot(module))

@@ -130,7 +130,7 @@ class Transposed(Asking):
 
 
 class Structured(Asking):
-    def forward(self, x: Tensor, *, mask: Tensor, scale: float) -> dict[str, Any]:
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float) -> dict[str, Any]:  # type: ignore[override]
         y = super().forward(x) * scale
         return {"y": y * mask, "others": [y.sum(1, keepdim=True), 3, x], "unused": y.exp()}
 
@@ -214,11 +214,11 @@ def trained(model: Any, owner: nn.Module, steps: int = 3, accumulates: bool = Fa
 
 
 def generators() -> list[Tensor]:
-    numpy = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # type: ignore[index, union-attr]
+    numpy = torch.from_numpy(np.random.get_state()[1].astype(np.int64))  # type: ignore[index]
     return [torch.get_rng_state(), torch.tensor(random.getstate()[1]), numpy]
 
 
-def beside_eager(make: Make, budget: Any = ROOM, **given: Any) -> tuple[Any, nn.Module, nn.Module]:
+def beside_eager(make: Make, budget: Any = ROOM, **given: Any) -> tuple[Any, Any, Any]:
     """Train beside eager, compare all bits, and return the compiled module, the plain one and eager's."""
     torch.manual_seed(0)
     ours = make()
