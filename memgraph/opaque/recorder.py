@@ -91,6 +91,7 @@ class Recorder:
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
             found, us = timed_us(run, device)
+            _refuse_sparse(part, found)
             places, layouts = tuple(found), tuple(map(layout, found.values()))
             del found
             part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
@@ -164,6 +165,13 @@ def _refuse_other(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None
                 "forward gives other numbers when it runs again with the same arguments, parameters, buffers, "
                 "attributes and generators, and backward runs it again"
             )
+
+
+def _refuse_sparse(part: OpaquePart, gradients: Mapping[int, Tensor]) -> None:
+    for place, gradient in gradients.items():
+        if gradient.layout != torch.strided:
+            reason = f"the gradient of {part.inputs.label(place)} is {gradient.layout}: use sparse=False"
+            raise NotOpaqueError(part.path, part.module, reason)
 
 
 def _bits(tensor: Tensor) -> Tensor:
