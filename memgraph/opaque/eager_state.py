@@ -69,7 +69,7 @@ def eager_modes(modes: Modes) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PythonState:
-    """What a forward may change besides buffers: attributes of its module, and random generators."""
+    """State that a forward may change besides buffers: attributes of its module, and random generators."""
 
     attributes: AttributeSnapshot
     generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors

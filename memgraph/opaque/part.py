@@ -38,7 +38,7 @@ _running = threading.RLock()  # a submodule's parameters are replaced while it r
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What backward needs of its forward besides tensors."""
+    """The state that backward needs of its forward besides tensors."""
 
     before: PythonState
     sums: tuple[float, ...]
