@@ -46,12 +46,15 @@ class GraphWriter:
             if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
 
-    def agree_on_guards(self) -> fx.Node | None:
-        """Let ranks agree that all guards have held, behind the last of them; return that node, if there are guards."""
-        guards = [node for node in self._forward_nodes() if is_guard(node)]
-        if not guards:
+    def agree_on_guards(self, checking: OpOverload) -> fx.Node | None:
+        """Let ranks agree that all guards, and ops `checking`, have held, behind the last of them; return that node, if
+        there are any."""
+        last = next(
+            (node for node in reversed(self._forward_nodes()) if is_guard(node) or node.target is checking), None
+        )
+        if last is None:
             return None
-        return self._add(guards[-1], guards[-1].next, "forward", AGREE, guards[-1].args[0], guard=UNGUARDED)
+        return self._add(last, last.next, "forward", AGREE, last.all_input_nodes[0], guard=UNGUARDED)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
         """Return the node, or a copy if it is a view of an input or of a constant."""

@@ -60,6 +60,12 @@ NAMES: Mapping[str, str] = {
     "torch.utils._pytree.tree_map_only": "finds the floats among an op's arguments",
     "torch.utils._pytree.tree_unflatten": "arguments and results are flattened as torch's own tools do",
     "torch.nn.modules.batchnorm._NormBase": "names the remedy where a norm has no momentum",
+    # Opaque parts
+    "torch._C._ForceDispatchKeyGuard": "a part that runs as it is has autograd, which a step turns off",
+    "torch._C._dispatch_tls_local_include_set": "the dispatch keys around a part that runs as it is",
+    "torch._C._dispatch_tls_local_exclude_set": "the dispatch keys around a part that runs as it is",
+    "torch._C.DispatchKey": "autograd's dispatch keys",
+    "torch._C.DispatchKeySet": "autograd's dispatch keys",
     # Graphs
     "torch._ops": "holds OpOverload",
     "torch._ops.OpOverload": "tells ops of torch from other functions in a graph",
@@ -79,7 +85,6 @@ NAMES: Mapping[str, str] = {
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
     "torch.ops.aten._unique": "its sizes depend on values",
     "torch.ops.aten._unique2": "its sizes depend on values",
-    "torch.ops.aten._pack_padded_sequence": "its sizes depend on values",
     "torch.ops.aten._index_put_impl_": "masks among its indices have sizes that depend on values",
     # Running
     "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
