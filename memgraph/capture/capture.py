@@ -8,6 +8,7 @@ not a tensor is a constant of the graph: a caller that reuses the graph must com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
+from ..tensors.traced_number import TracedFloat, TracedInt
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
@@ -36,7 +38,8 @@ from .functionalize import functionalize
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
-from .value_modes import ValuesNeeded
+from .type_checks import TypeChecks
+from .value_modes import ValuesNeeded, is_number
 from .value_run import Measure, ValueRun, run_for_values
 
 __all__ = [
@@ -51,6 +54,9 @@ __all__ = [
     "select_losses",
     "select_scalars",
 ]
+
+
+LOG = logging.getLogger(__name__)
 
 
 def _unmeasured(run: Callable[[], object]) -> int:
@@ -100,28 +106,46 @@ class _Tracer:
     floats: FloatInputs | None
     measure: Measure
     values: ValueRun | None = None
+    needed: str = ""  # why numbers that forward reads from tensors can't vary
 
     def captured(self, wanted: OutputSelector) -> Captured:
         traced = partial(_captured, self.module, self.args, self.kwargs, self.grad, wanted, self.floats)
         try:
-            return traced(self.values)
+            return self._with_values(traced) if self.values is not None else traced(None)
         except ValuesNeeded as error:
             if self.values is not None:
                 raise _backward_error(error) from None
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             self.values = run_for_values(Call.of(self.module, self.args, self.kwargs), self.measure)
+        return self._with_values(traced)
+
+    def _with_values(self, traced: Callable[..., Captured]) -> Captured:
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        assert self.values is not None
+        if not self.needed and any(is_number(answer) for answer in self.values.answers):
+            checks = TypeChecks((TracedFloat, TracedInt))
+            try:
+                with checks.watching():
+                    captured = traced(self.values, True)
+                self.needed = checks.found
+            except Exception as error:  # the trace with numbers will say what is wrong with the call
+                self.needed = f"{error.__cause__ or error}"
+            if not self.needed:
+                return captured
+            LOG.info("numbers that forward reads from tensors are guarded: %s", self.needed)
         return traced(self.values)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, values: ValueRun | None,
+    floats: FloatInputs | None, values: ValueRun | None, has_numbers: bool = False,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
+    answers = values.answers if values is not None else None
+    mode = ConstantFakeMode(floats is not None, answers, has_numbers)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted)
@@ -150,8 +174,8 @@ def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _backward_error(error: ValuesNeeded) -> CaptureError:
     return CaptureError(
-        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends on "
-        "a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
+        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
+        "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
     )
 
 

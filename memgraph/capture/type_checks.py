@@ -34,12 +34,12 @@ class TypeChecks:
     """Watches the functions that run.
 
     Attributes:
-        found: a function that checks types or identities, and has a number of the class `kind` in a local variable or
+        found: a function that checks types or identities, and has a number of one of `kinds` in a local variable, or
             reads an attribute with one of `names`; "" if there was none.
     """
 
-    def __init__(self, kind: type, names: Collection[str]) -> None:
-        self.kind, self.names = kind, frozenset(names)
+    def __init__(self, kinds: Collection[type], names: Collection[str] = ()) -> None:
+        self.kinds, self.names = kinds, frozenset(names)
         self.found = ""
         self._checks: dict[CodeType, bool] = {}
 
@@ -66,7 +66,7 @@ class TypeChecks:
     def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "return":
             code = frame.f_code
-            is_local = any(_contains(value, self.kind) for value in frame.f_locals.values())
+            is_local = any(_contains(value, self.kinds) for value in frame.f_locals.values())
             if is_local or not self.names.isdisjoint((*code.co_names, *code.co_consts)):
                 self.found = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
         return self._on_event
@@ -91,18 +91,18 @@ def _is_singleton(value: object) -> bool:
     return any(value is singleton for singleton in SINGLETONS)
 
 
-def _contains(value: object, kind: type, depth: int = 3) -> bool:
-    """Return True for a value of this class, and for a container or a plain object that has one.
+def _contains(value: object, kinds: Collection[type], depth: int = 3) -> bool:
+    """Return True for a value of these classes, and for a container or a plain object that has one.
 
     Functions and classes hold no number of a call, and attributes of modules are found by name.
     """
-    if type(value) is kind:
+    if type(value) in kinds:
         return True
     if not depth or callable(value) or isinstance(value, nn.Module | Tensor | ModuleType):
         return False
     if isinstance(value, tuple | list):
-        return any(_contains(item, kind, depth - 1) for item in value)
+        return any(_contains(item, kinds, depth - 1) for item in value)
     if isinstance(value, dict):
-        return any(_contains(item, kind, depth - 1) for item in value.values())
+        return any(_contains(item, kinds, depth - 1) for item in value.values())
     state = getattr(value, "__dict__", None)
-    return type(state) is dict and any(_contains(item, kind, depth - 1) for item in state.values())
+    return type(state) is dict and any(_contains(item, kinds, depth - 1) for item in state.values())

@@ -58,18 +58,22 @@ class ValueGuard:
     """An assumption that a graph rests on.
 
     Attributes:
-        expected: values of a tensor, or the sizes of the results of `op`.
+        expected: values of a tensor, the sizes of the results of `op`, or the truth of `predicate`.
         where: submodule and source line.
+        predicate: a comparison of numbers `v0`, `v1`, ... that are read from tensors.
     """
 
     number: int
     expected: Scalars
     op: str
     where: str
+    predicate: str = ""
 
     @property
     def assumption(self) -> str:
         """The assumption in words."""
+        if self.predicate:
+            return f"{self.predicate} is {self.expected[0]}"
         if self.op != "equal":
             return f"{self.op} has results of sizes {_shapes(self.expected)}"
         return f"the value is {self.expected[0] if len(self.expected) == 1 else list(self.expected)}"
@@ -77,18 +81,17 @@ class ValueGuard:
 
 def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
-    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", "") == "memgraph_guards")
-    numbers = ((int(node.kwargs["guard"]), node) for node in nodes)  # type: ignore[arg-type]
+    guards: list[tuple[Any, fx.Node]] = [(node.kwargs["guard"], node) for node in graph.nodes if is_guard(node)]
     return tuple(
-        ValueGuard(number, _expected(node), node.target._opname, node.meta.get("where", ""))  # type: ignore[union-attr]
-        for number, node in sorted(numbers, key=lambda pair: pair[0])
-        if number != UNGUARDED
+        ValueGuard(number, _expected(node), _op_name(node), node.meta.get("where", ""), _predicate(node))
+        for number, node in sorted(guards, key=lambda pair: pair[0])
     )
 
 
 def is_guard(node: fx.Node) -> bool:
     """Return True if a node may raise `GuardFailed`."""
-    return getattr(node.target, "namespace", "") == "memgraph_guards" and node.kwargs["guard"] != UNGUARDED
+    is_ours = getattr(node.target, "namespace", "") == "memgraph_guards"
+    return is_ours and bool(node.kwargs.get("guard", UNGUARDED) != UNGUARDED)
 
 
 def sizes_of(results: Any) -> list[int]:
@@ -123,8 +126,18 @@ def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _expected(node: fx.Node) -> Scalars:
+    if _predicate(node):
+        return (bool(node.args[2]),)
     expected: Any = node.args[1] if node.target is EQUAL else node.kwargs["sizes"]
     return tuple(expected)
+
+
+def _predicate(node: fx.Node) -> str:
+    return str(node.args[1]) if _op_name(node) == "holds" else ""
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target._opname)  # type: ignore[union-attr]
 
 
 def _check(guard: int, actual: Sequence[Any], expected: Sequence[Any]) -> None:
