@@ -143,7 +143,7 @@ class _TracedStep:
         numbers = self.numbers if self.mode.has_numbers else None
         with answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers:
             outputs = self._read(self._forward(values), values)
-            answers.end_forward()
+            answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
