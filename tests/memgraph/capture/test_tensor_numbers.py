@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM
 
 Compute = Callable[["Counting", Tensor], Any]
@@ -20,6 +21,8 @@ Compute = Callable[["Counting", Tensor], Any]
 
 class Counting(nn.Module):
     """Runs `compute(self, h)` on the output of a layer; `running` is a buffer that follows it."""
+
+    running: Tensor
 
     def __init__(self, compute: Compute, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -108,6 +111,11 @@ def running(model: Counting, h: Tensor) -> Tensor:
     return h * scale / model.running.item()
 
 
+def noting(model: Counting, h: Tensor) -> Tensor:
+    model.noted = largest(h)
+    return h * 2
+
+
 def checked(model: Counting, h: Tensor) -> Tensor:
     n = positive(h)
     if n >= 32000 or largest(h) > h.norm().item() or n + 1 < 0 or largest(h) > 1e6:
@@ -138,6 +146,13 @@ def test_a_number_that_is_computed_with_is_no_assumption(name: str) -> None:
     assert not [each for each in compiled.plan.assumptions if each.failures or each.text.startswith("the value is")]
 
 
+@pytest.mark.parametrize("compute", [in_python, as_an_argument, in_place, running])
+def test_a_number_is_the_same_whatever_is_recomputed_or_offloaded(compute: Compute, fate: Placement) -> None:
+    compiled = trained(compute, batches(2))
+    assert len(compiled.plans) == 1
+    assert bool(compiled.plan.plan) == (fate is not Placement.KEEP)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_number_rounds_as_in_eager_whatever_it_meets(dtype: torch.dtype) -> None:
     for compute in (in_python, clipped, running):
@@ -157,7 +172,7 @@ EXACT: dict[str, Compute] = {
     "a probability": lambda model, h: F.dropout(h, 1.0 / (1.0 + largest(h))),
     "a tensor": lambda model, h: h * torch.tensor(largest(h)) + torch.tensor([positive(h), 1.0]).sum(),
     "its type": lambda model, h: h * largest(h) if type(largest(h)) is float else h,
-    "an attribute": lambda model, h: setattr(model, "noted", largest(h)) or h * 2,
+    "an attribute": noting,
     "a power": lambda model, h: h * 2.0 ** positive(h) + largest(h) ** 0.5,
     "many": lambda model, h: h * sum(h.detach().flatten().tolist()),
     "bits": lambda model, h: h * (positive(h) & 3) + round(largest(h), 1),
@@ -177,6 +192,24 @@ def test_a_comparison_that_flips_is_captured_once_for_each_truth() -> None:
     assert len(compiled.plans) == 2
     texts = {each.text for report in compiled.plans for each in report.assumptions}
     assert texts == {"v0 > 2.5 is False", "v0 > 2.5 is True"}
+
+
+def test_truths_that_lead_to_fewer_questions_are_kept_beside_those_that_lead_to_more() -> None:
+    def nested(model: Counting, h: Tensor) -> Tensor:
+        if largest(h) > 2.5:
+            return h.relu()
+        return h.sin() if positive(h) > 9 else h.exp()
+
+    few, many, *_, large = batches(6)
+    assert len(trained(nested, [large, many, -many, few, large, -many]).plans) == 3
+
+
+def test_zeros_of_both_signs_are_different_numbers() -> None:
+    def signed(model: Counting, h: Tensor) -> Tensor:
+        return h + math.copysign(1.0, (h.detach()[0, 0] * 0.0).item())
+
+    first = batches(1)[0]
+    trained(signed, [first * 9, -first * 9, first * 9])
 
 
 def test_the_same_question_is_one_guard() -> None:
