@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from memgraph.capture.capture import capture
+from memgraph.graph.summarize import summarize
+from memgraph.runtime import cuda_graph_checks
 from passes.schedule.schedule import Placement
 from tests.support.faults import ROOM
 
@@ -239,3 +242,26 @@ def test_a_division_by_zero_raises_as_in_eager() -> None:
     compiled(batches(1)[0] * 1e9)[0].backward()
     with pytest.raises(ZeroDivisionError):
         compiled(batches(1)[0])
+
+
+def test_a_number_that_is_returned_is_refused_of_micro_batches() -> None:
+    model = Counting(lambda model, h: (h, largest(h)))
+    with pytest.raises(memgraph.CaptureError, match="returns a number that it reads from a tensor"):
+        memgraph.compile(model, ROOM, microbatches=2, reduction="mean")(batches(1)[0])
+
+
+def test_a_check_is_made_in_each_micro_batch() -> None:
+    def check(model: Counting, h: Tensor) -> Tensor:
+        return h.exp() if h.detach().max().item() > 1e6 else h.sin()
+
+    model = Counting(check)
+    compiled = memgraph.compile(model, ROOM, microbatches=2, reduction="mean")
+    for x in (batches(1)[0], batches(2)[1]):
+        compiled(x)[0].backward()
+    assert [each.text for each in compiled.plan.assumptions] == ["v0 > 1000000.0 is False"] * 2
+
+
+def test_a_step_that_reads_numbers_is_not_recorded() -> None:
+    captured = capture(Counting(in_python), (batches(1)[0],), {})
+    reason = cuda_graph_checks._reason_against(captured, captured.graph.graph, summarize(captured.graph.graph))
+    assert reason == "Python reads values of tensors in it"
