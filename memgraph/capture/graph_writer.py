@@ -17,7 +17,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 from ..errors import CaptureError
-from ..graph.nodes import all_storages, aten, fake_result, storages
+from ..graph.guard_ops import AGREE
+from ..graph.nodes import UNGUARDED, all_storages, aten, fake_result, is_guard, storages
 from ..graph.provenance import PROVENANCE, is_backward
 
 
@@ -44,6 +45,13 @@ class GraphWriter:
         for node in self.graph.nodes:
             if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
+
+    def agree_on_guards(self) -> fx.Node | None:
+        """Let ranks agree that all guards have held, behind the last of them; return that node, if there are guards."""
+        guards = [node for node in self._forward_nodes() if is_guard(node)]
+        if not guards:
+            return None
+        return self._add(guards[-1], guards[-1].next, "forward", AGREE, guards[-1].args[0], guard=UNGUARDED)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
         """Return the node, or a copy if it is a view of an input or of a constant."""

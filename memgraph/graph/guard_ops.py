@@ -19,20 +19,21 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from .nodes import aten
-from .ops import is_in_step
+from .nodes import GUARDS, UNGUARDED, aten, is_guard
+from .ops import agree_with_ranks, is_in_step
 
 Scalars = tuple[float | int | bool, ...]
 
 TOLIST = torch.Tensor.tolist  # a trace puts another in its place
-UNGUARDED = -1  # of an op whose sizes follow from an earlier guard
 
 # Ops whose results have sizes that depend on values.
 DYNAMIC: tuple[OpOverload, ...] = (
     aten.nonzero.default,
     aten.masked_select.default,
+    aten._unique.default,
     aten._unique2.default,
     aten.unique_dim.default,
+    aten.unique_dim_consecutive.default,
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
@@ -46,11 +47,12 @@ class GuardFailed(Exception):
     Attributes:
         guard: number of the guard in its graph.
         actual: what it found; the sizes of an op's results, or values.
+        guards: all guards of its graph.
     """
 
-    def __init__(self, guard: int, actual: Scalars) -> None:
+    def __init__(self, guard: int, actual: Scalars, guards: Sequence[ValueGuard] = ()) -> None:
         super().__init__(f"guard {guard} has found {actual}")
-        self.guard, self.actual = guard, actual
+        self.guard, self.actual, self.guards = guard, actual, guards
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,20 @@ class ValueGuard:
 
 def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
-    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", "") == "memgraph_guards")
-    numbers = ((int(node.kwargs["guard"]), node) for node in nodes)  # type: ignore[arg-type]
+    nodes = sorted(filter(is_guard, graph.nodes), key=_number)
     return tuple(
-        ValueGuard(number, _expected(node), node.target._opname, node.meta.get("where", ""))  # type: ignore[union-attr]
-        for number, node in sorted(numbers, key=lambda pair: pair[0])
-        if number != UNGUARDED
+        ValueGuard(_number(node), _expected(node), _op_name(node), node.meta.get("where", "")) for node in nodes
     )
 
 
-def is_guard(node: fx.Node) -> bool:
-    """Return True if a node may raise `GuardFailed`."""
-    return getattr(node.target, "namespace", "") == "memgraph_guards" and node.kwargs["guard"] != UNGUARDED
+def _number(node: fx.Node) -> int:
+    number: Any = node.kwargs["guard"]
+    return int(number)
+
+
+def _op_name(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target._opname)
 
 
 def sizes_of(results: Any) -> list[int]:
@@ -109,9 +113,8 @@ def values_of(tensor: Tensor) -> Scalars:
 
 def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Return True if these are the same numbers; NaN equals NaN."""
-    return len(actual) == len(expected) and all(
-        a == b or (a != a and b != b) for a, b in zip(actual, expected, strict=True)
-    )
+    pairs = zip(actual, expected, strict=False)
+    return len(actual) == len(expected) and all(bool(a == b or (a != a and b != b)) for a, b in pairs)
 
 
 def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -137,6 +140,10 @@ def _equal(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
     _check(guard, values_of(x), expected)
 
 
+def _agree(x: Tensor, *, guard: int) -> None:
+    agree_with_ranks()
+
+
 def _run_sized(
     op: OpOverload, *args: Any, sizes: list[int], strides: list[int], dtypes: list[torch.dtype], guard: int,
     **kwargs: Any,
@@ -154,7 +161,7 @@ def _fake_sized(op: OpOverload, *args: Any, sizes: list[int], **kwargs: Any) -> 
     return results if len(op._schema.returns) > 1 else results[0]
 
 
-def _nothing(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
+def _nothing(*args: object, guard: int) -> None:
     pass
 
 
@@ -170,16 +177,19 @@ def _sized_name(op: OpOverload) -> str:
     return op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
 
 
-_library = torch.library.Library("memgraph_guards", "DEF")
+_library = torch.library.Library(GUARDS, "DEF")
 _library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
-_library.impl("equal", _equal, "CompositeExplicitAutograd")
-torch.library.register_fake("memgraph_guards::equal", _nothing, lib=_library)
+_library.define("agree(Tensor x, *, int guard) -> ()")
+for _name, _run in (("equal", _equal), ("agree", _agree)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_guards::{_name}", _nothing, lib=_library)
 for _op in DYNAMIC:
     _library.define(_sized_schema(_op))
     _library.impl(_sized_name(_op), partial(_run_sized, _op), "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_guards::{_sized_name(_op)}", partial(_fake_sized, _op), lib=_library)
 
 EQUAL: OpOverload = torch.ops.memgraph_guards.equal.default
+AGREE: OpOverload = torch.ops.memgraph_guards.agree.default  # behind the last guard of forward
 SIZED: dict[OpOverload, OpOverload] = {
     op: getattr(torch.ops.memgraph_guards, _sized_name(op)).default for op in DYNAMIC
 }

@@ -90,7 +90,7 @@ class Step:
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1
-            raise
+            raise GuardFailed(failure.guard, failure.actual, self.parts.captured.guards) from None
 
     def _run(
         self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float]
@@ -104,7 +104,7 @@ class Step:
         with _window(meter):
             run = self._begin(tensors, meter, others)
             run.floats = floats
-        run.rank_check = self.parts.rank_check.begin()
+        run.rank_check, run.compare_guards = self.parts.rank_check.begin(), self.parts.rank_check.compare_guards
         if run.gather is not None:
             run.check_ranks()
         differentiable = self.parts.halves.backward is not None
