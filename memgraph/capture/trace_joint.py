@@ -40,7 +40,7 @@ from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
-from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
+from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
 
@@ -72,6 +72,7 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
+        eager_casts(),
         readable_lengths(),
         constant_transformers_checks(mode),
     ):

@@ -131,6 +131,23 @@ def test_parts_whose_ends_are_in_a_tensor() -> None:
     agrees(Split(), torch.randn(5, 5, requires_grad=True), torch.tensor([1, 3]))
 
 
+class Named(nn.Module):
+    """Chooses a layer by a name with a number from a tensor, as Switch Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer_{i}": nn.Linear(WIDTH, WIDTH) for i in range(3)})
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        y: Tensor = self.layers[f"layer_{chosen[0]}"](x)
+        return y
+
+
+def test_a_name_with_a_number_from_a_tensor_is_a_guard() -> None:
+    captured = agrees(Named(), torch.randn(2, WIDTH), torch.tensor([1, 0]))
+    assert [guard.expected for guard in captured.guards] == [(1,)]
+
+
 def test_functions_are_as_before_after_a_capture() -> None:
     before = torch.ctc_loss, torch.tensor_split, torch._VF.lstm, torch._VF._pack_padded_sequence
     capture(Reading(nn.LSTM), (rows(), torch.tensor([2, 5, 1])), {})
