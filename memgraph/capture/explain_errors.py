@@ -52,7 +52,7 @@ EXPLANATIONS = (
     Explanation(
         ("_nested_", "NestedTensor", "nested_tensor", "self.shape_env must not be None"),
         "a nested tensor has rows of several lengths, and only dense tensors are captured",
-        "pad the rows and mask what follows their ends, or use torch.nn.utils.rnn.pack_padded_sequence",
+        "pad the rows and mask what follows their ends; nn.TransformerEncoder does with enable_nested_tensor=False",
     ),
     Explanation(
         ("SparseTensorImpl", "SparseCsrTensorImpl", "SparseCooTensor", "compressed tensor"),
