@@ -110,8 +110,8 @@ def eager_casts() -> Iterator[None]:
             if all(convert(tensor) is tensor for tensor in tensors):
                 return module
         raise CaptureError(
-            f"forward casts or moves the parameters of a {type(module).__name__}, which would happen once: do it before "
-            "the module is compiled, or run the plain module once before"
+            f"forward casts or moves the parameters of a {type(module).__name__}, which would happen once: do it "
+            "before the module is compiled, or run the plain module once before"
         )
 
     with mock.patch.object(nn.Module, "_apply", apply):

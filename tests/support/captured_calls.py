@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 
 from memgraph.capture.capture import Output, Ref, capture, operands, select_all
 from memgraph.graph.captured import Captured
-from memgraph.graph.guard_ops import is_guard
-from memgraph.graph.nodes import all_storages, returned_values, storages, written_inputs
+from memgraph.graph.nodes import all_storages, is_guard, returned_values, storages, written_inputs
 from memgraph.tensors.pytree import flatten, unflatten
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
