@@ -79,7 +79,6 @@ NAMES: Mapping[str, str] = {
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
     "torch.ops.aten._unique": "its sizes depend on values",
     "torch.ops.aten._unique2": "its sizes depend on values",
-    "torch.ops.aten._pack_padded_sequence": "its sizes depend on values",
     "torch.ops.aten._index_put_impl_": "masks among its indices have sizes that depend on values",
     # Running
     "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
