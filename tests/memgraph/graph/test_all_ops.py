@@ -40,7 +40,9 @@ def test_an_op_is_described_as_its_kernel_makes_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ops().keys() - REFUSED))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in ops().keys() - REFUSED if not name.startswith("jiterator"))
+)  # for GPUs
 def test_every_op_is_described_as_its_kernel_makes_it(name: str) -> None:
     try:
         assert_described(name, count=8)
