@@ -50,6 +50,16 @@ EXPLANATIONS = (
         "make it with nn.TransformerEncoder(..., enable_nested_tensor=False)",
     ),
     Explanation(
+        ("_nested_", "NestedTensor", "nested_tensor", "self.shape_env must not be None"),
+        "a nested tensor has rows of several lengths, and only dense tensors are captured",
+        "pad the rows and mask what follows their ends; nn.TransformerEncoder does with enable_nested_tensor=False",
+    ),
+    Explanation(
+        ("SparseTensorImpl", "SparseCsrTensorImpl", "SparseCooTensor", "compressed tensor"),
+        "forward makes a sparse tensor, and only dense tensors are captured",
+        "use index_add, scatter_reduce or segment_reduce on the indices and values, or do this outside of the module",
+    ),
+    Explanation(
         ("There was no rule registered for HigherOrderOperator",),
         "an op that takes functions (torch.cond, while_loop, flex_attention) can't be planned: which of them run may "
         "depend on a tensor's value",

@@ -4,6 +4,7 @@
     lstm(data, batch_sizes, ...)               ->   the ops of its steps, for these batch sizes
     ctc_loss(x, targets[7], ..., lengths)      ->   lengths.max().item();  ctc_loss(x, targets[3, 3], ...)
     tensor_split(x, indices)                   ->   tensor_split(x, indices.tolist())
+    f"expert_{index}", an integer in a tensor  ->   index.item()
 
 torch reads their memory in C++, and fake tensors have none.
 """
@@ -19,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.packed_ops import PACK, PAD, batch_sizes_of, lengths_of
@@ -36,6 +38,7 @@ def readable_lengths() -> Iterator[None]:
         (torch, "ctc_loss", partial(_ctc_loss, torch.ctc_loss)),
         (torch, "tensor_split", partial(_tensor_split, torch.tensor_split)),
         (Tensor, "tensor_split", partial(_tensor_split, Tensor.tensor_split)),
+        (FakeTensor, "__format__", _formatted),
         *((vf, name, partial(_recurrent, getattr(vf, name))) for name in RECURRENT),
     ]
     with ExitStack() as stack:
@@ -111,3 +114,9 @@ def _as_tensor(lengths: Any) -> Tensor:
 def _tensor_split(plain: Callable[..., Any], x: Tensor, parts: Any = None, dim: int = 0, **kwargs: Any) -> Any:
     parts = kwargs.get("tensor_indices_or_sections", kwargs.get("indices", kwargs.get("sections", parts)))
     return plain(x, parts.tolist() if isinstance(parts, Tensor) else parts, dim)
+
+
+def _formatted(x: Tensor, spec: str) -> str:
+    """Write an integer by its value, as eager does; a number that is only logged is not asked for."""
+    is_name = x.dim() == 0 and not x.is_floating_point() and not x.is_complex()
+    return format(x.item(), spec) if is_name else object.__format__(repr(x), spec)

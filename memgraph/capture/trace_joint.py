@@ -45,7 +45,7 @@ from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
 from .tensor_numbers import TensorNumbers, as_tensor
-from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
+from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
 
@@ -82,6 +82,7 @@ def trace_joint(
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
+        eager_casts(),
         readable_lengths(),
         constant_transformers_checks(mode),
     ):

@@ -3,6 +3,7 @@
     torch.utils.checkpoint in the model      ->   calls its function: memgraph decides what to recompute
     TransformerEncoderLayer, eval, no_grad   ->   one aten._transformer_encoder_layer_fwd, as in eager
     torch.linalg.svdvals(x), no gradient     ->   aten._linalg_svd(x, compute_uv=False), as in eager
+    self.router.to(torch.float32)            ->   nothing, if it is float32, as in eager
 
 A traced checkpoint would draw new dropout masks when it recomputes: wrong gradients without an error. Fused layers and
 decompositions without vectors give other bits; torch avoids them in a trace, which might need their gradients.
@@ -17,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
 
@@ -105,6 +106,27 @@ def eager_value_decompositions() -> Iterator[None]:
         return torch.ops.aten._linalg_eigh(A, UPLO, False)[0]
 
     with mock.patch.object(torch.linalg, "svdvals", singular), mock.patch.object(torch.linalg, "eigvalsh", eigen):
+        yield
+
+
+@contextmanager
+def eager_casts() -> Iterator[None]:
+    """Let `module.to(dtype)` in forward be nothing where all tensors have the type, and refuse it elsewhere."""
+    plain: Callable[..., nn.Module] = nn.Module._apply
+
+    def apply(module: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return plain(module, convert, *args, **kwargs)
+        with torch.no_grad():
+            if all(convert(tensor) is tensor for tensor in tensors):
+                return module
+        raise CaptureError(
+            f"forward casts or moves the parameters of a {type(module).__name__}, which would happen once: do it "
+            "before the module is compiled, or run the plain module once before"
+        )
+
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
 
 

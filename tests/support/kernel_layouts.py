@@ -22,7 +22,7 @@ class _Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(n.target, torch._ops.OpOverload):
-            fakes, reals = _tensors(n.meta["val"]), _tensors(result)
+            fakes, reals = _tensors(n.meta.get("val")), _tensors(result)
             for place, (fake, real) in enumerate(zip(fakes, reals, strict=False)):
                 if real.numel() and fake.dtype != torch.uint8 and layout(fake) != layout(real):
                     self.differences.append(f"{n.target}[{place}]: {layout(fake)} instead of {layout(real)}")

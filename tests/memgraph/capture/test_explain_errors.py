@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memgraph
 
@@ -26,17 +25,6 @@ class Around(nn.Module):
         return self.body[1](self.body[0](args[0]), *args[1:])
 
 
-class Packing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        y: Tensor = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
-        return y
-
-
 def test_a_batch_norm_without_momentum_is_refused_by_its_path_and_option() -> None:
     compiled = memgraph.compile(Around(nn.BatchNorm1d(8, momentum=None)), ROOM)
     with pytest.raises(
@@ -44,12 +32,6 @@ def test_a_batch_norm_without_momentum_is_refused_by_its_path_and_option() -> No
         match=r"test_explain_errors\.py:\d+ in forward, in body\.1 \(BatchNorm1d\): with momentum=None",
     ):
         compiled(torch.ones(3, 8))
-
-
-def test_packed_sequences_are_refused_by_name_and_module() -> None:
-    compiled = memgraph.compile(Around(Packing()), ROOM)
-    with pytest.raises(memgraph.CaptureError, match=r"in body\.1\.rnn \(LSTM\): an op reads .*lengths of packed"):
-        compiled(torch.ones(2, 5, 8), torch.tensor([5, 3]))
 
 
 class Encoded(nn.Module):
@@ -75,6 +57,25 @@ def test_what_torch_cannot_describe_is_refused_with_what_helps(part: nn.Module, 
         with pytest.raises(memgraph.CaptureError, match=rf"in forward, in body\.1(\.encoder)? .*{says}") as caught:
             memgraph.compile(module, ROOM)(torch.ones(3, 8), *args)
     assert caught.value.__cause__ is not None
+
+
+class Ragged(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor([x[:1], x]).to_padded_tensor(0.0)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), x[0, :2], (2, 2)).to_dense()
+
+
+@pytest.mark.parametrize(
+    "part, says",
+    [(Ragged(), r"rows of several lengths.*\n.*mask what follows"), (Sparse(), r"a sparse tensor.*\n.*index_add")],
+)
+def test_tensors_that_are_not_dense_are_refused_in_one_sentence(part: nn.Module, says: str) -> None:
+    with pytest.raises(memgraph.CaptureError, match=says):
+        memgraph.compile(Around(part), ROOM)(torch.ones(3, 8))
 
 
 def test_an_error_of_torch_outside_of_the_model_is_a_capture_error(monkeypatch: pytest.MonkeyPatch) -> None:
