@@ -65,6 +65,12 @@ class OpaqueParts:
         running = module_running((error.__cause__ or error).__traceback__, self.module)
         return running[1] if running is not None else None
 
+    def close(self) -> None:
+        """Free the recorded tensors, and the frames that errors hold."""
+        self._causes.clear()
+        if self.recorder is not None:
+            self.recorder.close()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls of the opaque submodules in a block."""
@@ -77,6 +83,8 @@ class OpaqueParts:
         self.recorder = recorder
 
     def _choose(self, module: nn.Module, cause: CaptureError) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
         self.recorder = None
         inside = set(module.modules())
         self.reasons = {other: reason for other, reason in self.reasons.items() if other not in inside}

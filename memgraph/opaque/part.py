@@ -222,4 +222,4 @@ def refuse_backward(saved: None) -> NoReturn:
     Raises:
         CaptureError: backward asks for what was dropped.
     """
-    raise CaptureError("forward computes gradients itself, of which nothing is saved")
+    raise CaptureError("forward computes gradients itself, and nothing is saved for them here")
