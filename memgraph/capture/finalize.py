@@ -23,7 +23,6 @@ from ..graph.nodes import (
     drop_dead,
     drop_identity_views,
     drop_unread_statistics,
-    is_guard,
     merge_constants,
     returned_values,
     storages,
@@ -63,9 +62,8 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     graph.output_node().meta["kinds"] = tuple(RESULT_KINDS[role.kind] for role in joint.outputs)
     places = [place for place in functional.changed if joint.inputs[place].kind == "buffer"]
     assigned = {writer.placeholders[place] for place in joint.assigned}
-    guards = [node for node in graph.nodes if is_guard(node) or node.target is FORWARD]
     buffers = [writer.placeholders[place] for place in places]
-    reinplace(graph, joint.mode, buffers, assigned, after=guards[-1] if guards else None)
+    reinplace(graph, joint.mode, buffers, assigned, after=writer.agree_on_guards(FORWARD))
     drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)

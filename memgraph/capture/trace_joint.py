@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.utils import stateless
 
 from ..errors import CaptureError
-from ..graph.aten_shims import keep_rnn_workspaces
+from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
@@ -39,6 +39,7 @@ from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
+from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
@@ -79,6 +80,7 @@ def trace_joint(
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
+        readable_lengths(),
         constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before, recorder)
@@ -96,7 +98,7 @@ def _traced(
     step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
-    keep_rnn_workspaces(graph.graph)
+    use_surrogates(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     return step, graph

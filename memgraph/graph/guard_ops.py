@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from .nodes import GUARDS, UNGUARDED, aten, is_guard
-from .ops import is_in_step
+from .ops import agree_with_ranks, is_in_step
 
 Scalars = tuple[float | int | bool, ...]
 
@@ -30,8 +30,10 @@ TOLIST = torch.Tensor.tolist  # a trace puts another in its place
 DYNAMIC: tuple[OpOverload, ...] = (
     aten.nonzero.default,
     aten.masked_select.default,
+    aten._unique.default,
     aten._unique2.default,
     aten.unique_dim.default,
+    aten.unique_dim_consecutive.default,
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
@@ -80,7 +82,9 @@ class ValueGuard:
 def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
     nodes = sorted(filter(is_guard, graph.nodes), key=_number)
-    return tuple(ValueGuard(_number(node), _expected(node), _name(node), node.meta.get("where", "")) for node in nodes)
+    return tuple(
+        ValueGuard(_number(node), _expected(node), _op_name(node), node.meta.get("where", "")) for node in nodes
+    )
 
 
 def _number(node: fx.Node) -> int:
@@ -88,7 +92,7 @@ def _number(node: fx.Node) -> int:
     return int(number)
 
 
-def _name(node: fx.Node) -> str:
+def _op_name(node: fx.Node) -> str:
     target: Any = node.target
     return str(target._opname)
 
@@ -105,7 +109,8 @@ def strides_of(results: Any) -> list[int]:
 
 def values_of(tensor: Tensor) -> Scalars:
     """Return the numbers of a tensor."""
-    return tuple(TOLIST(tensor.detach().reshape(-1)))
+    with torch._C.DisableTorchFunction():  # modes of torch.func would call the one that a trace puts in its place
+        return tuple(TOLIST(tensor.detach().reshape(-1)))
 
 
 def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
@@ -137,6 +142,10 @@ def _equal(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
     _check(guard, values_of(x), expected)
 
 
+def _agree(x: Tensor, *, guard: int) -> None:
+    agree_with_ranks()
+
+
 def _run_sized(
     op: OpOverload, *args: Any, sizes: list[int], strides: list[int], dtypes: list[torch.dtype], guard: int,
     **kwargs: Any,
@@ -154,7 +163,7 @@ def _fake_sized(op: OpOverload, *args: Any, sizes: list[int], **kwargs: Any) -> 
     return results if len(op._schema.returns) > 1 else results[0]
 
 
-def _nothing(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
+def _nothing(*args: object, guard: int) -> None:
     pass
 
 
@@ -172,14 +181,17 @@ def _sized_name(op: OpOverload) -> str:
 
 _library = torch.library.Library(GUARDS, "DEF")
 _library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
-_library.impl("equal", _equal, "CompositeExplicitAutograd")
-torch.library.register_fake("memgraph_guards::equal", _nothing, lib=_library)
+_library.define("agree(Tensor x, *, int guard) -> ()")
+for _name, _run in (("equal", _equal), ("agree", _agree)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_guards::{_name}", _nothing, lib=_library)
 for _op in DYNAMIC:
     _library.define(_sized_schema(_op))
     _library.impl(_sized_name(_op), partial(_run_sized, _op), "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_guards::{_sized_name(_op)}", partial(_fake_sized, _op), lib=_library)
 
 EQUAL: OpOverload = torch.ops.memgraph_guards.equal.default
+AGREE: OpOverload = torch.ops.memgraph_guards.agree.default  # behind the last guard of forward
 SIZED: dict[OpOverload, OpOverload] = {
     op: getattr(torch.ops.memgraph_guards, _sized_name(op)).default for op in DYNAMIC
 }

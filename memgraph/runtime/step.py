@@ -105,7 +105,7 @@ class Step:
         with _window(meter):
             run = self._begin(tensors, meter, others)
             run.floats = floats
-        run.rank_check = self.parts.rank_check.begin()
+        run.rank_check, run.compare_guards = self.parts.rank_check.begin(), self.parts.rank_check.compare_guards
         if run.gather is not None:
             run.check_ranks()
         differentiable = self.parts.halves.backward is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import MemgraphError, RecordingError
+from ..graph.guard_ops import GuardFailed
 from ..graph.ops import Exchange, UpdateRunner, op_context
 from ..graph.partition import Partition
 from ..oss.pending_gathers import ForwardGather
@@ -49,6 +50,7 @@ class StepRun:
     exchange: Exchange | None = None  # averages gradients over ranks during backward
     gather: ForwardGather | None = None  # gathers parameters that other ranks updated
     rank_check: Callable[[], None] | None = None  # waits for all ranks, and compares their steps
+    compare_guards: Callable[[str], None] = staticmethod(lambda failure: None)  # with those of other ranks
     release_watcher: ReleaseWatcher | None = None  # tells the meter when tangents are freed
     borrowed: BorrowedOutputs | None = None  # the outputs; the caller may free them before backward
     caller_inputs: Sequence[int] = ()  # positions of the caller's tensors among the inputs
@@ -107,9 +109,12 @@ class StepRun:
         try:
             with self.wall:
                 values = self._forward(tensors)
-        except BaseException:
+        except BaseException as error:
             if self.gather is not None:
                 self.gather.close()
+            if isinstance(error, GuardFailed):
+                self.compare_guards(str(error))
+                self.check_ranks()
             raise
         # Parameters are saved detached: `.data` may be replaced before backward, which needs the old bytes.  Outputs
         # are saved detached because the caller's tensor leads to the autograd node that holds this run: a reference
@@ -184,6 +189,9 @@ class StepRun:
         self.ended = True
         return results
 
+    def _agree(self) -> None:
+        self.compare_guards("")
+
     def times(self) -> StepTimes | None:
         """Return the times of the ops, if they were measured to the end."""
         if self.clock is None or not self.ended:
@@ -229,7 +237,7 @@ class StepRun:
     def _running(self) -> Iterator[None]:
         """Run a half without autocast and autograd: the graph already contains their ops."""
         with (
-            op_context(self.lease, self.slot_layouts, self.update, self.exchange, self.gather),
+            op_context(self.lease, self.slot_layouts, self.update, self.exchange, self.gather, self._agree),
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),

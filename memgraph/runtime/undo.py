@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
+from ..errors import AgreementError
 from ..graph.guard_ops import GuardFailed
 
 
@@ -26,11 +27,11 @@ def drawn_generators(graph: fx.GraphModule, device: torch.device) -> tuple[torch
 
 @contextmanager
 def restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the generators if a guard fails in the block."""
+    """Restore the generators if a guard fails in the block, on this rank or another."""
     states = [(generator, generator.clone_state()) for generator in generators]  # counts as no tensor memory
     try:
         yield
-    except GuardFailed:
+    except (GuardFailed, AgreementError):
         for generator, state in states:
             generator.set_state(state.get_state())
         raise
