@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..graph.guard_ops import TOLIST
+from ..graph.provenance import PATH
 from ..opaque.recorder import NotOpaqueError, Recorder
 from ..system.frames import module_running
 from .refuse_reseeding import allow_reseeding
@@ -62,7 +63,10 @@ class OpaqueParts:
         if error.attribute:
             paths = [path for path in self._paths.values() if error.attribute.startswith(f"{path}.")]
             return self.module.get_submodule(max(paths, key=len, default=""))
-        running = module_running((error.__cause__ or error).__traceback__, self.module)
+        cause = error.__cause__ or error
+        if (path := getattr(cause, PATH, None)) in self._paths.values():
+            return self.module.get_submodule(str(path))
+        running = module_running(cause.__traceback__, self.module)
         return running[1] if running is not None else None
 
     def close(self) -> None:

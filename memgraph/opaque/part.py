@@ -113,7 +113,7 @@ class OpaquePart:
             before = PythonState.of(self.module, tensors)
             try:
                 results = self._forward(tensors, before)
-            except BaseException:
+            except GuardFailed:
                 before.restore()
                 raise
             note_undo(before.restore)

@@ -91,6 +91,18 @@ class Looping(Asking):
         return x
 
 
+class Recurrent(Asking):
+    """Has a layer that keeps lists of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(super().forward(x)[None])[0]
+        return y[0]
+
+
 class Nested(nn.Module):
     """A part around others, one of which returns a view of its argument and so can't be opaque alone."""
 
@@ -133,6 +145,24 @@ class Structured(Asking):
     def forward(self, x: Tensor, *, mask: Tensor, scale: float) -> dict[str, Any]:  # type: ignore[override]
         y = super().forward(x) * scale
         return {"y": y * mask, "others": [y.sum(1, keepdim=True), 3, x], "unused": y.exp()}
+
+
+class Doubled(torch.autograd.Function):
+    """Computes its gradient with numpy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.from_numpy(gradients[0].numpy() * 2)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return y
 
 
 class Net(nn.Module):
@@ -178,6 +208,8 @@ MODELS: dict[str, Make] = {
     "batch norm": lambda: Net(Normed()),
     "buffers": lambda: Net(Averaging()),
     "frozen": lambda: Net(Frozen()),
+    "numpy in backward": lambda: Net(nn.Sequential(Doubling(), nn.Linear(WIDTH, WIDTH))),
+    "recurrent": lambda: Net(Recurrent()),
     "loop": lambda: Net(Looping()),
     "nested": lambda: Net(Nested()),
     "strides": lambda: Net(Transposed()),
