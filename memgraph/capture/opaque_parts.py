@@ -33,6 +33,8 @@ class OpaqueParts:
         self.reasons: dict[nn.Module, tuple[str, str]] = {}
         self._paths = {child: path for path, child in module.named_modules()}
         self._causes: dict[nn.Module, CaptureError] = {}
+        self._alike = set[nn.Module]()  # opaque because another one of their class is
+        self._traced = set[nn.Module]()  # of these, those that can't be opaque
         for name in () if isinstance(wanted, bool) else wanted:
             # The module may be inside of one that adds the loss.
             path = next(path for path in self._paths.values() if path == name or path.endswith(f".{name}"))
@@ -45,6 +47,9 @@ class OpaqueParts:
         """
         if self.wanted is False:
             raise error
+        if isinstance(error, NotOpaqueError) and error.module in self._alike:
+            self._forget(error.module)
+            return
         if isinstance(error, NotOpaqueError):
             cause = self._causes[error.module]
             around = self._around(error.module)
@@ -52,11 +57,13 @@ class OpaqueParts:
                 cause.add_note(str(error))
                 raise cause from None
             self._choose(around, cause)
+            self._choose_alike(around)
             return
         module = self._source(error)
         if module is None or module is self.module or module in self._causes:
             raise error
         self._choose(module, error)
+        self._choose_alike(module)
 
     def _source(self, error: CaptureError) -> nn.Module | None:
         """Return the submodule that an error comes from, or that has the attribute which it is about."""
@@ -86,6 +93,23 @@ class OpaqueParts:
             yield
         self.recorder = recorder
 
+    def _choose_alike(self, module: nn.Module) -> None:
+        """Make submodules of the same class opaque as well: each trace finds only one, and layers are many."""
+        if type(module).__module__.startswith("torch."):
+            return
+        for other, path in self._paths.items():
+            near = any(other in chosen.modules() or chosen in other.modules() for chosen in self.reasons)
+            if type(other) is type(module) and not near and other not in self._traced:
+                self._alike.add(other)
+                self.reasons[other] = path, self.reasons[module][1]
+
+    def _forget(self, module: nn.Module) -> None:
+        """Trace a submodule that was opaque because of its class."""
+        self._alike.remove(module)
+        self._traced.add(module)
+        del self.reasons[module]
+        self.recorder = None
+
     def _choose(self, module: nn.Module, cause: CaptureError) -> None:
         if self.recorder is not None:
             self.recorder.close()
@@ -93,6 +117,7 @@ class OpaqueParts:
         inside = set(module.modules())
         self.reasons = {other: reason for other, reason in self.reasons.items() if other not in inside}
         self._causes[module] = cause
+        self._alike.discard(module)
         self.reasons[module] = self._paths[module], str(cause).partition("\n")[0]
 
     def _around(self, module: nn.Module) -> nn.Module | None:

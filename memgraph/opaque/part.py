@@ -9,7 +9,6 @@ Parameters and buffers of the submodule are inputs, so that they can be offloade
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, empty, note_undo
 from ..graph.result_layout import Layout, layout
+from ..system.locks import capturing
 from .eager_state import Modes, PythonState, eager_modes
 from .inputs import Inputs, as_leaves
 from .observed_ops import ObservedOps, TooManyBytesError, WriteError
@@ -33,7 +33,6 @@ from .run import run
 NOT_MEASURED = MeasuredCost(0.0, 0)
 HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
 _headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-_running = threading.RLock()  # a submodule's parameters are replaced while it runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +108,7 @@ class OpaquePart:
         return self.backwards[tangents_key(tangents)].layouts
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        with _running:
+        with capturing(self.module):  # its parameters are replaced while it runs
             before = PythonState.of(self.module, tensors)
             try:
                 results = self._forward(tensors, before)
@@ -156,7 +155,7 @@ class OpaquePart:
     ) -> dict[int, Tensor]:
         """Run forward again, and return the gradients by position of the input."""
         state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
-        with _running, state.before.in_place(self.module, tensors), eager_modes(self.modes):
+        with capturing(self.module), state.before.in_place(self.module, tensors), eager_modes(self.modes):
             return self._differentiated(tensors, tangents, state.sums)
 
     def _differentiated(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from memgraph.capture import capture
 
 ROOM = "1GB"
 WIDTH = 16
@@ -334,6 +335,29 @@ def test_parts_can_be_chosen_by_path() -> None:
     assert [row.path for row in compiled.plan.opaque] == ["part"]
     with pytest.raises(ValueError, match="opaque has 'parts', which is no submodule"):
         memgraph.compile(plain, ROOM, opaque=["parts"])
+
+
+def test_layers_of_one_class_are_opaque_after_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[int] = []
+    trace = capture.trace_joint
+    monkeypatch.setattr(capture, "trace_joint", lambda *given: (traces.append(1), trace(*given))[1])
+    compiled = memgraph.compile(Net(nn.Sequential(*(Dropping() for _ in range(4)))), ROOM)
+    compiled(batch(0)).backward()
+    assert [row.path for row in compiled.plan.opaque] == [f"part.{i}" for i in range(4)]
+    assert len(traces) == 2
+
+
+def test_a_layer_of_the_same_class_that_cannot_be_opaque_is_traced() -> None:
+    class Choosing(nn.Module):
+        def __init__(self, asks: bool) -> None:
+            super().__init__()
+            self.asks = asks
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + asked(x)) if self.asks else x.view(-1).view(x.shape)
+
+    compiled, _, _ = beside_eager(lambda: Net(nn.Sequential(Choosing(True), Choosing(False))))
+    assert [row.path for row in compiled.plan.opaque] == ["part.0"]
 
 
 def test_without_opaque_parts_the_model_is_refused_with_its_line() -> None:
