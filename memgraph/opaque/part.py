@@ -9,6 +9,7 @@ Parameters and buffers of the submodule are inputs, so that they can be offloade
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from ..errors import CaptureError, OpaqueError
 from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..graph.opaque_ops import FORWARD, MeasuredCost, empty, note_undo
 from ..graph.result_layout import Layout, layout
-from ..system.locks import capturing
 from .eager_state import Modes, PythonState, eager_modes
 from .inputs import Inputs, as_leaves
 from .observed_ops import ObservedOps, TooManyBytesError, WriteError
@@ -31,6 +31,7 @@ from .results import Results
 from .run import run
 
 NOT_MEASURED = MeasuredCost(0.0, 0)
+_running = threading.RLock()  # a submodule's parameters are replaced while it runs
 HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
 _headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 
@@ -108,7 +109,7 @@ class OpaquePart:
         return self.backwards[tangents_key(tangents)].layouts
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        with capturing(self.module):  # its parameters are replaced while it runs
+        with _running:
             before = PythonState.of(self.module, tensors)
             try:
                 results = self._forward(tensors, before)
@@ -155,7 +156,7 @@ class OpaquePart:
     ) -> dict[int, Tensor]:
         """Run forward again, and return the gradients by position of the input."""
         state: _Run = ticket.memgraph_run  # type: ignore[attr-defined]
-        with capturing(self.module), state.before.in_place(self.module, tensors), eager_modes(self.modes):
+        with _running, state.before.in_place(self.module, tensors), eager_modes(self.modes):
             return self._differentiated(tensors, tangents, state.sums)
 
     def _differentiated(
