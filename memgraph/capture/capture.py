@@ -8,9 +8,11 @@ not a tensor is a constant of the graph: a caller that reuses the graph must com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from ..graph.opaque_ops import with_parts
 from ..opaque.recorder import Recorder
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
+from ..tensors.traced_number import TracedFloat, TracedInt
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode
 from .explain_errors import explain_error
@@ -38,7 +41,8 @@ from .opaque_parts import OpaqueParts
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
-from .value_modes import ValuesNeeded
+from .type_checks import TypeChecks
+from .value_modes import ValuesNeeded, is_number
 from .value_run import Measure, ValueRun, run_for_values
 
 __all__ = [
@@ -53,6 +57,9 @@ __all__ = [
     "select_losses",
     "select_scalars",
 ]
+
+
+LOG = logging.getLogger(__name__)
 
 
 def _unmeasured(run: Callable[[], object]) -> int:
@@ -105,6 +112,7 @@ class _Tracer:
     measure: Measure
     parts: OpaqueParts
     values: ValueRun | None = None
+    needed: str = ""  # why numbers that forward reads from tensors can't vary
 
     def sure(self, wanted: OutputSelector) -> Captured:
         """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
@@ -128,24 +136,42 @@ class _Tracer:
                 self.parts.add(error)
 
     def _traced(self, wanted: OutputSelector) -> Captured:
-        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
-        return _captured(*given, self.values, self.parts.recorder)
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats, self.parts.recorder
+        traced = partial(_captured, *given)
+        return self._with_values(traced) if self.values is not None else traced(None)
 
     def _run(self) -> None:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             call = Call.of(self.module, self.args, self.kwargs)
             self.values = run_for_values(call, self.measure, self.parts.recording)
 
+    def _with_values(self, traced: Callable[..., Captured]) -> Captured:
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        assert self.values is not None
+        if not self.needed and any(is_number(answer) for answer in self.values.answers):
+            checks = TypeChecks((TracedFloat, TracedInt))
+            try:
+                with checks.watching():
+                    captured = traced(self.values, True)
+                self.needed = checks.found
+            except Exception as error:  # the trace with numbers will say what is wrong with the call
+                self.needed = f"{error.__cause__ or error}"
+            if not self.needed:
+                return captured
+            LOG.info("numbers that forward reads from tensors are guarded: %s", self.needed)
+        return traced(self.values)
+
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
+    floats: FloatInputs | None, recorder: Recorder | None, values: ValueRun | None, has_numbers: bool = False,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
+    answers = values.answers if values is not None else None
+    mode = ConstantFakeMode(floats is not None, answers, has_numbers)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted, recorder)

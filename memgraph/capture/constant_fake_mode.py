@@ -28,7 +28,7 @@ from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..graph.op_descriptions import describe
-from ..tensors.traced_float import ValueNeededError
+from ..tensors.traced_number import ValueNeededError
 from .float_inputs import with_values
 from .value_modes import Answer
 
@@ -75,10 +75,15 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self, has_floats: bool = False, answers: Sequence[Answer] | None = None) -> None:
-        """With `has_floats`, ops may read traced floats. `answers` are the values that Python asks for."""
+    def __init__(
+        self, has_floats: bool = False, answers: Sequence[Answer] | None = None, has_numbers: bool = False
+    ) -> None:
+        """`answers` are the values that Python asks for.
+
+        Stand-ins may be arguments of ops: with `has_floats` for floats, with `has_numbers` for numbers of tensors.
+        """
         super().__init__(allow_non_fake_inputs=True)
-        self.has_floats, self.answers = has_floats, answers
+        self.has_floats, self.answers, self.has_numbers = has_floats, answers, has_numbers
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -92,7 +97,7 @@ class ConstantFakeMode(FakeTensorMode):
         if func is aten._local_scalar_dense.default and (value := self.value(args[0])) is not None:
             return value.item()
         kwargs = kwargs or {}
-        if self.has_floats:
+        if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)
 
         def run() -> Any:

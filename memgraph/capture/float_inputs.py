@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 from ..graph.nodes import aten
 from ..guards.signature import ARGUMENTS
-from ..tensors.traced_float import (
+from ..tensors.expressions import Variable
+from ..tensors.traced_number import (
     FloatArgument,
-    FloatNode,
     FloatPlace,
     FloatTrace,
+    NumberNode,
     TracedFloat,
     ValueNeededError,
     stand_in,
@@ -73,7 +73,7 @@ class FloatInputs:
                 container[key] = value
 
     def _stand_in(self, place: FloatPlace) -> TracedFloat:
-        return stand_in(FloatNode(itemgetter(place), self.values[place], self.trace))
+        return stand_in(NumberNode(Variable(place), self.values[place], self.trace))
 
 
 def with_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,16 +83,21 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
         ValueNeededError: the shape or type of the op's result may depend on the value.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if not any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
+    if not any(isinstance(leaf, torch.SymFloat | torch.SymInt) for leaf in leaves):
         return args, kwargs
-    tags = getattr(func, "tags", ())
-    if not isinstance(func, OpOverload) or not (torch.Tag.pointwise in tags or func in SAME_SHAPE):
+    if not takes_any_value(func):
         raise ValueNeededError(f"the result of {func} may depend on it")
-    if torch.Tag.nondeterministic_seeded in tags:
-        raise ValueNeededError(f"{func} draws random numbers")
     return pytree.tree_unflatten(
-        [float(leaf.node.constant) if isinstance(leaf, torch.SymFloat) else leaf for leaf in leaves], spec
+        [leaf.node.value if isinstance(leaf, torch.SymFloat | torch.SymInt) else leaf for leaf in leaves], spec
     )
+
+
+def takes_any_value(func: Any) -> bool:
+    """Return True if the shape and type of an op's result are the same for all values of a number that it takes."""
+    tags = getattr(func, "tags", ())
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return torch.Tag.pointwise in tags or func in SAME_SHAPE or func.namespace == "memgraph_guards"
 
 
 def with_stand_ins(arguments: Any) -> Any:

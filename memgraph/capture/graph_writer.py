@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from ..errors import CaptureError
 from ..graph.guard_ops import AGREE
 from ..graph.nodes import UNGUARDED, all_storages, aten, fake_result, is_guard, storages
+from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 
 
@@ -54,7 +55,9 @@ class GraphWriter:
         )
         if last is None:
             return None
-        return self._add(last, last.next, "forward", AGREE, last.all_input_nodes[0], guard=UNGUARDED)
+        read = last.all_input_nodes[0]
+        tensor = read.args[0] if is_number(read) else read
+        return self._add(last, last.next, "forward", AGREE, tensor, guard=UNGUARDED)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
         """Return the node, or a copy if it is a view of an input or of a constant."""

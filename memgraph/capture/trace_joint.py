@@ -35,6 +35,7 @@ from ..opaque.recorder import Recorder
 from ..opaque.traced_parts import TracedParts, find_sums
 from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
+from ..tensors.traced_number import ValueNeededError, is_traced
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
@@ -43,6 +44,7 @@ from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
+from .tensor_numbers import TensorNumbers, as_tensor
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
@@ -101,6 +103,8 @@ def _traced(
     use_surrogates(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
+    if step.numbers.has_escaped():
+        raise ValueNeededError("forward stores a number that it reads from a tensor")
     return step, graph
 
 
@@ -127,6 +131,7 @@ class _TracedStep:
         self.sources: dict[Output, frozenset[int]] = {}
         self.has_custom_functions = False
         self.rewritten: dict[int, int] = {}
+        self.numbers = TensorNumbers()
         self.grad_edges = InputGradEdges()
         self.parts: TracedParts | None = None
         self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
@@ -146,7 +151,9 @@ class _TracedStep:
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
-        with answering(ReplayValues(self.mode.answers, self.mode.value)) as answers:
+        self.numbers.tracer = tracer
+        numbers = self.numbers if self.mode.has_numbers else None
+        with answering(ReplayValues(self.mode.answers, self.mode.value, numbers)) as answers:
             outputs = self._read(self._forward(values), values)
             answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
@@ -199,7 +206,11 @@ class _TracedStep:
         outputs: dict[int, Tensor] = {}
         refs: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
+            if is_traced(leaf) and leaf.node.trace is self.numbers:
+                tensor = as_tensor(leaf)
+                outputs[id(tensor)] = tensor
+                refs.append(Ref("output", len(outputs) - 1, is_number=True))
+            elif not isinstance(leaf, Tensor):
                 refs.append(leaf)
             elif (ref := self._input_ref(leaf, passed, differentiable)) is not None:
                 refs.append(ref)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
-from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
+from ..tensors.traced_number import FloatValues, NumberNode, SpecialValue
 from .guard_ops import ValueGuard
 from .opaque_ops import Part
 
@@ -56,7 +56,7 @@ class Captured:
     gathers: frozenset[int] = frozenset()
     has_custom_functions: bool = False
     rewritten: Mapping[int, int] = field(default_factory=dict)
-    floats: tuple[FloatNode, ...] = ()
+    floats: tuple[NumberNode, ...] = ()
     float_values: FloatValues = field(default_factory=dict)
     special_values: tuple[SpecialValue, ...] = ()
     guards: tuple[ValueGuard, ...] = ()
@@ -66,7 +66,7 @@ class Captured:
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""
         tensors = {"output": outputs, "input": inputs}
-        returned: dict[Ref, Tensor] = {}  # a tensor that is returned twice is one object
+        returned: dict[Ref, Any] = {}  # a tensor that is returned twice is one object
         for leaf in self.leaves:
             if isinstance(leaf, Ref) and leaf not in returned:
                 returned[leaf] = leaf.of(tensors[leaf.kind][leaf.index])
@@ -98,13 +98,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor in the module's result: an output of the graph, or an input, possibly viewed."""
+    """A tensor in the module's result: an output of the graph, or an input, possibly viewed; or the number in it."""
 
     kind: Literal["output", "input"]
     index: int
     view: View | None = None
+    is_number: bool = False
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Any:
+        if self.is_number:
+            return tensor.item()
         return tensor if self.view is None else self.view.on(tensor)
 
 

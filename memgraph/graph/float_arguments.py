@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..tensors.traced_float import FloatArgument, FloatNode, ValueNeededError
+from ..tensors.traced_number import FloatArgument, NumberNode, ValueNeededError
 from .nodes import is_random
 
 
@@ -17,13 +17,13 @@ def float_arguments(node: fx.Node) -> list[FloatArgument]:
     return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, FloatArgument)]
 
 
-def float_inputs(graph: fx.Graph) -> tuple[FloatNode, ...]:
+def float_inputs(graph: fx.Graph) -> tuple[NumberNode, ...]:
     """Return the different floats that a graph's ops read, in order of first use.
 
     Raises:
         ValueNeededError: an op that draws random numbers reads one.
     """
-    inputs: dict[FloatNode, None] = {}
+    inputs: dict[NumberNode, None] = {}
     for node in graph.nodes:
         for argument in float_arguments(node):
             inputs[argument.node] = None

@@ -9,6 +9,7 @@ in a step only: where an op is priced, its inputs are generated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,20 +61,24 @@ class ValueGuard:
     """An assumption that a graph rests on.
 
     Attributes:
-        expected: values of a tensor, or the sizes of the results of `op`.
+        expected: values of a tensor, the sizes of the results of `op`, or the truth of `predicate`.
         where: submodule and source line.
+        predicate: a comparison of numbers `v0`, `v1`, ... that are read from tensors.
     """
 
     number: int
     expected: Scalars
     op: str
     where: str
+    predicate: str = ""
 
     @property
     def assumption(self) -> str:
         """The assumption in words."""
         if self.op == "opaque":
             return "it runs as it is, and returns results of the same structure, shapes and strides"
+        if self.predicate:
+            return f"{self.predicate} is {self.expected[0]}"
         if self.op != "equal":
             return f"{self.op} has results of sizes {_shapes(self.expected)}"
         return f"the value is {self.expected[0] if len(self.expected) == 1 else list(self.expected)}"
@@ -83,7 +88,8 @@ def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
     nodes = sorted(filter(is_guard, graph.nodes), key=_number)
     return tuple(
-        ValueGuard(_number(node), _expected(node), _op_name(node), node.meta.get("where", "")) for node in nodes
+        ValueGuard(_number(node), _expected(node), _op_name(node), node.meta.get("where", ""), _predicate(node))
+        for node in nodes
     )
 
 
@@ -114,9 +120,15 @@ def values_of(tensor: Tensor) -> Scalars:
 
 
 def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Return True if these are the same numbers; NaN equals NaN."""
+    """Return True if these are the same numbers; NaN equals NaN, and 0.0 differs from -0.0."""
     pairs = zip(actual, expected, strict=False)
-    return len(actual) == len(expected) and all(bool(a == b or (a != a and b != b)) for a, b in pairs)
+    return len(actual) == len(expected) and all(_is_same(a, b) for a, b in pairs)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and one == other == 0.0:
+        return math.copysign(1.0, one) == math.copysign(1.0, other)
+    return bool(one == other or (one != one and other != other))
 
 
 def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -129,8 +141,14 @@ def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def _expected(node: fx.Node) -> Scalars:
+    if _predicate(node):
+        return (bool(node.args[2]),)
     expected: Any = node.args[1] if node.target is EQUAL else node.kwargs["sizes"]
     return tuple(expected)
+
+
+def _predicate(node: fx.Node) -> str:
+    return str(node.args[1]) if _op_name(node) == "holds" else ""
 
 
 def _check(guard: int, actual: Sequence[Any], expected: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from ..tensors.pytree import Spec, flatten
-from ..tensors.traced_float import TracedFloat, ValueNeededError
+from ..tensors.traced_number import TracedFloat, ValueNeededError
 
 
 class Place(NamedTuple):

@@ -38,7 +38,9 @@ class ValueVariants:
         """Return the key of a step that was not tried and agrees with what a guard has found, or of a new one."""
         rejected = list(map(_answers, tried))
         for answers in self._known.get(_kind(call), ()):
-            if answers not in rejected and same_values(answers[failure.guard], failure.actual):
+            if answers in rejected or failure.guard >= len(answers):  # a branch may ask fewer questions
+                continue
+            if same_values(answers[failure.guard], failure.actual):
                 return with_answers(call, answers)
         return with_answers(call, NEW)
 

@@ -62,7 +62,7 @@ class StepRun:
         self.halves, self.recording = halves, recording
         self.lease = tier.lease() if tier is not None and recording is None else None
         self.slot_layouts: dict[int, Tensor] = {}  # meta tensors: the layout of what each slot holds
-        self.saved: list[Tensor] | None = None
+        self.saved: list[Any] | None = None
         self.saved_versions: list[tuple[Tensor, int]] = []
         self.unplanned = ""  # why it takes more than forecast, if it does
         self.absent_nbytes = 0  # forecast to exist before the run, but does not
@@ -134,7 +134,8 @@ class StepRun:
 
     def saved_tensors(self) -> list[Tensor]:
         """Return every tensor that this run holds for backward."""
-        return [*(self.saved or ()), *(tensor for tensor, _ in self.saved_versions)]
+        saved = [value for value in self.saved or () if isinstance(value, Tensor)]  # numbers are saved too
+        return [*saved, *(tensor for tensor, _ in self.saved_versions)]
 
     def caller_tensors(self) -> list[Tensor]:
         """Return the caller's inputs and outputs that still exist."""
@@ -178,7 +179,7 @@ class StepRun:
         if self.meter is not None:
             self.release_watcher = ReleaseWatcher(self._unchanged(tangents), self.meter.freed)
         tangents.clear()
-        saved += [*self.floats, *as_captured, *gradients]  # type: ignore[list-item]
+        saved += [*self.floats, *as_captured, *gradients]
         with self.wall:
             if self.recording is not None:
                 results = self.recording.backward(as_captured)
