@@ -94,11 +94,10 @@ def capture(
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
     tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque))
-    captured = tracer.captured(wanted)
-    is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
-    if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
-        return captured
-    return tracer.captured(select_all)
+    try:
+        return tracer.sure(wanted)
+    finally:
+        tracer.parts.close()
 
 
 @dataclass
@@ -114,6 +113,14 @@ class _Tracer:
     parts: OpaqueParts
     values: ValueRun | None = None
     needed: str = ""  # why numbers that forward reads from tensors can't vary
+
+    def sure(self, wanted: OutputSelector) -> Captured:
+        """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
+        captured = self.captured(wanted)
+        is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
+        if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
+            return captured
+        return self.captured(select_all)
 
     def captured(self, wanted: OutputSelector) -> Captured:
         while True:

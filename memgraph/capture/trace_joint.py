@@ -256,7 +256,8 @@ class _TracedStep:
             find_sums([outputs[i] for i in roots])
         with without_autocast(values):
             starts = [outputs[i] for i in roots]
-            gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
+            with self.provenance.naming_errors():
+                gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)
         grads = {self.inputs[i]: g for i, g in zip(needed, gradients, strict=True) if g is not None}
         self.sources = _sources(
             outputs, roots, dict(zip(map(_gradient_of, (self.inputs[i] for i in needed)), leaves, strict=True))

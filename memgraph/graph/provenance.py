@@ -28,6 +28,7 @@ from ..system.frames import is_users_code
 
 # `custom` is a field of a node's meta that a second trace copies.
 PROVENANCE = "custom"
+PATH = "memgraph_path"  # attribute of an exception
 CALLER = os.path.join("capture", "call.py")  # calls the module
 _part: ContextVar[int] = ContextVar("part", default=0)
 
@@ -87,6 +88,15 @@ class ProvenanceTracer:
         for node in nodes:
             number = node._sequence_nr()
             node.register_prehook(lambda _, number=number: self._set_place(number))
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Give an exception of backward the path of the submodule whose op was differentiated."""
+        try:
+            yield
+        except Exception as error:
+            error.__dict__[PATH] = self.place.partition(" ")[0]
+            raise
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self.thread:

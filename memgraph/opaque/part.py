@@ -31,9 +31,9 @@ from .results import Results
 from .run import run
 
 NOT_MEASURED = MeasuredCost(0.0, 0)
+_running = threading.RLock()  # a submodule's parameters are replaced while it runs
 HEADROOM = 1.25  # of the bytes of a part that has once taken more than before
 _headroom: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-_running = threading.RLock()  # a submodule's parameters are replaced while it runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class OpaquePart:
             before = PythonState.of(self.module, tensors)
             try:
                 results = self._forward(tensors, before)
-            except BaseException:
+            except GuardFailed:
                 before.restore()
                 raise
             note_undo(before.restore)
@@ -222,4 +222,4 @@ def refuse_backward(saved: None) -> NoReturn:
     Raises:
         CaptureError: backward asks for what was dropped.
     """
-    raise CaptureError("forward computes gradients itself, of which nothing is saved")
+    raise CaptureError("forward computes gradients itself, and nothing is saved for them here")

@@ -52,7 +52,7 @@ class NotOpaqueError(CaptureError):
         self.module, self.reason = module, str(reason)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Recorded:
     """A part, the number by which ops find it, and what its forward read when it was recorded, with its ticket."""
 
@@ -73,6 +73,11 @@ class Recorder:
     def __init__(self, reasons: Mapping[nn.Module, tuple[str, str]], as_in_eager: Around = nullcontext) -> None:
         self.reasons, self.as_in_eager = reasons, as_in_eager
         self.calls: list[Recorded] = []
+
+    def close(self) -> None:
+        """Free what calls have read: the graph of the trace may live on."""
+        for recorded in self.calls:
+            recorded.tensors, recorded.ticket = (), torch.empty(0)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from ..graph.result_layout import Layout, layout
 from ..tensors.pytree import Spec, flatten, unflatten
-from .inputs import Place
+from .inputs import Place, described
 from .reach import gradient_counts, reached_leaves
 
 
@@ -35,9 +36,11 @@ class Results:
 
     @property
     def form(self) -> int:
-        """A number that is equal for results that differ in numbers only."""
-        leaves = tuple((type(leaf), leaf if isinstance(leaf, Place) else repr(leaf)) for leaf in self.leaves)
-        return hash((leaves, self.spec, self.layouts, self.reached))
+        """A number that is equal for results that differ in numbers only, in all processes."""
+        objects = [shell.blob for shell in self.spec.shells if shell is not None]
+        reached = [sorted(places) for places in self.reached]
+        text = repr((described(self.leaves), str(self.spec.tree), objects, self.layouts, reached))
+        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
 
     def filled(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the structure with these tensors."""

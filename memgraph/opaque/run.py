@@ -5,8 +5,8 @@ run(layer, inputs, [w, b, x])   ->   layer(x), with w and b in the place of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.utils import stateless
 
 from ..errors import CaptureError
 from ..graph.result_layout import layout
+from ..guards.attribute_snapshot import RNN_CACHES
 from ..tensors.pytree import flatten, unflatten
 from .inputs import Inputs, Place, described
 from .results import Results, results_of
@@ -37,7 +38,7 @@ def run(
     """
     own = {name: leaves[place] for name, place in inputs.names.items()}
     args, kwargs = unflatten([leaves[x.position] if isinstance(x, Place) else x for x in inputs.leaves], inputs.spec)
-    with stateless._reparametrize_module(module, own):
+    with _own_weight_lists(module), stateless._reparametrize_module(module, own):
         with observed or nullcontext():
             result = module(*args, **kwargs)
         _refuse_changed_arguments((args, kwargs), inputs, leaves)
@@ -54,6 +55,18 @@ def _refuse_changed_arguments(arguments: Any, inputs: Inputs, leaves: Sequence[T
     found = [places.get(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in now]
     if spec != inputs.spec or described(found) != described(inputs.leaves):
         raise CaptureError("forward changes one of its arguments: a list, a dict, or a cache")
+
+
+@contextmanager
+def _own_weight_lists(module: nn.Module) -> Iterator[None]:
+    """Restore the lists of weights that recurrent layers keep, which would keep the tensors of a call."""
+    layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    lists = [{name: vars(layer)[name] for name in RNN_CACHES & vars(layer).keys()} for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, before in zip(layers, lists, strict=True):
+            vars(layer).update(before)
 
 
 def _attribute(module: nn.Module, name: str) -> object:

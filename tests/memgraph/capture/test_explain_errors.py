@@ -55,7 +55,7 @@ def test_what_torch_cannot_describe_is_refused_with_what_helps(part: nn.Module, 
     with torch.no_grad():
         module(torch.ones(3, 8), *args)
         with pytest.raises(memgraph.CaptureError, match=rf"in forward, in body\.1(\.encoder)? .*{says}") as caught:
-            memgraph.compile(module, ROOM)(torch.ones(3, 8), *args)
+            memgraph.compile(module, ROOM, opaque=False)(torch.ones(3, 8), *args)
     assert caught.value.__cause__ is not None
 
 
@@ -137,7 +137,7 @@ def test_numpy_in_a_function_of_autograd_is_refused_with_its_line_and_what_helps
     module(torch.ones(3, 8)).sum().backward()
     line = r"test_explain_errors\.py:\d+ in " + ("backward" if backward else r"forward, in body\.1 \(ByNumpy\)")
     with pytest.raises(memgraph.CaptureError, match=line + ": a tensor becomes a numpy array.*\n.*custom_op"):
-        memgraph.compile(module, ROOM)(torch.ones(3, 8))
+        memgraph.compile(module, ROOM, opaque=False)(torch.ones(3, 8))
 
 
 @torch.library.custom_op("memgraph_tests::tripled", mutates_args=())
@@ -157,7 +157,7 @@ def test_an_op_without_a_fake_is_refused_with_what_helps_and_that_does() -> None
     module = Around(Tripled())
     layer: Any = module.body[0]
     with pytest.raises(memgraph.CaptureError, match=r"in body\.1 \(Tripled\): .*without data.*\n.*register_fake"):
-        memgraph.compile(module, ROOM)(torch.ones(3, 8))
+        memgraph.compile(module, ROOM, opaque=False)(torch.ones(3, 8))
     tripled.register_fake(torch.empty_like)
     found = []
     for model in (module, memgraph.compile(module, ROOM)):

@@ -120,5 +120,49 @@ def test_backward_refuses_a_part_that_gives_other_numbers() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs(compiled, theirs))
 
 
+def test_an_error_of_a_part_in_mid_training_is_its_own_and_the_next_step_is_right() -> None:
+    class Checking(Asking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if not np.isfinite(x.detach().numpy()).all():
+                raise ValueError("not finite")
+            return super().forward(x) * self.calls
+
+    torch.manual_seed(0)
+    plain: Any = Net(Checking())
+    theirs: Any = copy.deepcopy(plain)
+    compiled = memgraph.compile(plain, ROOM)
+    for step in range(3):
+        for model in (compiled, theirs):
+            torch.manual_seed(step)
+            x = batch(step)
+            if step == 1:
+                with pytest.raises(ValueError, match=r"^not finite$"):
+                    model(x * float("nan"))
+            model(x).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs(plain, theirs))
+    assert plain.part.calls == theirs.part.calls == 4
+
+
+@pytest.mark.parametrize("fuse_update", [False, True])
+def test_an_optimizer_updates_the_parameters_of_a_part(fuse_update: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net(Asking())
+    theirs: Any = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (plain, theirs)]
+    compiled = memgraph.compile(plain, ROOM, optimizer=optimizers[0], fuse_update=fuse_update)
+    for step in range(3):
+        for model, optimizer in zip((compiled, theirs), optimizers, strict=True):
+            torch.manual_seed(step)
+            model(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in pairs(plain, theirs))
+
+
 def pairs(one: Any, other: Any) -> zip[tuple[Any, Any]]:
     return zip(one.parameters(), other.parameters(), strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memgraph
+from memgraph.capture import capture
 
 ROOM = "1GB"
 WIDTH = 16
@@ -91,6 +92,18 @@ class Looping(Asking):
         return x
 
 
+class Recurrent(Asking):
+    """Has a layer that keeps lists of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(super().forward(x)[None])[0]
+        return y[0]
+
+
 class Nested(nn.Module):
     """A part around others, one of which returns a view of its argument and so can't be opaque alone."""
 
@@ -133,6 +146,24 @@ class Structured(Asking):
     def forward(self, x: Tensor, *, mask: Tensor, scale: float) -> dict[str, Any]:  # type: ignore[override]
         y = super().forward(x) * scale
         return {"y": y * mask, "others": [y.sum(1, keepdim=True), 3, x], "unused": y.exp()}
+
+
+class Doubled(torch.autograd.Function):
+    """Computes its gradient with numpy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.from_numpy(gradients[0].numpy() * 2)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return y
 
 
 class Net(nn.Module):
@@ -178,6 +209,8 @@ MODELS: dict[str, Make] = {
     "batch norm": lambda: Net(Normed()),
     "buffers": lambda: Net(Averaging()),
     "frozen": lambda: Net(Frozen()),
+    "numpy in backward": lambda: Net(nn.Sequential(Doubling(), nn.Linear(WIDTH, WIDTH))),
+    "recurrent": lambda: Net(Recurrent()),
     "loop": lambda: Net(Looping()),
     "nested": lambda: Net(Nested()),
     "strides": lambda: Net(Transposed()),
@@ -302,6 +335,29 @@ def test_parts_can_be_chosen_by_path() -> None:
     assert [row.path for row in compiled.plan.opaque] == ["part"]
     with pytest.raises(ValueError, match="opaque has 'parts', which is no submodule"):
         memgraph.compile(plain, ROOM, opaque=["parts"])
+
+
+def test_layers_of_one_class_are_opaque_after_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[int] = []
+    trace = capture.trace_joint
+    monkeypatch.setattr(capture, "trace_joint", lambda *given: (traces.append(1), trace(*given))[1])
+    compiled = memgraph.compile(Net(nn.Sequential(*(Dropping() for _ in range(4)))), ROOM)
+    compiled(batch(0)).backward()
+    assert [row.path for row in compiled.plan.opaque] == [f"part.{i}" for i in range(4)]
+    assert len(traces) == 2
+
+
+def test_a_layer_of_the_same_class_that_cannot_be_opaque_is_traced() -> None:
+    class Choosing(nn.Module):
+        def __init__(self, asks: bool) -> None:
+            super().__init__()
+            self.asks = asks
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + asked(x)) if self.asks else x.view(-1).view(x.shape)
+
+    compiled, _, _ = beside_eager(lambda: Net(nn.Sequential(Choosing(True), Choosing(False))))
+    assert [row.path for row in compiled.plan.opaque] == ["part.0"]
 
 
 def test_without_opaque_parts_the_model_is_refused_with_its_line() -> None:
