@@ -25,6 +25,8 @@ from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
+from ..graph.opaque_ops import with_parts
+from ..opaque.recorder import Recorder
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from ..tensors.traced_number import TracedFloat, TracedInt
@@ -35,6 +37,7 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
+from .opaque_parts import OpaqueParts
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -73,11 +76,14 @@ def capture(
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
     measure: Measure = _unmeasured,
+    opaque: bool | Sequence[str] = False,
 ) -> Captured:
     """Capture the step of `module(*args, **kwargs)`; nothing is changed.
 
     No real tensor is read, unless Python asks for the value of one. Then forward runs once, inside `measure`, and the
     graph has guards.
+
+    `opaque` submodules run as they are: those at these paths, and unless it is False, those that can't be traced.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
@@ -87,7 +93,7 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    tracer = _Tracer(module, args, kwargs, grad, floats, measure)
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque))
     captured = tracer.captured(wanted)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
@@ -97,7 +103,7 @@ def capture(
 
 @dataclass
 class _Tracer:
-    """Traces a call, and once it has asked for values, with these."""
+    """Traces a call, and once it has asked for values or can't trace a submodule, with what a real run recorded."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -105,40 +111,52 @@ class _Tracer:
     grad: bool
     floats: FloatInputs | None
     measure: Measure
+    parts: OpaqueParts
     values: ValueRun | None = None
     needed: str = ""  # why numbers that forward reads from tensors can't vary
 
     def captured(self, wanted: OutputSelector) -> Captured:
-        traced = partial(_captured, self.module, self.args, self.kwargs, self.grad, wanted, self.floats)
-        try:
-            return self._with_values(traced) if self.values is not None else traced(None)
-        except ValuesNeeded as error:
-            if self.values is not None:
-                raise _backward_error(error) from None
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
-            self.values = run_for_values(Call.of(self.module, self.args, self.kwargs), self.measure)
-        return self._with_values(traced)
-
-    def _with_values(self, traced: Callable[..., Captured]) -> Captured:
-        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
-        assert self.values is not None
-        if not self.needed and any(is_number(answer) for answer in self.values.answers):
-            checks = TypeChecks((TracedFloat, TracedInt))
+        while True:
             try:
-                with checks.watching():
-                    captured = traced(self.values, True)
-                self.needed = checks.found
-            except Exception as error:  # the trace with numbers will say what is wrong with the call
-                self.needed = f"{error.__cause__ or error}"
-            if not self.needed:
+                if self.parts.recorder is None and self.parts.reasons:
+                    self._run()
+                return self._traced(wanted)
+            except ValuesNeeded as error:
+                if self.values is not None:
+                    raise _backward_error(error) from None
+                self._run()
+            except CaptureError as error:
+                self.parts.add(error)
+
+    def _traced(self, wanted: OutputSelector) -> Captured:
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
+        traced = partial(_captured, *given, self.values, self.parts.recorder)
+        if self.needed or self.values is None or not any(map(is_number, self.values.answers)):
+            return traced()
+        checks = TypeChecks((TracedFloat, TracedInt))
+        try:
+            with checks.watching():
+                captured = traced(has_numbers=True)
+            if not checks.found:
                 return captured
-            LOG.info("numbers that forward reads from tensors are guarded: %s", self.needed)
-        return traced(self.values)
+            needed = f"the type or identity of one may be checked at {checks.found}"
+        except Exception as error:  # the trace with numbers will say what is wrong with the call
+            needed = f"{error.__cause__ or error}"
+        captured, self.needed = traced(), needed
+        LOG.info("numbers that forward reads from tensors are guarded by their values: %s", needed)
+        return captured
+
+    def _run(self) -> None:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            call = Call.of(self.module, self.args, self.kwargs)
+            self.values = run_for_values(call, self.measure, self.parts.recording)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, values: ValueRun | None, has_numbers: bool = False,
+    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
+    has_numbers: bool = False,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
@@ -148,7 +166,7 @@ def _captured(
     mode = ConstantFakeMode(floats is not None, answers, has_numbers)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted)
+            joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
@@ -156,10 +174,12 @@ def _captured(
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
     captured = Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        guards=value_guards(graph.graph), value_run_nbytes=values.nbytes if values is not None else 0,
+        guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
+        value_run_nbytes=values.nbytes if values is not None else 0,
     )  # fmt: skip
     if floats is None:
         return captured

@@ -47,14 +47,17 @@ class GraphWriter:
             if is_backward(node) and storages(node) & labels.keys():
                 node.meta["val"] = fake_result(node, self.mode)
 
-    def agree_on_guards(self) -> fx.Node | None:
-        """Let ranks agree that all guards have held, behind the last of them; return that node, if there are guards."""
-        guards = [node for node in self._forward_nodes() if is_guard(node)]
-        if not guards:
+    def agree_on_guards(self, checking: OpOverload) -> fx.Node | None:
+        """Let ranks agree that all guards, and ops `checking`, have held, behind the last of them; return that node, if
+        there are any."""
+        last = next(
+            (node for node in reversed(self._forward_nodes()) if is_guard(node) or node.target is checking), None
+        )
+        if last is None:
             return None
-        read = guards[-1].all_input_nodes[0]
+        read = last.all_input_nodes[0]
         tensor = read.args[0] if is_number(read) else read
-        return self._add(guards[-1], guards[-1].next, "forward", AGREE, tensor, guard=UNGUARDED)
+        return self._add(last, last.next, "forward", AGREE, tensor, guard=UNGUARDED)
 
     def copy_if_view_of_input(self, node: fx.Node) -> fx.Node:
         """Return the node, or a copy if it is a view of an input or of a constant."""
@@ -91,7 +94,8 @@ class GraphWriter:
             node = self._add(node, before, phase, aten.permute.default, node, order)
         node = self._add(node, before, phase, aten.clone.default, node, memory_format=torch.contiguous_format)
         if is_permuted:
-            node = self._add(node, before, phase, aten.permute.default, node, sorted(order, key=order.index))
+            back = sorted(range(len(order)), key=order.__getitem__)
+            node = self._add(node, before, phase, aten.permute.default, node, back)
         return node
 
     def _add(

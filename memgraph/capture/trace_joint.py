@@ -8,6 +8,7 @@ The graph may still have in-place ops, which `functionalize` replaces.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.utils import stateless
 
 from ..errors import CaptureError
-from ..graph.aten_shims import keep_rnn_workspaces
+from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..opaque.recorder import Recorder
+from ..opaque.traced_parts import TracedParts, find_sums
 from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
 from ..tensors.traced_number import ValueNeededError, is_traced
@@ -37,6 +40,7 @@ from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
+from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
@@ -65,31 +69,38 @@ class JointGraph:
     rewritten: Mapping[int, int]
 
 
-def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
-    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
+def trace_joint(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None = None
+) -> JointGraph:
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
+
+    Submodules whose calls were recorded are opaque.
+    """
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
+        readable_lengths(),
         constant_transformers_checks(mode),
     ):
-        step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        step, graph = _traced(call, mode, wanted, before, recorder)
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, recorder)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.joint_graph(graph)
 
 
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None
 ) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
+    step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
-    keep_rnn_workspaces(graph.graph)
+    use_surrogates(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     if step.numbers.has_escaped():
@@ -122,6 +133,7 @@ class _TracedStep:
         self.rewritten: dict[int, int] = {}
         self.numbers = TensorNumbers()
         self.grad_edges = InputGradEdges()
+        self.parts: TracedParts | None = None
         self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
         self.attributes_after: AttributeSnapshot
 
@@ -158,7 +170,8 @@ class _TracedStep:
         traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
         with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
-            result = self.call.run(values)
+            with self.parts.replaced() if self.parts is not None else nullcontext():
+                result = self.call.run(values)
             self._find_assigned(traced, names)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values)
@@ -238,6 +251,8 @@ class _TracedStep:
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in roots))
         leaves: list[Any] = [self.grad_edges.edges.get(i, values[i]) for i in needed]
         self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
+        if self.parts is not None:
+            find_sums([outputs[i] for i in roots])
         with without_autocast(values):
             starts = [outputs[i] for i in roots]
             gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)

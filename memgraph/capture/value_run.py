@@ -9,7 +9,7 @@ else forward changes are restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,10 +24,12 @@ from ..graph.nodes import written_arguments
 from ..guards.attribute_snapshot import AttributeSnapshot
 from .call import Call
 from .fake_tensors import refuse_python_random
+from .host_lengths import readable_lengths
 from .refuse_reseeding import refuse_reseeding
 from .user_checkpoint import without_checkpoint
 from .value_modes import Answer, RecordValues, answering
 
+Recording = Callable[[], AbstractContextManager[object]]
 Measure = Callable[[Callable[[], object]], int]  # calls a function, and returns the peak bytes that it allocated
 
 
@@ -39,8 +41,8 @@ class ValueRun:
     nbytes: int
 
 
-def run_for_values(call: Call, measure: Measure) -> ValueRun:
-    """Run a call of a module, and return the values that it reads.
+def run_for_values(call: Call, measure: Measure, recording: Recording = nullcontext) -> ValueRun:
+    """Run a call of a module inside of `recording()`, and return the values that it reads.
 
     Raises whatever forward raises.
     """
@@ -52,8 +54,10 @@ def run_for_values(call: Call, measure: Measure) -> ValueRun:
         AttributeSnapshot(call.module, call.tensors).restored(),
         _RestoreWritten(call.tensors).restored(),
         without_checkpoint(),
+        readable_lengths(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
+        recording(),
     ):
         try:
             nbytes = measure(lambda: call.run(call.tensors))

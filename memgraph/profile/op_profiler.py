@@ -29,6 +29,7 @@ from passes import Trace
 from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
+from ..graph.opaque_ops import is_opaque, opaque_cost
 from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, summarize
 from ..guards.signature import kernel_modes
@@ -39,6 +40,7 @@ from ..system.profiler_thread import run_unprofiled
 from ..system.setting import environment_key
 from ..system.timer import flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
+from .divided_arguments import FILLERS, fill_divisions
 from .memory_meter import measure_peak, resident_bytes
 from .roofline import roofline
 from .sized_arguments import fill_for_sizes
@@ -99,6 +101,8 @@ class OpProfiler:
 
     def _op_cost(self, node: fx.Node) -> OpCost:
         self.counted()
+        if is_opaque(node):  # it was measured while it was captured, on the tensors of the call
+            return OpCost(Cost(*opaque_cost(node)), None)
         key, times = _key(node), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])
@@ -172,7 +176,8 @@ def _key(node: fx.Node) -> str:
 
     args, kwargs = tree_map(describe, (node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, fx.Node))
     modes = f"{kernel_modes()}{torch.get_default_dtype()}{returns_freed_memory()}"
-    return f"{node.target}{args!r}{kwargs!r}{modes}"
+    divided = "divided " if node.target in FILLERS else ""  # earlier prices were of ops without work
+    return f"{divided}{node.target}{args!r}{kwargs!r}{modes}"
 
 
 def _describe_tensor(value: object) -> object:
@@ -293,6 +298,7 @@ def _generated_arguments(node: fx.Node, device: torch.device, number: int, truth
 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), make)
     fill_for_sizes(node.target, args, kwargs)
+    fill_divisions(node.target, args, kwargs)
     return args, kwargs
 
 
