@@ -8,7 +8,6 @@ user_checkpoint       torch.utils.checkpoint and fused layers in a trace
 trace_joint           first trace: forward and backward, op by op
 float_inputs          floats of a call that become inputs of the graph
 float_capture         capture with these, compared with a capture in which they are constants
-tensor_numbers        numbers that forward reads from tensors, as data or guards
 type_checks           find code that checks the type or identity of a float
 inplace               in-place ops on temporaries as functional ops
 functionalize         second trace: no in-place ops left

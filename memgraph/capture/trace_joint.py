@@ -30,6 +30,7 @@ from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
+from ..graph.tensor_numbers import TensorNumbers, as_tensor
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..opaque.recorder import Recorder
 from ..opaque.traced_parts import TracedParts, find_sums
@@ -44,7 +45,6 @@ from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
-from .tensor_numbers import TensorNumbers, as_tensor
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
