@@ -138,6 +138,7 @@ def installed(version: str, until: float) -> Path:
     pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--quiet"]
     _run([*pip, "-c", str(place / "constraints.txt"), *WANTED, *TOOLS], until)
     _run([*pip, "--upgrade", "torch" if version == NEWEST else f"torch=={version}.*"], until)
+    _run([*pip, "triton>=3.6"], until)  # as pyproject.toml asks: a CPU build of torch brings none
     _run([str(python), "-c", "import torch"], until)
     (place / "ready").touch()
     return python
