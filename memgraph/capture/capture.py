@@ -136,35 +136,34 @@ class _Tracer:
                 self.parts.add(error)
 
     def _traced(self, wanted: OutputSelector) -> Captured:
-        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats, self.parts.recorder
-        traced = partial(_captured, *given)
-        return self._with_values(traced) if self.values is not None else traced(None)
+        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
+        traced = partial(_captured, *given, self.values, self.parts.recorder)
+        if self.needed or self.values is None or not any(map(is_number, self.values.answers)):
+            return traced()
+        checks = TypeChecks((TracedFloat, TracedInt))
+        try:
+            with checks.watching():
+                captured = traced(has_numbers=True)
+            if not checks.found:
+                return captured
+            needed = f"the type or identity of one may be checked at {checks.found}"
+        except Exception as error:  # the trace with numbers will say what is wrong with the call
+            needed = f"{error.__cause__ or error}"
+        captured, self.needed = traced(), needed
+        LOG.info("numbers that forward reads from tensors are guarded by their values: %s", needed)
+        return captured
 
     def _run(self) -> None:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             call = Call.of(self.module, self.args, self.kwargs)
             self.values = run_for_values(call, self.measure, self.parts.recording)
 
-    def _with_values(self, traced: Callable[..., Captured]) -> Captured:
-        """Trace with stand-ins for the numbers that forward reads; with the numbers themselves if that fails."""
-        assert self.values is not None
-        if not self.needed and any(is_number(answer) for answer in self.values.answers):
-            checks = TypeChecks((TracedFloat, TracedInt))
-            try:
-                with checks.watching():
-                    captured = traced(self.values, True)
-                self.needed = checks.found
-            except Exception as error:  # the trace with numbers will say what is wrong with the call
-                self.needed = f"{error.__cause__ or error}"
-            if not self.needed:
-                return captured
-            LOG.info("numbers that forward reads from tensors are guarded: %s", self.needed)
-        return traced(self.values)
-
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, recorder: Recorder | None, values: ValueRun | None, has_numbers: bool = False,
+    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
+    has_numbers: bool = False,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:

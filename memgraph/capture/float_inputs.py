@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ..graph.nodes import aten
+from ..graph.float_arguments import takes_any_value
 from ..guards.signature import ARGUMENTS
 from ..tensors.expressions import Variable
 from ..tensors.traced_number import (
@@ -27,17 +26,6 @@ from ..tensors.traced_number import (
     ValueNeededError,
     stand_in,
 )
-
-# Ops that are not tagged as pointwise, but whose results have the same shape and type whatever the float is.
-SAME_SHAPE = frozenset({
-    aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default,
-    aten.floor_divide.default, aten.floor_divide_.Tensor, aten.constant_pad_nd.default, aten.index_fill.int_Scalar,
-    aten.index_fill_.int_Scalar, aten.scatter.value, aten.scatter_.value, aten.index_add.default,
-    aten.fill.Scalar, aten.fill_.Scalar, aten.masked_fill.Scalar, aten.masked_fill_.Scalar,
-    aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addr.default, aten.addbmm.default,
-    aten.threshold.default, aten.threshold_backward.default, aten.leaky_relu_backward.default,
-    aten.elu_backward.default, aten.softplus_backward.default, aten.hardtanh_backward.default,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,14 +78,6 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(
         [leaf.node.value if isinstance(leaf, torch.SymFloat | torch.SymInt) else leaf for leaf in leaves], spec
     )
-
-
-def takes_any_value(func: Any) -> bool:
-    """Return True if the shape and type of an op's result are the same for all values of a number that it takes."""
-    tags = getattr(func, "tags", ())
-    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in tags:
-        return False
-    return torch.Tag.pointwise in tags or func in SAME_SHAPE or func.namespace == "memgraph_guards"
 
 
 def with_stand_ins(arguments: Any) -> Any:

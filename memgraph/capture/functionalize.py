@@ -25,10 +25,10 @@ from ..graph.nodes import is_check, returned_values, written_inputs
 from ..graph.number_ops import is_number
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
+from ..graph.tensor_numbers import CopiedNumbers
 from .constants import describe_constants, refuse_changed_constants
 from .float_inputs import with_stand_ins
 from .inplace import replace_inplace
-from .tensor_numbers import CopiedNumbers
 from .trace_joint import JointGraph
 
 

@@ -30,6 +30,7 @@ from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
+from ..graph.tensor_numbers import TensorNumbers, as_tensor
 from ..guards.attribute_snapshot import AttributeSnapshot
 from ..opaque.recorder import Recorder
 from ..opaque.traced_parts import TracedParts, find_sums

@@ -27,7 +27,7 @@ from ..errors import CaptureError
 from ..graph.guard_ops import EQUAL, SIZED, TOLIST, Scalars, sizes_of, strides_of, values_of
 from ..graph.nodes import UNGUARDED, aten
 from ..graph.provenance import user_line
-from .tensor_numbers import TensorNumbers
+from ..graph.tensor_numbers import TensorNumbers
 
 ONE_HOT = nn.functional.one_hot
 READS = aten._local_scalar_dense.default

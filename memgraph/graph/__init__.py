@@ -2,6 +2,8 @@
 
 captured            Captured: the joint graph and the roles of its inputs and outputs
 nodes               facts about a node: views, storages, mutation, randomness
+tensor_numbers      stand-ins for numbers that forward reads from tensors, while it is traced
+number_ops          numbers that a graph reads from its tensors, and guards on comparisons of them
 float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results

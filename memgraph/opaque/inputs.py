@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from ..tensors.pytree import Spec, flatten
-from ..tensors.traced_number import TracedFloat, ValueNeededError
+from ..tensors.traced_number import ValueNeededError, is_traced
 
 
 class Place(NamedTuple):
@@ -85,7 +85,7 @@ def described(leaves: Sequence[Any]) -> list[object]:
 
 
 def _refuse_unsuitable(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> None:
-    if any(type(leaf) is TracedFloat for leaf in leaves):
+    if any(map(is_traced, leaves)):
         raise ValueNeededError("a part that runs as it is takes it")
     if not tensors:
         raise CaptureError("it reads no tensor: it has neither parameters, buffers nor tensors among its arguments")

@@ -19,12 +19,12 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from ..graph.guard_ops import EQUAL
-from ..graph.number_ops import COMPUTED, HOLDS, NUMBER
-from ..graph.provenance import PROVENANCE
 from ..tensors.expressions import Operation, Part, Variable, evaluate, renamed, text_of, variables
 from ..tensors.traced_number import NumberNode, NumberTrace, ValueNeededError, is_traced, stand_in
-from .float_inputs import takes_any_value
+from .float_arguments import takes_any_value
+from .guard_ops import EQUAL
+from .number_ops import COMPUTED, HOLDS, NUMBER
+from .provenance import PROVENANCE
 
 KINDS = (float, int)
 
