@@ -45,7 +45,6 @@ from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
-from .tensor_numbers import TensorNumbers, as_tensor
 from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
