@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
+from ..graph.guard_ops import GuardFailed
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
@@ -30,6 +31,7 @@ from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
 from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
+from ..planning.value_variants import ValueVariants, answers_of, refuse_unstable
 from ..report.report import Report
 from ..report.tables import mb
 from ..runtime.autograd_function import UnplannedGradient
@@ -64,6 +66,7 @@ class CompiledModule(ModuleProxy):
         self.__dict__ |= {"_attributes": AttributeGuard(planner.module), "_kinds": CallKinds(planner.module)}
         self.__dict__["_captures"] = CaptureCache()
         self.__dict__["_floats"] = FloatKeys(self._attributes, self._captures)
+        self.__dict__["_variants"] = ValueVariants()
 
     def __reduce__(self) -> Any:
         """Copy or pickle as a newly compiled module, without the optimizer: that updates the old parameters."""
@@ -136,13 +139,29 @@ class CompiledModule(ModuleProxy):
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        step, floats = self._step(args, kwargs, key)
+        key, tried = self._variants.latest(key), list[Hashable]()
+        while True:
+            try:
+                return self._run(args, kwargs, tensors, key)
+            except GuardFailed as failure:
+                refuse_unstable(self._latest.parts.captured, key, failure)
+                tried.append(answers_of(self._latest.parts.captured))
+                key = self._variants.others(key, tried, failure)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], call: Key) -> Any:
+        """Run the step of a call.
+
+        Raises:
+            GuardFailed: it was captured for other values. Nothing has changed.
+        """
+        step, floats = self._step(args, kwargs, call)
         captured = step.parts.captured
         refuse_leaf_writes(tensors, captured.rewritten)
         if self._latest is not None and self._latest is not step:
             self._latest.release_recording()
         self.__dict__["_latest"] = step
         outputs = step(tensors, lambda: self._unplanned(captured, args, kwargs), floats)
+        self._variants.note_use(call, captured.guards)
         return captured.result(rewrite_leaf_inputs(outputs, tensors, captured.rewritten), tensors)
 
     def refuse_partial_update(self) -> None:
@@ -168,7 +187,7 @@ class CompiledModule(ModuleProxy):
         guard = signature(self._module, owned, spec, leaves, self._attributes)
         tensors = [*owned, *tensors_of(leaves)]
         adds = bool(self._planner.options.accumulate) or has_gradients(parameters)
-        return tensors, ((guard, self._planner.state.key()), adds, self._outputs)
+        return tensors, ((guard, (self._planner.state.key(), ())), adds, self._outputs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Key) -> tuple[Step, list[float]]:
         """Return the step of a call, kept or planned now, and the floats that it takes."""
@@ -185,7 +204,11 @@ class CompiledModule(ModuleProxy):
         with PLANNING_LOCK:
             key, floats = self._floats.lookup(call, steps)
             if key not in steps:  # another thread may have planned it by now
-                key, floats = self._floats.add(call, key, self._new_step(args, kwargs, key), steps)
+                new = self._new_step(args, kwargs, key)
+                call, key = (self._variants.add(known, new.parts.captured.guards) for known in (call, key))
+                key, floats = self._floats.add(call, key, new, steps)
+                if warning := self._variants.warning(key, new.parts.captured.guards):
+                    warn_user(warning)
             if steps[key].needs_replan and steps[key].report.plan:
                 LOG.info("a better plan is searched for, with the times that the step's own ops took")
             step = steps[key] = steps[key].replanned()

@@ -9,7 +9,7 @@ input are unknown, and it is an error to ask for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
 from ..tensors.traced_float import ValueNeededError
 from .float_inputs import with_values
+from .value_modes import Answer
 
 MAX_ELEMENTS = 1 << 24  # what may be computed to answer one question
 TRANSFORMERS_CHECKS = "transformers.utils.import_utils"
@@ -73,10 +74,10 @@ class ConstantFakeMode(FakeTensorMode):
     tracer: Any = None  # of the current trace
     failed: FailedOp | None = None  # most recently
 
-    def __init__(self, has_floats: bool = False) -> None:
-        """With `has_floats`, ops may read traced floats."""
+    def __init__(self, has_floats: bool = False, answers: Sequence[Answer] | None = None) -> None:
+        """With `has_floats`, ops may read traced floats. `answers` are the values that Python asks for."""
         super().__init__(allow_non_fake_inputs=True)
-        self.has_floats = has_floats
+        self.has_floats, self.answers = has_floats, answers
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -154,7 +155,7 @@ def constant_transformers_checks(mode: ConstantFakeMode) -> AbstractContextManag
         return nullcontext()
 
     def is_fake_tensor(thing: Any) -> bool:
-        return isinstance(thing, FakeTensor) and mode.value(thing) is None
+        return isinstance(thing, FakeTensor) and mode.answers is None and mode.value(thing) is None
 
     return mock.patch.object(module, "is_fake_tensor", is_fake_tensor)
 

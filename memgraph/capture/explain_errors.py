@@ -26,6 +26,7 @@ from ..errors import CaptureError
 from ..system.frames import is_torchs, is_users, module_running, source_line
 from ..tensors.pytree import flatten
 from .constant_fake_mode import ConstantFakeMode
+from .value_modes import ValuesNeeded
 
 
 class Explanation(NamedTuple):
@@ -135,7 +136,7 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
     LOG.addFilter(_is_below_error)
     try:
         yield
-    except CaptureError:
+    except (CaptureError, ValuesNeeded):
         raise
     except Exception as error:
         running = module_running(error.__traceback__, module)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
-from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode, disable_functional_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_map
 
 from ..errors import CaptureError
-from ..graph.nodes import returned_values, written_inputs
+from ..graph.nodes import is_check, returned_values, written_inputs
 from ..graph.provenance import PROVENANCE, is_backward
 from ..graph.result_layout import layout
 from .constants import describe_constants, refuse_changed_constants
@@ -108,7 +107,7 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if self.ends is None and is_backward(n):
             self.ends = self.at_boundary([self.env.get(node) for node in self.results])
-        result = self._run_check(n) if _is_check(n) else super().run_node(n)
+        result = self._run_check(n) if is_check(n) else super().run_node(n)
         if torch.Tag.inplace_view not in getattr(n.target, "tags", ()):
             for written in written_inputs(n):
                 _restore_strides(self.env[written], written.meta["val"])
@@ -123,13 +122,6 @@ class _Interpreter(fx.Interpreter):
         args, kwargs = tree_map(from_fun, self.fetch_args_kwargs_from_env(n))
         with self._set_current_node(n), disable_functional_mode():
             return n.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_check(node: fx.Node) -> bool:
-    """Return True if an op has no result and changes nothing, as one that raises for a singular matrix."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    return not node.target._schema.returns and not node.target._schema.is_mutable
 
 
 def _restore_strides(value: Any, like: Tensor) -> None:

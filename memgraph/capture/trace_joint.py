@@ -40,6 +40,7 @@ from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
+from .value_modes import ReplayValues, answering
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +134,11 @@ class _TracedStep:
         # make_fx turns it off; a weight that is used twice would be cast twice, and its gradient summed otherwise.
         torch.set_autocast_cache_enabled(self.autocast_cache)
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
-        outputs = self._read(self._forward(values), values)
-        self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
-        gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
+        with answering(ReplayValues(self.mode.answers, self.mode.value)) as answers:
+            outputs = self._read(self._forward(values), values)
+            answers.end_forward()
+            self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
+            gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]
 
     def _results_of_ops(self) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
+from .guard_ops import ValueGuard
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,9 @@ class Captured:
 
     Python floats: ops read `floats`, which each call gives. They are computed from floats of the call, whose values at
     capture are `float_values`. At `special_values` the graph would be another.
+
+    Values of tensors: the graph rests on `guards`. To find these values, forward ran once and allocated at most
+    `value_run_nbytes`.
     """
 
     graph: fx.GraphModule
@@ -52,6 +56,8 @@ class Captured:
     floats: tuple[FloatNode, ...] = ()
     float_values: FloatValues = field(default_factory=dict)
     special_values: tuple[SpecialValue, ...] = ()
+    guards: tuple[ValueGuard, ...] = ()
+    value_run_nbytes: int = 0
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""

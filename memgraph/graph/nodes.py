@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,23 +45,31 @@ def returned_values(graph: fx.Graph) -> list[Any]:
 
 def changes_inputs(node: fx.Node) -> bool:
     """Return True if the node writes to its inputs. Batch norms write to running statistics without saying so."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return node.target._schema.is_mutable or node.target._schema.name.endswith("batch_norm")
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and _changes_arguments(node.target)
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that the node writes to, by its schema or as a batch norm that updates statistics."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not changes_inputs(node):
+    if not changes_inputs(node):
         return []
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    written = written_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    return [value for value in written if isinstance(value, fx.Node)]
+
+
+def written_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to."""
+    schema = target._schema
+    if not _changes_arguments(target):
+        return []
+    given = dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | dict(kwargs)
+    if not schema.is_mutable:  # cudnn_batch_norm and the like
+        return [given.get(name) for name in STATISTICS] if given.get("training", True) else []
     aliases = {argument.name: argument.alias_info for argument in schema.arguments}
-    if schema.is_mutable:
-        names = [name for name, alias in aliases.items() if alias is not None and alias.is_write]
-    else:  # cudnn_batch_norm and the like
-        names = [*STATISTICS] if given.get("training", True) else []
-    return [value for value in map(given.get, names) if isinstance(value, fx.Node)]
+    return [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
+
+
+def _changes_arguments(target: OpOverload) -> bool:
+    return target._schema.is_mutable or target._schema.name.endswith("batch_norm")
 
 
 def argument_types(target: OpOverload) -> list[tuple[str, str]]:
@@ -81,10 +89,16 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_check(node: fx.Node) -> bool:
+    """Return True if an op has no result and changes nothing, as one that raises for a singular matrix."""
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
 def drop_dead(graph: fx.Graph) -> None:
-    """Drop unread nodes, except those that draw random numbers: the next op would draw others."""
+    """Drop unread nodes, except those that draw random numbers, since the next op would draw others, and checks."""
     for node in reversed(graph.nodes):
-        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure()
+        needed = node.users or changes_inputs(node) or is_random(node) or node.is_impure() or is_check(node)
         if node.op in ("call_function", "get_attr") and not needed:
             graph.erase_node(node)
 

@@ -72,14 +72,20 @@ def op_context(
 
     `sent` gets the layout of each offloaded tensor, by slot.
     """
-    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather")}
+    before = {name: getattr(_local, name, None) for name in ("lease", "sent", "update", "exchange", "gather", "steps")}
     vars(_local).update(lease=lease, sent=sent, update=update, exchange=exchange, gather=gather, swapped=None)
+    _local.steps = True
     try:
         yield
     finally:
         vars(_local).update(before)
         if (swapped := getattr(_local, "swapped", None)) is not None:
             _swap_rng(*swapped)
+
+
+def is_in_step() -> bool:
+    """Return True while this thread runs a step, and not an op alone."""
+    return getattr(_local, "steps", None) is not None
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ from torch import fx, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..system.frames import MEMGRAPH, is_users_code
+from ..system.frames import is_users_code
 
 # `custom` is a field of a node's meta that a second trace copies.
 PROVENANCE = "custom"
+CALLER = os.path.join("capture", "call.py")  # calls the module
 _part: ContextVar[int] = ContextVar("part", default=0)
 
 
@@ -110,8 +111,8 @@ def _line(frame: FrameType | None) -> str:
     """Return `file.py:line` of the innermost frame of user code; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(MEMGRAPH) and file != __file__:
-            return ""  # memgraph itself calls the module
+        if file.endswith(CALLER):
+            return ""
         if is_users_code(frame.f_code):
             return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back

@@ -21,6 +21,7 @@ from ..options.compile_options import CompileOptions
 from ..report.report import Report
 from ..runtime.cuda_graph_checks import NOT_RECORDED, Recording, check_recording
 from ..runtime.step_parts import StepParts
+from ..runtime.undo import drawn_generators
 from ..storage.tiers import open_tier
 from ..system.device import return_freed_memory
 from .lowering import NotLowered, lowering_of
@@ -68,6 +69,7 @@ class Assembly:
         report = Report(
             machine, result, planned_us=(time.perf_counter() - began) * 1e6, lowered=lowered, apart_us=apart_us,
             counted=options.optimizer is not None, uncompiled=lowering.refused, recorded=recording.note,
+            value_run=captured.value_run_nbytes,
         )  # fmt: skip
         parts = replace(
             StepParts.of(captured, partition(graph, captured.graph, captured.floats), trace, tier),
@@ -77,6 +79,7 @@ class Assembly:
             sharded_grads=self.state.sharded_grads,
             pending_gathers=self.state.pending_gathers,
             recording=recording,
+            generators=drawn_generators(captured.graph, target.device),
         )
         return AssembledStep(parts, report, lowering)
 

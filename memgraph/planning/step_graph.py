@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..guards.signature import has_gradients, parameters_read_after_backward, pa
 from ..microbatch.check_independence import require_row_independence
 from ..optim.state_parts import TrainedParameters
 from ..options.compile_options import CompileOptions
+from ..profile.memory_meter import measure_peak
 from ..system.device import unused_nbytes
 from ..system.locks import capturing
 from .optimizer_state import OptimizerState
@@ -108,14 +110,21 @@ def captured_call(call: Call, device: torch.device) -> Captured:
         with capturing(module):
             require_row_independence(module, args, kwargs, unused_nbytes(device) // 2)
             captured = _with_floats(call) or capture(
-                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs
-            )
+                module, args, kwargs, grad=torch.is_grad_enabled(), wanted=call.outputs,
+                measure=partial(_peak_nbytes, device=device),
+            )  # fmt: skip
     except RuntimeError as error:
         if not is_device_mismatch(error):
             raise
         raise device_mismatch(error, args, kwargs, device) from error
     mark_hooked_grads(captured, parameters_read_after_backward(module))
     return captured
+
+
+def _peak_nbytes(run: Callable[[], object], device: torch.device) -> int:
+    """Call a function, and return the peak bytes that it allocated; 0 if the caller runs a profiler."""
+    _, allocated = measure_peak(run, device)
+    return allocated.peak if allocated is not None else 0
 
 
 def _with_floats(call: Call) -> Captured | None:

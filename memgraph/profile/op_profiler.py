@@ -41,6 +41,7 @@ from ..system.timer import flush_caches, shortest_us, timed_us
 from ..system.user_warning import warn_user
 from .memory_meter import measure_peak, resident_bytes
 from .roofline import roofline
+from .sized_arguments import fill_for_sizes
 
 LOG = logging.getLogger(__name__)
 
@@ -290,7 +291,9 @@ def _generated_arguments(node: fx.Node, device: torch.device, number: int, truth
         generate = partial(_generated_tensor, fill=fill, number=integer, truth=truth)
         return tree_map(lambda value: generate(value) if isinstance(value, Tensor) else value, read.meta["val"])
 
-    return map_arg((node.args, dict(node.kwargs)), make)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), make)
+    fill_for_sizes(node.target, args, kwargs)
+    return args, kwargs
 
 
 def _counts(node: fx.Node) -> set[object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from passes import Plan, Trace
@@ -53,6 +54,7 @@ class StepParts:
         fused_update: updates parameters in backward.
         sharded_grads: averages gradients over ranks in backward.
         pending_gathers: updated parameters that forward gathers.
+        generators: those from which the step draws.
         accumulated_plan: a plan that fits when the same call adds to gradients.
     """
 
@@ -68,6 +70,7 @@ class StepParts:
     pending_gathers: PendingGathers | None = None
     rank_check: RankCheck = RankCheck()
     recording: Recording = NOT_RECORDED
+    generators: tuple[torch.Generator, ...] = ()
     accumulated_plan: Plan | None = None
     _reduced: dict[frozenset[int], Partition] = field(default_factory=dict)
 

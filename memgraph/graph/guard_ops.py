@@ -1,0 +1,184 @@
+"""Guards: ops that check at each run what a capture assumed about the values of tensors.
+
+    if mask.any(): ...      ->   any = aten.any(mask);  memgraph_guards::equal(any, [True], guard=0)
+    rows = mask.nonzero()   ->   rows = memgraph_guards::nonzero(mask, sizes=[2, 7, 2], ..., guard=1)
+
+`sizes` and `strides` describe all results, each by its number of dimensions and then its dimensions.  A guard checks
+in a step only: where an op is priced, its inputs are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from .nodes import aten
+from .ops import is_in_step
+
+Scalars = tuple[float | int | bool, ...]
+
+TOLIST = torch.Tensor.tolist  # a trace puts another in its place
+UNGUARDED = -1  # of an op whose sizes follow from an earlier guard
+
+# Ops whose results have sizes that depend on values.
+DYNAMIC: tuple[OpOverload, ...] = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+    aten._pack_padded_sequence.default,
+)
+
+
+class GuardFailed(Exception):
+    """A run of a step met other values than its capture assumed.
+
+    Attributes:
+        guard: number of the guard in its graph.
+        actual: what it found; the sizes of an op's results, or values.
+    """
+
+    def __init__(self, guard: int, actual: Scalars) -> None:
+        super().__init__(f"guard {guard} has found {actual}")
+        self.guard, self.actual = guard, actual
+
+
+@dataclass(frozen=True)
+class ValueGuard:
+    """An assumption that a graph rests on.
+
+    Attributes:
+        expected: values of a tensor, or the sizes of the results of `op`.
+        where: submodule and source line.
+    """
+
+    number: int
+    expected: Scalars
+    op: str
+    where: str
+
+    @property
+    def assumption(self) -> str:
+        """The assumption in words."""
+        if self.op != "equal":
+            return f"{self.op} has results of sizes {_shapes(self.expected)}"
+        return f"the value is {self.expected[0] if len(self.expected) == 1 else list(self.expected)}"
+
+
+def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
+    """Return the guards of a captured graph in order."""
+    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", "") == "memgraph_guards")
+    numbers = ((int(node.kwargs["guard"]), node) for node in nodes)  # type: ignore[arg-type]
+    return tuple(
+        ValueGuard(number, _expected(node), node.target._opname, node.meta.get("where", ""))  # type: ignore[union-attr]
+        for number, node in sorted(numbers, key=lambda pair: pair[0])
+        if number != UNGUARDED
+    )
+
+
+def is_guard(node: fx.Node) -> bool:
+    """Return True if a node may raise `GuardFailed`."""
+    return getattr(node.target, "namespace", "") == "memgraph_guards" and node.kwargs["guard"] != UNGUARDED
+
+
+def sizes_of(results: Any) -> list[int]:
+    """Return the sizes of all tensors of a result, each after its number of dimensions."""
+    return [number for tensor in tree_leaves(results) for number in (tensor.dim(), *tensor.shape)]
+
+
+def strides_of(results: Any) -> list[int]:
+    """Return the strides of all tensors of a result, each after its number of dimensions."""
+    return [number for tensor in tree_leaves(results) for number in (tensor.dim(), *tensor.stride())]
+
+
+def values_of(tensor: Tensor) -> Scalars:
+    """Return the numbers of a tensor."""
+    return tuple(TOLIST(tensor.detach().reshape(-1)))
+
+
+def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Return True if these are the same numbers; NaN equals NaN."""
+    return len(actual) == len(expected) and all(
+        a == b or (a != a and b != b) for a, b in zip(actual, expected, strict=True)
+    )
+
+
+def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
+    shapes, rest = [], [int(number) for number in numbers]
+    while rest:
+        end = 1 + rest[0]
+        shapes.append(tuple(rest[1:end]))
+        rest = rest[end:]
+    return shapes
+
+
+def _expected(node: fx.Node) -> Scalars:
+    expected: Any = node.args[1] if node.target is EQUAL else node.kwargs["sizes"]
+    return tuple(expected)
+
+
+def _check(guard: int, actual: Sequence[Any], expected: Sequence[Any]) -> None:
+    if is_in_step() and not same_values(actual, expected):
+        raise GuardFailed(guard, tuple(actual))
+
+
+def _equal(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
+    _check(guard, values_of(x), expected)
+
+
+def _run_sized(
+    op: OpOverload, *args: Any, sizes: list[int], strides: list[int], dtypes: list[torch.dtype], guard: int,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    results = op(*args, **kwargs)
+    if guard != UNGUARDED:
+        _check(guard, sizes_of(results), sizes)
+    return results
+
+
+def _fake_sized(op: OpOverload, *args: Any, sizes: list[int], **kwargs: Any) -> Any:
+    device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    layouts = zip(_shapes(sizes), _shapes(kwargs["strides"]), kwargs["dtypes"], strict=True)
+    results = tuple(torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in layouts)
+    return results if len(op._schema.returns) > 1 else results[0]
+
+
+def _nothing(x: Tensor, expected: Sequence[Any], *, guard: int) -> None:
+    pass
+
+
+def _sized_schema(op: OpOverload) -> str:
+    """Return the schema of an op with the sizes, strides and types of its results as further arguments."""
+    arguments, results = str(op._schema).partition("(")[2].split(") -> ", 1)
+    star = "" if "*, " in arguments else "*, "
+    extra = f"{star}int[] sizes, int[] strides, ScalarType[] dtypes, int guard"
+    return f"{_sized_name(op)}({arguments}, {extra}) -> {results}"
+
+
+def _sized_name(op: OpOverload) -> str:
+    return op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
+
+
+_library = torch.library.Library("memgraph_guards", "DEF")
+_library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
+_library.impl("equal", _equal, "CompositeExplicitAutograd")
+torch.library.register_fake("memgraph_guards::equal", _nothing, lib=_library)
+for _op in DYNAMIC:
+    _library.define(_sized_schema(_op))
+    _library.impl(_sized_name(_op), partial(_run_sized, _op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memgraph_guards::{_sized_name(_op)}", partial(_fake_sized, _op), lib=_library)
+
+EQUAL: OpOverload = torch.ops.memgraph_guards.equal.default
+SIZED: dict[OpOverload, OpOverload] = {
+    op: getattr(torch.ops.memgraph_guards, _sized_name(op)).default for op in DYNAMIC
+}
