@@ -80,7 +80,8 @@ class GraphWriter:
             node = self._add(node, before, phase, aten.permute.default, node, order)
         node = self._add(node, before, phase, aten.clone.default, node, memory_format=torch.contiguous_format)
         if is_permuted:
-            node = self._add(node, before, phase, aten.permute.default, node, sorted(order, key=order.index))
+            back = sorted(range(len(order)), key=order.__getitem__)
+            node = self._add(node, before, phase, aten.permute.default, node, back)
         return node
 
     def _add(
