@@ -35,6 +35,7 @@ from ..tensors.pytree import Spec, flatten
 from .call import Call
 from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
+from .conversions import unchanged_conversions
 from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
@@ -71,6 +72,7 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         eager_fast_paths(),
         eager_prod_gradient(),
         eager_value_decompositions(),
+        unchanged_conversions(),
         constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before)

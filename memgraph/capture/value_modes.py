@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -229,16 +229,38 @@ Mode = TypeVar("Mode", bound=_ValueMode)
 
 @contextmanager
 def answering(mode: Mode) -> Iterator[Mode]:
-    """Enter a mode, and let it also answer `Tensor.tolist`, which reads memory without an op."""
+    """Enter a mode, and let it also answer what reads memory without an op: `Tensor.tolist`, and a number in a string.
 
+    `self[f"expert_{number}"]` is a branch as any other.  What `print` shows of a tensor is none.
+    """
     thread = get_ident()
+    number_text: Callable[[Tensor, str], str] = torch.Tensor.__format__
+    text: Callable[..., str] = torch.Tensor.__repr__
 
     def tolist(self: Tensor) -> Any:
         return _nested(list(mode.values(self)), self.shape) if get_ident() == thread else TOLIST(self)
 
+    def formatted(self: Tensor, spec: str) -> str:
+        is_number = self.dim() == 0 and type(self) in (torch.Tensor, FakeTensor) and not isinstance(self, nn.Parameter)
+        if get_ident() != thread or not is_number:
+            return number_text(self, spec)
+        return format(mode.values(self)[0], spec)
+
+    def shown(self: Tensor, **kwargs: Any) -> str:
+        if get_ident() != thread or isinstance(self, FakeTensor):
+            return text(self, **kwargs)
+        with (
+            _disable_current_modes(),
+            mock.patch.object(torch.Tensor, "__format__", number_text),
+            mock.patch.object(torch.Tensor, "tolist", TOLIST),
+        ):
+            return text(self, **kwargs)
+
     with (
         mock.patch.object(torch.Tensor, "tolist", tolist),
         mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.object(torch.Tensor, "__format__", formatted),
+        mock.patch.object(torch.Tensor, "__repr__", shown),
         mode,
     ):
         yield mode

@@ -9,12 +9,13 @@ else forward changes are restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -53,12 +54,26 @@ def run_for_values(call: Call, measure: Measure) -> ValueRun:
         without_checkpoint(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
+        _unchecked_classes(),
     ):
         try:
             nbytes = measure(lambda: call.run(call.tensors))
         finally:
             torch.clear_autocast_cache()
     return ValueRun(tuple(mode.answers), nbytes)
+
+
+@contextmanager
+def _unchecked_classes() -> Iterator[None]:
+    """Hide what `one_hot` reads of real tensors only to check it: it does not ask a trace for that."""
+    one_hot = nn.functional.one_hot
+
+    def unchecked(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        with nullcontext() if num_classes < 0 else _disable_current_modes():
+            return one_hot(tensor, num_classes)
+
+    with mock.patch.object(nn.functional, "one_hot", unchecked):
+        yield
 
 
 class _RestoreWritten(TorchDispatchMode):
