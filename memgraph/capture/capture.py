@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from ..graph.captured import Captured, Input, Output, Ref
 from ..graph.float_arguments import float_inputs
 from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
+from ..graph.opaque_ops import with_parts
+from ..opaque.recorder import Recorder
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
 from .call import Call
@@ -33,6 +34,7 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
+from .opaque_parts import OpaqueParts
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -81,7 +83,7 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    tracer = _Tracer(module, args, kwargs, grad, floats, measure)
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module))
     captured = tracer.captured(wanted)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):
@@ -91,7 +93,7 @@ def capture(
 
 @dataclass
 class _Tracer:
-    """Traces a call, and once it has asked for values, with these."""
+    """Traces a call, and once it has asked for values or can't trace a submodule, with what a real run recorded."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -99,23 +101,35 @@ class _Tracer:
     grad: bool
     floats: FloatInputs | None
     measure: Measure
+    parts: OpaqueParts
     values: ValueRun | None = None
 
     def captured(self, wanted: OutputSelector) -> Captured:
-        traced = partial(_captured, self.module, self.args, self.kwargs, self.grad, wanted, self.floats)
-        try:
-            return traced(self.values)
-        except ValuesNeeded as error:
-            if self.values is not None:
-                raise _backward_error(error) from None
+        while True:
+            try:
+                if self.parts.recorder is None and self.parts.reasons:
+                    self._run()
+                return self._traced(wanted)
+            except ValuesNeeded as error:
+                if self.values is not None:
+                    raise _backward_error(error) from None
+                self._run()
+            except CaptureError as error:
+                self.parts.add(error)
+
+    def _traced(self, wanted: OutputSelector) -> Captured:
+        given = self.module, self.args, self.kwargs, self.grad, wanted, self.floats
+        return _captured(*given, self.values, self.parts.recorder)
+
+    def _run(self) -> None:
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
-            self.values = run_for_values(Call.of(self.module, self.args, self.kwargs), self.measure)
-        return traced(self.values)
+            call = Call.of(self.module, self.args, self.kwargs)
+            self.values = run_for_values(call, self.measure, self.parts.recording)
 
 
 def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool, wanted: OutputSelector,
-    floats: FloatInputs | None, values: ValueRun | None,
+    floats: FloatInputs | None, values: ValueRun | None, recorder: Recorder | None,
 ) -> Captured:  # fmt: skip
     call = Call.of(module, args, kwargs)
     if floats is not None:
@@ -124,7 +138,7 @@ def _captured(
     mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted)
+            joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
@@ -132,10 +146,12 @@ def _captured(
         sum_grads_early(graph.graph)
     tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
     speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
     captured = Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        guards=value_guards(graph.graph), value_run_nbytes=values.nbytes if values is not None else 0,
+        guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
+        value_run_nbytes=values.nbytes if values is not None else 0,
     )  # fmt: skip
     if floats is None:
         return captured
@@ -150,8 +166,8 @@ def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _backward_error(error: ValuesNeeded) -> CaptureError:
     return CaptureError(
-        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends on "
-        "a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
+        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
+        "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
     )
 
 

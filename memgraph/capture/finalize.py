@@ -28,6 +28,7 @@ from ..graph.nodes import (
     returned_values,
     storages,
 )
+from ..graph.opaque_ops import FORWARD
 from ..graph.provenance import PROVENANCE
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
@@ -62,7 +63,7 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     graph.output_node().meta["kinds"] = tuple(RESULT_KINDS[role.kind] for role in joint.outputs)
     places = [place for place in functional.changed if joint.inputs[place].kind == "buffer"]
     assigned = {writer.placeholders[place] for place in joint.assigned}
-    guards = [node for node in graph.nodes if is_guard(node)]
+    guards = [node for node in graph.nodes if is_guard(node) or node.target is FORWARD]
     buffers = [writer.placeholders[place] for place in places]
     reinplace(graph, joint.mode, buffers, assigned, after=guards[-1] if guards else None)
     drop_copies(graph)

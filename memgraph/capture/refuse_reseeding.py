@@ -63,6 +63,17 @@ def refuse_reseeding(module: nn.Module) -> Iterator[None]:
                 generator.set_state(before)
 
 
+@contextmanager
+def allow_reseeding() -> Iterator[None]:
+    """Let code in a block do to generators and `.data` what it does in eager."""
+    before = dict(vars(TRACING))
+    vars(TRACING).clear()
+    try:
+        yield
+    finally:
+        vars(TRACING).update(before)
+
+
 def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
     for path, part in module.named_modules():
         for name, value in vars(part).items():

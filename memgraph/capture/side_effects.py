@@ -46,7 +46,7 @@ def _changed_call_error(name: str) -> CaptureError:
         f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
         "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "
         "module once before it is compiled"
-    )
+    ).about(name)
 
 
 def _is_same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:

@@ -8,6 +8,7 @@ The graph may still have in-place ops, which `functionalize` replaces.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
 from ..guards.attribute_snapshot import AttributeSnapshot
+from ..opaque.recorder import Recorder
+from ..opaque.traced_parts import TracedParts, find_sums
 from ..tensors.loss_outputs import OutputSelector, reachable_nodes
 from ..tensors.pytree import Spec, flatten
 from .call import Call
@@ -64,8 +67,13 @@ class JointGraph:
     rewritten: Mapping[int, int]
 
 
-def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
-    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
+def trace_joint(
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None = None
+) -> JointGraph:
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
+
+    Submodules whose calls were recorded are opaque.
+    """
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
@@ -75,18 +83,19 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         unchanged_conversions(),
         constant_transformers_checks(mode),
     ):
-        step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        step, graph = _traced(call, mode, wanted, before, recorder)
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, recorder)))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.joint_graph(graph)
 
 
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None
 ) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
     step = _TracedStep(call, mode, wanted, before)
+    step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
     keep_rnn_workspaces(graph.graph)
@@ -119,6 +128,7 @@ class _TracedStep:
         self.has_custom_functions = False
         self.rewritten: dict[int, int] = {}
         self.grad_edges = InputGradEdges()
+        self.parts: TracedParts | None = None
         self.trained: list[Tensor] = []  # leaves that backward reaches besides the inputs
         self.attributes_after: AttributeSnapshot
 
@@ -153,7 +163,8 @@ class _TracedStep:
         traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
         with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
-            result = self.call.run(values)
+            with self.parts.replaced() if self.parts is not None else nullcontext():
+                result = self.call.run(values)
             self._find_assigned(traced, names)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values)
@@ -229,6 +240,8 @@ class _TracedStep:
         self.inputs = (*self.inputs, *(Input("tangent", index=i) for i in roots))
         leaves: list[Any] = [self.grad_edges.edges.get(i, values[i]) for i in needed]
         self._begin_backward([outputs[i].grad_fn for i in roots], {*map(id, values), *self.grad_edges.seeds()})
+        if self.parts is not None:
+            find_sums([outputs[i] for i in roots])
         with without_autocast(values):
             starts = [outputs[i] for i in roots]
             gradients = torch.autograd.grad(starts, leaves, tangents, allow_unused=True)

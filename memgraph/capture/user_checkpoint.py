@@ -25,6 +25,11 @@ from ..errors import CaptureError
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+EAGER = {
+    name: getattr(torch_checkpoint, name)
+    for name in ("CheckpointFunction", *GENERATORS)
+    if hasattr(torch_checkpoint, name)
+}
 
 
 @contextmanager
@@ -41,6 +46,13 @@ def without_checkpoint() -> Iterator[None]:
         )
     replaced: dict[str, Any] = {"CheckpointFunction": _PlainCall} | dict.fromkeys(generators, _run_plainly)
     with mock.patch.multiple(torch_checkpoint, **replaced):
+        yield
+
+
+@contextmanager
+def eager_checkpoint() -> Iterator[None]:
+    """Let checkpoint do what it does in eager, inside of `without_checkpoint`."""
+    with mock.patch.multiple(torch_checkpoint, **EAGER):
         yield
 
 

@@ -9,7 +9,7 @@ else forward changes are restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
@@ -28,6 +28,7 @@ from .refuse_reseeding import refuse_reseeding
 from .user_checkpoint import without_checkpoint
 from .value_modes import Answer, RecordValues, answering
 
+Recording = Callable[[], AbstractContextManager[object]]
 Measure = Callable[[Callable[[], object]], int]  # calls a function, and returns the peak bytes that it allocated
 
 
@@ -39,8 +40,8 @@ class ValueRun:
     nbytes: int
 
 
-def run_for_values(call: Call, measure: Measure) -> ValueRun:
-    """Run a call of a module, and return the values that it reads.
+def run_for_values(call: Call, measure: Measure, recording: Recording = nullcontext) -> ValueRun:
+    """Run a call of a module inside of `recording()`, and return the values that it reads.
 
     Raises whatever forward raises.
     """
@@ -55,6 +56,7 @@ def run_for_values(call: Call, measure: Measure) -> ValueRun:
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
         _unchecked_classes(),
+        recording(),
     ):
         try:
             nbytes = measure(lambda: call.run(call.tensors))

@@ -70,6 +70,8 @@ class ValueGuard:
     @property
     def assumption(self) -> str:
         """The assumption in words."""
+        if self.op == "opaque":
+            return "it runs as it is, and returns results of the same structure, shapes and strides"
         if self.op != "equal":
             return f"{self.op} has results of sizes {_shapes(self.expected)}"
         return f"the value is {self.expected[0] if len(self.expected) == 1 else list(self.expected)}"

@@ -44,8 +44,12 @@ class AttributeSnapshot:
 
     def changed(self, later: AttributeSnapshot) -> str | None:
         """Return the first attribute that was added, removed or changed."""
-        names = (*later.tokens, *self.tokens)
-        return next((name for name in names if self.tokens.get(name) != later.tokens.get(name)), None)
+        return next(iter(self.changes(later)), None)
+
+    def changes(self, later: AttributeSnapshot) -> tuple[str, ...]:
+        """Return all attributes that were added, removed or changed."""
+        names = dict.fromkeys((*later.tokens, *self.tokens))
+        return tuple(name for name in names if self.tokens.get(name) != later.tokens.get(name))
 
     def has_fakes(self, name: str) -> bool:
         """Return True if an attribute holds a tensor of a trace."""
@@ -136,7 +140,7 @@ def _refuse_changed(now: dict[Any, Any], before: dict[Any, Any], label: str) -> 
             raise CaptureError(
                 f"forward changes {label.format(key)} from {old!r} to {new!r}, but a captured step runs no Python: "
                 "make it a buffer (register_buffer, a tensor), or change it outside of forward"
-            )
+            ).about(label.format(key))
 
 
 def _path(path: str, name: str) -> str:

@@ -29,6 +29,7 @@ from passes import Trace
 from ..graph.aten_shims import COPY_STORAGES
 from ..graph.inductor import Segment
 from ..graph.nodes import allocates_nothing, tensors, written_inputs
+from ..graph.opaque_ops import is_opaque, opaque_cost
 from ..graph.result_layout import ResultLayout, layout_in_storage
 from ..graph.summarize import Cost, summarize
 from ..guards.signature import kernel_modes
@@ -99,6 +100,8 @@ class OpProfiler:
 
     def _op_cost(self, node: fx.Node) -> OpCost:
         self.counted()
+        if is_opaque(node):  # it was measured while it was captured, on the tensors of the call
+            return OpCost(Cost(*opaque_cost(node)), None)
         key, times = _key(node), self.times and time.monotonic() < self.until
         if key in _known and (_known[key].is_timed or not times):
             return _remember(key, _known[key])

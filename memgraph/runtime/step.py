@@ -21,6 +21,7 @@ from passes.ir.ops import ACCUMULATE
 
 from ..errors import MemgraphError, RecordingError
 from ..graph.guard_ops import GuardFailed
+from ..graph.opaque_ops import undoing_parts
 from ..profile.memory_meter import Allocation, Meter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
@@ -86,7 +87,7 @@ class Step:
         if not self.parts.captured.guards:
             return self._run(tensors, unplanned, floats)
         try:
-            with restoring_generators(self.parts.generators):
+            with restoring_generators(self.parts.generators), undoing_parts():
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1
