@@ -24,9 +24,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.aten_shims import COPY_STORAGES, match_kernel_layout
+from ..graph.aten_shims import COPY_STORAGES
 from ..graph.float_arguments import float_arguments
 from ..graph.nodes import all_storages, aten, changes_inputs, is_random, storages, written_inputs
+from ..graph.op_descriptions import describe
 from ..tensors.traced_float import ValueNeededError
 from .float_inputs import with_values
 from .value_modes import Answer
@@ -93,15 +94,19 @@ class ConstantFakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if self.has_floats:
             args, kwargs = with_values(func, args, kwargs)
-        try:
+
+        def run() -> Any:
             with self._caching(func):
-                result = super().dispatch(func, types, args, kwargs)
+                result = super(ConstantFakeMode, self).dispatch(func, types, args, kwargs)
+            _record_storages(func, result)
+            return result
+
+        try:
+            return describe(func, args, kwargs, self, run)
         except Exception as error:
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)
             raise
-        _record_storages(func, result)
-        return match_kernel_layout(func, args, result, self)
 
     @contextmanager
     def _caching(self, func: Any) -> Iterator[None]:

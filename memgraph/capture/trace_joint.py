@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.utils import stateless
 
 from ..errors import CaptureError
-from ..graph.aten_shims import keep_rnn_workspaces
+from ..graph.aten_shims import use_surrogates
 from ..graph.captured import Input, Output, Ref, View
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
@@ -98,7 +98,7 @@ def _traced(
     step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
-    keep_rnn_workspaces(graph.graph)
+    use_surrogates(graph.graph)
     drop_aliases(graph.graph, kept=set(returned_values(graph.graph)[: len(step.outputs)]))
     drop_dead(graph.graph)
     return step, graph

@@ -6,6 +6,7 @@ float_arguments     floats of a call among the arguments of nodes
 provenance          phase and source line of each node
 result_layout       layout of an op's results
 aten_shims          ops that aten lacks
+op_descriptions     results of ops that torch describes wrongly or not at all
 ops                 runtime ops: offload, reload, wait, free, update, collectives
 accumulate_grads    add gradients to .grad, and over micro-batches, inside backward
 fuse_updates        insert parameter updates into backward

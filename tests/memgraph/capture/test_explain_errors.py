@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memgraph
@@ -53,28 +52,6 @@ def test_packed_sequences_are_refused_by_name_and_module() -> None:
         compiled(torch.ones(2, 5, 8), torch.tensor([5, 3]))
 
 
-class Grouped(nn.Module):
-    """An op that torch may describe for bfloat16 alone, and that runs in float32."""
-
-    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        return torch._grouped_mm(x, weight, offs=ends)
-
-
-def is_described() -> bool:
-    """Whether torch can say what a grouped product of float32 makes."""
-    try:
-        with FakeTensorMode():
-            Grouped()(torch.ones(3, 8), torch.ones(1, 8, 8), torch.ones(1, dtype=torch.int32))
-    except RuntimeError:
-        return False
-    return True
-
-
-class Counted(nn.Module):
-    def forward(self, x: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
-        return nn.functional.ctc_loss(x.view(3, 1, 8).log_softmax(-1), target, lengths, lengths)
-
-
 class Encoded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,17 +65,6 @@ class Encoded(nn.Module):
 @pytest.mark.parametrize(
     ("part", "args", "says"),
     [
-        pytest.param(
-            Grouped(),
-            (torch.ones(1, 8, 8), torch.tensor([3], dtype=torch.int32)),
-            r"bfloat16 alone\ngive it tensors of bfloat16.*experts_implementation.*many times the bytes",
-            marks=pytest.mark.skipif(is_described(), reason="this torch describes a grouped product of float32"),
-        ),
-        (
-            Counted(),
-            (torch.ones(1, 1, dtype=torch.long), torch.tensor([1])),
-            "values of the lengths\n.*outside of the module",
-        ),
         (Encoded(), (torch.tensor([[False, False, True]]),), "nested tensor .*\n.*enable_nested_tensor=False"),
     ],
 )
