@@ -15,11 +15,25 @@ import torch
 from torch import Tensor, nn
 
 
+SYSTEM = random.Random()  # stands for the system's own source of random numbers
+
+
 def seed(number: int) -> None:
-    """Seed all generators that a model may draw from: torch's, Python's and numpy's."""
+    """Seed all that a model may draw from: generators of torch, Python and numpy, and what `torch.seed` reads.
+
+    Reformer calls `torch.seed` in forward; no step of it could be compared with another.
+    """
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
+    SYSTEM.seed(number)
+    torch.seed = _seed
+
+
+def _seed() -> int:
+    drawn = SYSTEM.getrandbits(62)
+    torch.manual_seed(drawn)
+    return drawn
 
 
 def step_facts(model: nn.Module, outputs: Any, loss: Tensor) -> dict[str, Tensor]:
