@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from importlib.metadata import version
@@ -52,9 +52,10 @@ def main() -> int:
     absent = {name for name in LIBRARIES if find_spec(name) is None}
     names = [name for name in names if ARCHITECTURES[name].library not in absent]
     record = Record(given.into, quick=given.quick)
-    names = [name for name in names if given.only or name not in record.done]
     shares = given.share or ((0.6,) if given.quick else SHARES)
-    found = run(names, shares, given.jobs, given.seconds, record)
+    done = set() if given.only else record.done
+    wanted = {name: [share for share in shares if (name, share) not in done] for name in names}
+    found = run(wanted, given.jobs, given.seconds, record)
     print(*summary(found if given.quick else record.rows), sep="\n")
     return int(any(row.verdict in ("wrong", "over") for row in found))
 
@@ -67,9 +68,10 @@ class Record:
         self.entries = json.loads(self.path.read_text())["rows"] if self.path.is_file() else []
 
     @property
-    def done(self) -> set[str]:
-        """What was run with this code; nothing in a quick run."""
-        return set() if self.quick else {entry["name"] for entry in self.entries if entry["code"] == self.code}
+    def done(self) -> set[tuple[str, float]]:
+        """Return what was run with this code; nothing in a quick run."""
+        same = [] if self.quick else [entry for entry in self.entries if entry["code"] == self.code]
+        return {(entry["name"], entry["share"]) for entry in same}
 
     @property
     def rows(self) -> list[Row]:
@@ -80,23 +82,25 @@ class Record:
         """Put the rows of an architecture in the place of those that an earlier run found."""
         if self.quick:
             return
-        names = {row.name for row in rows}
-        kept = [entry for entry in self.entries if entry["name"] not in names]
+        found = {(row.name, row.share) for row in rows}
+        kept = [entry for entry in self.entries if (entry["name"], entry["share"]) not in found]
         order = list(ARCHITECTURES)
         added = [{**asdict(row), "code": self.code} for row in rows]
-        self.entries = sorted([*kept, *added], key=lambda entry: order.index(entry["name"]))
+        self.entries = sorted([*kept, *added], key=lambda entry: (order.index(entry["name"]), -entry["share"]))
         about = {**surroundings("zoo"), "packages": list(LIBRARIES)} | {name: _version(name) for name in LIBRARIES}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps({**about, "rows": self.entries}, indent=1) + "\n")
         self.path.with_suffix(".md").write_text(markdown(self.rows, about))
 
 
-def run(names: Sequence[str], shares: Sequence[float], jobs: int, seconds: float, record: Record) -> list[Row]:
-    """Run architectures, print and record the rows of each as it ends."""
+def run(wanted: Mapping[str, Sequence[float]], jobs: int, seconds: float, record: Record) -> list[Row]:
+    """Run architectures at their shares, print and record the rows of each as it ends."""
     found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         environment = preloaded(Path(folder)) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        for ended in as_completed([pool.submit(_child, name, shares, seconds, environment) for name in names]):
+        for ended in as_completed(
+            [pool.submit(_child, name, shares, seconds, environment) for name, shares in wanted.items() if shares]
+        ):
             rows = ended.result()
             record.add(rows)
             found += rows

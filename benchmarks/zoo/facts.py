@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-
 SYSTEM = random.Random()  # stands for the system's own source of random numbers
 
 
