@@ -40,6 +40,7 @@ from .constant_fake_mode import ConstantFakeMode, constant_transformers_checks
 from .constants import describe_constants, refuse_trained_constants
 from .conversions import unchanged_conversions
 from .fake_tensors import make_fake, without_autocast
+from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
 from .side_effects import TraceRecord, refuse_side_effects
@@ -81,6 +82,7 @@ def trace_joint(
         eager_prod_gradient(),
         eager_value_decompositions(),
         unchanged_conversions(),
+        readable_lengths(),
         constant_transformers_checks(mode),
     ):
         step, graph = _traced(call, mode, wanted, before, recorder)

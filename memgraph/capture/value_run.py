@@ -24,6 +24,7 @@ from ..graph.nodes import written_arguments
 from ..guards.attribute_snapshot import AttributeSnapshot
 from .call import Call
 from .fake_tensors import refuse_python_random
+from .host_lengths import readable_lengths
 from .refuse_reseeding import refuse_reseeding
 from .user_checkpoint import without_checkpoint
 from .value_modes import Answer, RecordValues, answering
@@ -53,6 +54,7 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
         AttributeSnapshot(call.module, call.tensors).restored(),
         _RestoreWritten(call.tensors).restored(),
         without_checkpoint(),
+        readable_lengths(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
         _unchecked_classes(),

@@ -69,8 +69,6 @@ NAMES: Mapping[str, str] = {
     "torch.ops.aten._linalg_svd": "singular values without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._linalg_eigh": "eigenvalues without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
-    "torch.ops.aten._scaled_dot_product_efficient_attention": "its seeds lie on the host, where fake ones don't",
-    "torch.ops.aten._efficient_attention_forward": "its seeds lie on the host, where fake ones don't",
     # Running
     "torch._C._autograd._get_current_graph_task_keep_graph": "a backward with retain_graph=True keeps what it reads",
     "torch._C._will_engine_execute_node": "gradients that backward(inputs=...) does not ask for are not written",
