@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -57,7 +57,6 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
         readable_lengths(),
         saved_tensors_hooks(lambda tensor: None, _refuse_backward),
         answering(mode),
-        _unchecked_classes(),
         recording(),
     ):
         try:
@@ -67,24 +66,11 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
     return ValueRun(tuple(mode.answers), nbytes)
 
 
-@contextmanager
-def _unchecked_classes() -> Iterator[None]:
-    """Hide what `one_hot` reads of real tensors only to check it: it does not ask a trace for that."""
-    one_hot = nn.functional.one_hot
-
-    def unchecked(tensor: Tensor, num_classes: int = -1) -> Tensor:
-        with nullcontext() if num_classes < 0 else _disable_current_modes():
-            return one_hot(tensor, num_classes)
-
-    with mock.patch.object(nn.functional, "one_hot", unchecked):
-        yield
-
-
 class _RestoreWritten(TorchDispatchMode):
     """Copies parameters, buffers and inputs before an op writes to them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
         self.storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self.copies: dict[int, torch.UntypedStorage] = {}
@@ -99,7 +85,7 @@ class _RestoreWritten(TorchDispatchMode):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore what was written at the end of the block."""
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+        with _unsafe_preserve_version_counter(tuple(self.tensors)):
             try:
                 with self:
                     yield
@@ -108,7 +94,9 @@ class _RestoreWritten(TorchDispatchMode):
                     self.storages[key].copy_(copy)
 
     def _copy(self, tensor: Any) -> None:
-        key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+        if not isinstance(tensor, Tensor):
+            return
+        key = tensor.untyped_storage()._cdata
         if key in self.storages and key not in self.copies:
             with _disable_current_modes():
                 self.copies[key] = self.storages[key].clone()

@@ -108,9 +108,7 @@ class AttributeWalk:
     `ignored` are attributes, by the id of their module and name, that are not described.
     """
 
-    def __init__(
-        self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset()
-    ) -> None:
+    def __init__(self, inputs: Mapping[int, int] | None = None, ignored: Set[tuple[int, str]] = frozenset()) -> None:
         self.inputs, self.ignored = inputs or {}, ignored
         self.tokens: list[Hashable] = []
         self.numbers: dict[int, int] = {}  # id -> number, for things that were described before
