@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,8 +225,8 @@ class CompiledModule(ModuleProxy):
         changed = [attribute for part in captured.opaque for attribute in part.changed_attributes]
         if key != call or not self._attributes.ignore(changed):
             return call, key
-        (guard, state), *rest = call
-        call = ((with_attributes(guard, self._attributes), state), *rest)
+        (guard, state), adds, outputs = cast("tuple[Any, bool, OutputSelector]", call)
+        call = (with_attributes(guard, self._attributes), state), adds, outputs
         return call, call
 
     def _new_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Step:

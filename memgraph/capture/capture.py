@@ -69,11 +69,14 @@ def capture(
     wanted: OutputSelector = select_all,
     floats: FloatInputs | None = None,
     measure: Measure = _unmeasured,
+    opaque: bool | Sequence[str] = False,
 ) -> Captured:
     """Capture the step of `module(*args, **kwargs)`; nothing is changed.
 
     No real tensor is read, unless Python asks for the value of one. Then forward runs once, inside `measure`, and the
     graph has guards.
+
+    `opaque` submodules run as they are: those at these paths, and unless it is False, those that can't be traced.
 
     With `grad`, backward starts from those differentiable outputs that `wanted` selects. It starts from all of them if
     the selection is a guess and forward could not be run again for the others. `floats` of the call become inputs of
@@ -83,7 +86,7 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module))
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque))
     captured = tracer.captured(wanted)
     is_sure = len(captured.tangents) == len(captured.differentiable) and not captured.speculative_outputs
     if is_sure or wanted not in (select_losses, select_scalars) or can_run_again(captured):

@@ -8,7 +8,7 @@ The whole module can't be opaque: nothing would be left to plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -26,18 +26,24 @@ from .user_checkpoint import eager_checkpoint
 class OpaqueParts:
     """The opaque submodules of one capture, and why they are."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, wanted: bool | Sequence[str]) -> None:
+        self.module, self.wanted = module, wanted
         self.recorder: Recorder | None = None
         self.reasons: dict[nn.Module, tuple[str, str]] = {}
         self._paths = {child: path for path, child in module.named_modules()}
         self._causes: dict[nn.Module, CaptureError] = {}
+        for name in () if isinstance(wanted, bool) else wanted:
+            # The module may be inside of one that adds the loss.
+            path = next(path for path in self._paths.values() if path == name or path.endswith(f".{name}"))
+            self._choose(module.get_submodule(path), CaptureError(f"opaque= has {name!r}"))
 
     def add(self, error: CaptureError) -> None:
         """Make the submodule opaque that an error comes from; raise the error if there is none.
 
         A submodule that can't be opaque is replaced by the one around it.
         """
+        if self.wanted is False:
+            raise error
         if isinstance(error, NotOpaqueError):
             cause = self._causes[error.module]
             around = self._around(error.module)

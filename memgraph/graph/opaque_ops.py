@@ -34,7 +34,15 @@ class MeasuredCost(NamedTuple):
 class Part(Protocol):
     """A part of a module that runs as it is."""
 
+    path: str
+    module: nn.Module
+    reason: str
     guard: int
+
+    @property
+    def nbytes(self) -> int:
+        """The workspace of its forward or its backward, whichever is larger."""
+        ...
 
     @property
     def assumed(self) -> ValueGuard:

@@ -69,30 +69,30 @@ def eager_modes(modes: Modes) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class PythonState:
-    """What a forward may change besides buffers: attributes of its module, and random generators."""
+    """State that a forward may change besides buffers: attributes of its module, and random generators."""
 
     attributes: AttributeSnapshot
-    torch_states: tuple[tuple[torch.device, bytes], ...]
+    generators: tuple[tuple[torch.Generator, torch.Generator], ...]  # and copies, which are no tensors
     python: Any
     numpy: Any
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Sequence[Tensor] = ()) -> PythonState:
-        """Return the state now; of torch's generators for the devices of `tensors`."""
-        devices = dict.fromkeys((torch.device("cpu"), *(tensor.device for tensor in tensors)))
-        states = tuple((device, _generator_state(device).numpy().tobytes()) for device in devices)
+    def of(cls, module: nn.Module, tensors: Sequence[Tensor]) -> PythonState:
+        """Return the state now; of torch's generators those of the devices of `tensors`, and the module's own."""
+        states = tuple((generator, generator.clone_state()) for generator in _generators(module, tensors))
         numpy = _numpy()
         return cls(AttributeSnapshot(module), states, random.getstate(), numpy.get_state() if numpy else None)
 
     def restore(self) -> None:
         """Set all back to this state."""
         self.attributes.restore()
-        for device, state in self.torch_states:
-            _set_generator_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        self.restore_python_generators()
+        self.restore_generators()
 
-    def restore_python_generators(self) -> None:
-        """Set the generators of `random` and numpy back to this state."""
+    def restore_generators(self, drawn: Sequence[torch.Generator] = ()) -> None:
+        """Set all generators back to this state, but those in `drawn`, unless they have another seed."""
+        for generator, state in self.generators:
+            if generator not in drawn or generator.initial_seed() != state.initial_seed():
+                generator.set_state(state.get_state())
         random.setstate(self.python)
         if self.numpy is not None:
             _numpy().set_state(self.numpy)
@@ -108,15 +108,11 @@ class PythonState:
             now.restore()
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+def _generators(module: nn.Module, tensors: Sequence[Tensor]) -> list[torch.Generator]:
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    attributes = (value for child in module.modules() for value in vars(child).values())
+    own = [value for value in attributes if isinstance(value, torch._C.Generator)]
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in sorted(devices)), *own]
 
 
 def _numpy() -> Any:

@@ -1,4 +1,4 @@
-"""What a part reads: parameters and buffers of its submodule, and the tensors among its arguments.
+"""The tensors that a part reads: parameters and buffers of its submodule, and those among its arguments.
 
 layer(x, mask=None)   ->   Inputs({"weight": 0, "bias": 1}, ...), [weight, bias, x]
 """
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the op reads, by position: parameters and buffers of the submodule by name, and arguments.
+    """The inputs of the op, by position: parameters and buffers of the submodule by name, and arguments.
 
     `trained` are the positions that require a gradient, `written` the buffers that forward changes.
     """

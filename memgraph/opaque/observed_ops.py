@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,11 +52,11 @@ class ObservedOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tree_leaves(written_arguments(func, args, kwargs)):
-            if isinstance(tensor, Tensor):
+            if _is_dense(tensor):
                 self._write(tensor)
         result = func(*args, **kwargs)
         if not func.is_view:
-            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(result) if _is_dense(leaf))
             if self.nbytes > self.limit:
                 raise TooManyBytesError
         return result
@@ -66,6 +67,11 @@ class ObservedOps(TorchDispatchMode):
             raise WriteError(place)
         if place is not None:
             self.written.add(place)
+
+
+def _is_dense(leaf: object) -> bool:
+    """Return True for a tensor with one storage; the parts of a sparse one are results of other ops."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def _storage(tensor: Tensor) -> int:

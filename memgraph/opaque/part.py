@@ -38,7 +38,7 @@ _running = threading.RLock()  # a submodule's parameters are replaced while it r
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What backward needs of its forward besides tensors."""
+    """The state that backward needs of its forward besides tensors."""
 
     before: PythonState
     sums: tuple[float, ...]
@@ -82,6 +82,11 @@ class OpaquePart:
     @property
     def assumed(self) -> ValueGuard:
         return ValueGuard(self.guard, (self.expected.form,), "opaque", self.path)
+
+    @property
+    def nbytes(self) -> int:
+        costs = [self.forward_cost, *(backward.cost for backward in self.backwards.values())]
+        return max(cost.workspace for cost in costs)
 
     @property
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:

@@ -91,6 +91,7 @@ class Recorder:
             real = [None if tangent is None else _ones(layout(tangent), device) for tangent in tangents]
             run = partial(part.gradients_of, recorded.tensors, real, recorded.ticket)
             found, us = timed_us(run, device)
+            _refuse_sparse(part, found)
             places, layouts = tuple(found), tuple(map(layout, found.values()))
             del found
             part.backwards[key] = Backward(places, layouts, MeasuredCost(us, 0))
@@ -122,7 +123,7 @@ class Recorder:
             kept = tuple(x.clone() if place in written else x.detach() for place, x in enumerate(tensors))
             results, workspace = _measured(lambda: part.forward(kept), tensors[0].device)
             _refuse_other(results, [*first.outputs, *(first.written[place] for place in written)])
-            before.restore_python_generators()
+            before.restore_generators(drawn=[torch.default_generator])  # so that what follows draws as in eager
         if stored := [name for name, number in _attached(module).items() if attached.get(name) != number]:
             raise CaptureError(f"forward stores a tensor in its attribute {stored[0]}")
         changes = before.attributes.changes(AttributeSnapshot(module))
@@ -164,6 +165,13 @@ def _refuse_other(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None
                 "forward gives other numbers when it runs again with the same arguments, parameters, buffers, "
                 "attributes and generators, and backward runs it again"
             )
+
+
+def _refuse_sparse(part: OpaquePart, gradients: Mapping[int, Tensor]) -> None:
+    for place, gradient in gradients.items():
+        if gradient.layout != torch.strided:
+            reason = f"the gradient of {part.inputs.label(place)} is {gradient.layout}: use sparse=False"
+            raise NotOpaqueError(part.path, part.module, reason)
 
 
 def _bits(tensor: Tensor) -> Tensor:

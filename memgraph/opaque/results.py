@@ -1,4 +1,4 @@
-"""What a part returns, apart from the numbers: structure, constants, layouts, and what gradients reach.
+"""The results of a part, apart from the numbers: structure, constants, layouts, and what gradients reach.
 
 return {"y": y, "n": 3}, x   ->   Results((Place("output", 0), 3, Place("input", 2)), ...), [y]
 """
@@ -21,7 +21,7 @@ from .reach import gradient_counts, reached_leaves
 
 @dataclass(frozen=True)
 class Results:
-    """What forward returned when it was recorded, with a `Place` for each tensor.
+    """The results of a recorded call, with a `Place` for each tensor.
 
     `layouts` are those of its distinct new tensors. `reached` are the inputs that a gradient of each reaches, and
     `counts` how many gradients of each input are added up.

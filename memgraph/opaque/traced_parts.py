@@ -109,7 +109,7 @@ class _OpaqueCall(torch.autograd.Function):
 
 
 def find_sums(roots: Sequence[Tensor]) -> None:
-    """Record of which inputs of parts autograd adds up other gradients first, before it runs the backward of `roots`.
+    """Find the inputs of parts that get another gradient before the part's own, in the backward of `roots`.
 
     Raises:
         NotOpaqueError: such an input is used more than once in a part, so its sum would be in another order.

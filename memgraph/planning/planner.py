@@ -65,7 +65,7 @@ class Planner:
             FusedError: updates run in backward, and the loss is not part of the step.
         """
         with PLANNING_LOCK, Progress() as progress:
-            graph = self._capture(Call(self.module, args, kwargs, outputs), progress)
+            graph = self._capture(Call(self.module, args, kwargs, outputs, opaque=self.options.opaque), progress)
             return Pricing(self.module, self.options, self.state, progress)(graph)
 
     @property
@@ -89,7 +89,7 @@ class Planner:
             CaptureError: the module can't be captured.
             PlanError: plans were given, and none fits this call.
         """
-        call = Call(self.module, args, kwargs, outputs, floats)
+        call = Call(self.module, args, kwargs, outputs, floats, self.options.opaque)
         with PLANNING_LOCK, forgotten_sources(), releasing_cached(self.target.device), Progress() as progress:
             began = time.perf_counter()
             graph = self._capture(call, progress, earlier)

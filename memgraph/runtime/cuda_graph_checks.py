@@ -69,6 +69,8 @@ def _reason_against(captured: Captured, graph: fx.Graph, trace: Trace) -> str:
     """Return why the step can't be recorded; empty if it can."""
     if captured.updates or any(node.meta.get("phase") == "update" for node in graph.nodes):
         return "updates run in backward"
+    if captured.opaque:
+        return f"{captured.opaque[0].path} runs as it is, in Python"
     if any(role.kind == "input_gradient" for role in captured.outputs):
         return "a gradient goes to what comes before the module"
     if "watched" in graph.output_node().meta["kinds"]:

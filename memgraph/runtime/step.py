@@ -25,7 +25,7 @@ from ..graph.opaque_ops import undoing_parts
 from ..profile.memory_meter import Allocation, Meter, meter_of
 from ..profile.step_timer import StepTimes, WallTimes
 from ..report.report import Report
-from ..report.report_data import Assumption
+from ..report.report_data import Assumption, OpaqueRow
 from ..system.user_warning import warn_user
 from .autograd_function import Differentiation, StepFunction, UnplannedGradient
 from .concurrent_runs import held_nbytes
@@ -256,13 +256,24 @@ class Step:
     @property
     def current_report(self) -> Report:
         """The report, with the times of the latest steps."""
-        guards = self.parts.captured.guards
-        assumptions = tuple(Assumption(guard.assumption, guard.where, self.failures[guard.number]) for guard in guards)
-        report = replace(self.report, assumptions=assumptions) if guards else self.report
+        report = self._with_guards() if self.parts.captured.guards else self.report
         median_us = self.history.median_us
         if median_us is None:
             return report
         return replace(report, recent_us=median_us, expected_us=self.forecast_us)
+
+    def _with_guards(self) -> Report:
+        """Return the report with what the step rests on."""
+        captured = self.parts.captured
+        assumptions = tuple(
+            Assumption(guard.assumption, guard.where, self.failures[guard.number])
+            for guard in captured.guards[: len(captured.guards) - len(captured.opaque)]
+        )
+        rows = tuple(
+            OpaqueRow(part.path, type(part.module).__name__, part.nbytes, part.reason, self.failures[part.guard])
+            for part in captured.opaque
+        )
+        return replace(self.report, assumptions=assumptions, opaque=rows)
 
     @property
     def needs_replan(self) -> bool:

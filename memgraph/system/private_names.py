@@ -60,6 +60,12 @@ NAMES: Mapping[str, str] = {
     "torch.utils._pytree.tree_map_only": "finds the floats among an op's arguments",
     "torch.utils._pytree.tree_unflatten": "arguments and results are flattened as torch's own tools do",
     "torch.nn.modules.batchnorm._NormBase": "names the remedy where a norm has no momentum",
+    # Opaque parts
+    "torch._C._ForceDispatchKeyGuard": "a part that runs as it is has autograd, which a step turns off around its graph",
+    "torch._C._dispatch_tls_local_include_set": "the dispatch keys around a part that runs as it is",
+    "torch._C._dispatch_tls_local_exclude_set": "the dispatch keys around a part that runs as it is",
+    "torch._C.DispatchKey": "autograd's dispatch keys",
+    "torch._C.DispatchKeySet": "autograd's dispatch keys",
     # Graphs
     "torch._ops": "holds OpOverload",
     "torch._ops.OpOverload": "tells ops of torch from other functions in a graph",
