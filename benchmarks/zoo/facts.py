@@ -31,7 +31,7 @@ def seed(number: int) -> None:
 
 def _seed() -> int:
     drawn = SYSTEM.getrandbits(62)
-    torch.manual_seed(drawn)
+    torch.default_generator.manual_seed(drawn)
     return drawn
 
 
