@@ -62,7 +62,18 @@ class Converted(nn.Module):
         return self.parts[0](self.body(x))
 
 
-@pytest.mark.parametrize("make", [NamedExperts, Routed, Told, Converted])
+class LogSigmoid(nn.Module):
+    """Binary cross entropy of logits, whose op gives a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.body(x), (x > 0).to(x.dtype))
+
+
+@pytest.mark.parametrize("make", [LogSigmoid, NamedExperts, Routed, Told, Converted])
 def test_it_trains_as_in_eager(make: type[nn.Module]) -> None:
     assert_alike(steps, make)
 
