@@ -35,6 +35,7 @@ from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
 from .opaque_parts import OpaqueParts
+from .python_random import refuse_python_random
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -139,7 +140,12 @@ def _captured(
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     mode = ConstantFakeMode(has_floats=floats is not None, answers=values.answers if values is not None else None)
-    with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
+    with (
+        fake_mode_context(mode),
+        refuse_python_random(module),
+        torch.set_grad_enabled(grad),
+        explain_error(module, mode),
+    ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, module)
