@@ -107,17 +107,18 @@ class _Tracer:
     measure: Measure
     parts: OpaqueParts
     values: ValueRun | None = None
+    needs_values: bool = False
 
     def captured(self, wanted: OutputSelector) -> Captured:
         while True:
             try:
-                if self.parts.recorder is None and self.parts.reasons:
+                if self.needs_values or (self.parts.recorder is None and self.parts.reasons):
                     self._run()
                 return self._traced(wanted)
             except ValuesNeeded as error:
                 if self.values is not None:
                     raise _backward_error(error) from None
-                self._run()
+                self.needs_values = True
             except CaptureError as error:
                 self.parts.add(error)
 
@@ -126,6 +127,7 @@ class _Tracer:
         return _captured(*given, self.values, self.parts.recorder)
 
     def _run(self) -> None:
+        self.needs_values = False
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             call = Call.of(self.module, self.args, self.kwargs)
             self.values = run_for_values(call, self.measure, self.parts.recording)

@@ -177,7 +177,7 @@ def variational() -> Training:
 def _elbo(outputs: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
     logits, mean, log_variance = outputs
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
-    return F.binary_cross_entropy_with_logits(logits, target, reduction="sum") + divergence
+    return (F.binary_cross_entropy_with_logits(logits, target, reduction="sum") + divergence) / len(target)
 
 
 class Routed(nn.Module):
