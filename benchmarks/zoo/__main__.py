@@ -88,6 +88,7 @@ class Record:
         added = [{**asdict(row), "code": self.code} for row in rows]
         self.entries = sorted([*kept, *added], key=lambda entry: (order.index(entry["name"]), -entry["share"]))
         about = {**surroundings("zoo"), "packages": list(LIBRARIES)} | {name: _version(name) for name in LIBRARIES}
+        about["codes"] = sorted({entry["code"] for entry in self.entries})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps({**about, "rows": self.entries}, indent=1) + "\n")
         self.path.with_suffix(".md").write_text(markdown(self.rows, about))

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .steps import Meter, Steps, train
 from .torchvision_ops import import_torchvision
 from .training import Training
 
+ROOT = Path(__file__).parents[2]
 TRIES = 4  # budgets: the one that is asked for, and those that errors name
 
 
@@ -105,13 +107,18 @@ def _fresh(architecture: Architecture) -> tuple[Training, int]:
 
 
 def _line(error: BaseException) -> str:
-    """Return an error as one line, with the paths of packages from their own folder on."""
-    return re.sub(r"\S*/site-packages/", "", " ".join(f"{type(error).__name__}: {error}".split()))
+    """Return an error as one line."""
+    return _short(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _place(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno}"
+    return _short(f"{frame.filename}:{frame.lineno}")
+
+
+def _short(text: str) -> str:
+    """Return a text with paths of files from their package's or this project's folder on."""
+    return re.sub(r"\S*/site-packages/", "", text).replace(f"{ROOT}/", "")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
         "error named, as a share, was given instead, and all of this held.",
         "",
         *summary(rows),
+        *(
+            ["", f"Rows are of {len(about['codes'])} states of the code; zoo.json names each."]
+            if len(about["codes"]) > 1
+            else []
+        ),
         "",
         f"| {' | '.join(head)} |",
         f"|{'---|' * len(head)}",

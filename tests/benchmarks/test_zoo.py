@@ -20,7 +20,14 @@ from tests.support.allocator_meter import compiler
 
 ROOT = Path(__file__).parents[2]
 FINE = Row("vae", "torch", 0.6, "whole", counted=5, forecast=6, budget=7, seconds=1.5, cpu_seconds=0.5)
-ABOUT = {"command": "python", "date": "today", "machine": "two cores", "packages": ["torch"], "torch": "2"}
+ABOUT = {
+    "command": "python",
+    "date": "today",
+    "machine": "two cores",
+    "packages": ["torch"],
+    "torch": "2",
+    "codes": ["a"],
+}
 
 
 @dataclass
