@@ -20,6 +20,7 @@ prod_gradient         the gradient of torch.prod as in eager
 reentrant_forward     whether forward can run a second time
 constants             tensors that a step reads besides its inputs
 side_effects          refuse Python state that forward changes
+python_random         refuse what forward draws from `random` or numpy
 refuse_reseeding      refuse what forward does to random generators
 explain_errors        turn torch's errors into a CaptureError with source line and advice
 """

@@ -38,6 +38,7 @@ from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
 from .opaque_parts import OpaqueParts
+from .python_random import refuse_python_random
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
 from .trace_joint import trace_joint
@@ -113,6 +114,7 @@ class _Tracer:
     parts: OpaqueParts
     values: ValueRun | None = None
     needed: str = ""  # why numbers that forward reads from tensors can't vary
+    needs_values: bool = False
 
     def sure(self, wanted: OutputSelector) -> Captured:
         """Return the captured step; for all outputs, if a wrong guess could not be made good by a second forward."""
@@ -125,13 +127,13 @@ class _Tracer:
     def captured(self, wanted: OutputSelector) -> Captured:
         while True:
             try:
-                if self.parts.recorder is None and self.parts.reasons:
+                if self.needs_values or (self.parts.recorder is None and self.parts.reasons):
                     self._run()
                 return self._traced(wanted)
             except ValuesNeeded as error:
                 if self.values is not None:
                     raise _backward_error(error) from None
-                self._run()
+                self.needs_values = True
             except CaptureError as error:
                 self.parts.add(error)
 
@@ -155,6 +157,7 @@ class _Tracer:
         return captured
 
     def _run(self) -> None:
+        self.needs_values = False
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             call = Call.of(self.module, self.args, self.kwargs)
             self.values = run_for_values(call, self.measure, self.parts.recording)
@@ -171,7 +174,12 @@ def _captured(
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
     answers = values.answers if values is not None else None
     mode = ConstantFakeMode(floats is not None, answers, has_numbers)
-    with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
+    with (
+        fake_mode_context(mode),
+        refuse_python_random(module),
+        torch.set_grad_enabled(grad),
+        explain_error(module, mode),
+    ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
             joint = trace_joint(call, mode, wanted, recorder)
         functional = functionalize(joint, module)

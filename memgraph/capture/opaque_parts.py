@@ -20,6 +20,7 @@ from ..graph.guard_ops import TOLIST
 from ..graph.provenance import PATH
 from ..opaque.recorder import NotOpaqueError, Recorder
 from ..system.frames import module_running
+from .python_random import allow_python_random
 from .refuse_reseeding import allow_reseeding
 from .user_checkpoint import eager_checkpoint
 
@@ -134,5 +135,10 @@ class OpaqueParts:
 @contextmanager
 def _as_in_eager() -> Iterator[None]:
     """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
-    with allow_reseeding(), eager_checkpoint(), mock.patch.object(torch.Tensor, "tolist", TOLIST):
+    with (
+        allow_reseeding(),
+        allow_python_random(),
+        eager_checkpoint(),
+        mock.patch.object(torch.Tensor, "tolist", TOLIST),
+    ):
         yield

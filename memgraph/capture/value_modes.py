@@ -257,10 +257,11 @@ Mode = TypeVar("Mode", bound=_ValueMode)
 def answering(mode: Mode) -> Iterator[Mode]:
     """Enter a mode, and let it answer `Tensor.tolist`, which reads memory without an op, and the size of `one_hot`.
 
-    It answers `Tensor.item` and `bool` too: torch would put a plain number in the place of a stand-in.
+    It answers `Tensor.item` and `bool` too: torch would put a plain number in the place of a stand-in. What `print`
+    shows of a tensor is no question.
     """
-
     thread = get_ident()
+    text: Callable[..., str] = torch.Tensor.__repr__
 
     def item(self: Tensor) -> Any:
         return mode.number(self) if get_ident() == thread and self.numel() == 1 else ITEM(self)
@@ -271,11 +272,23 @@ def answering(mode: Mode) -> Iterator[Mode]:
     def tolist(self: Tensor) -> Any:
         return _nested(list(mode.values(self)), self.shape) if get_ident() == thread else TOLIST(self)
 
+    def shown(self: Tensor, **kwargs: Any) -> str:
+        if get_ident() != thread or isinstance(self, FakeTensor):
+            return text(self, **kwargs)
+        with (
+            _disable_current_modes(),
+            mock.patch.object(torch.Tensor, "item", ITEM),
+            mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
+            mock.patch.object(torch.Tensor, "tolist", TOLIST),
+        ):
+            return text(self, **kwargs)
+
     with (
         mock.patch.object(torch.Tensor, "item", item),
         mock.patch.object(torch.Tensor, "__bool__", is_nonzero),
         mock.patch.object(torch.Tensor, "tolist", tolist),
         mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.object(torch.Tensor, "__repr__", shown),
         mock.patch.object(nn.functional, "one_hot", _one_hot),
         mode,
     ):

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.utils._pytree import tree_map_only
 
 from .aten_shims import COPY_STORAGES, longest_target
 from .nodes import aten
@@ -113,7 +114,7 @@ def _contiguous(result: Any, *args: Any, **kwargs: Any) -> Any:
     """Make all results contiguous."""
     if isinstance(result, Tensor):
         return result if result.is_contiguous() else torch.empty_like(result, memory_format=torch.contiguous_format)
-    return tuple(map(_contiguous, result))
+    return tree_map_only(Tensor, _contiguous, result) if isinstance(result, tuple | list) else result
 
 
 def _like_first(result: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ class AttributeSnapshot:
         for name, value in vars(part).items():
             begin = len(walk.tokens)
             if name == "_modules":
-                yield from ((key, IdentityKey(child)) for key, child in value.items())
+                yield from ((key, child is not None and IdentityKey(child)) for key, child in value.items())
             elif name in STATE:
                 yield from ((key, True) for key in value)
             elif name not in ignored:
