@@ -99,10 +99,16 @@ class ConstantFakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if self.has_floats or self.has_numbers:
             args, kwargs = with_values(func, args, kwargs)
+        caches = self.cache_enabled
 
         def run() -> Any:
-            with self._caching(func):
+            # torch would cache storages that are no larger than the results, and the bytes of a step would depend on
+            # earlier traces of the process.
+            self.cache_enabled = caches and func in _measured and func not in _large
+            try:
                 result = super(ConstantFakeMode, self).dispatch(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = caches
             _record_storages(func, result)
             return result
 
@@ -112,19 +118,6 @@ class ConstantFakeMode(FakeTensorMode):
             if self.tracer is not None:
                 self.failed = FailedOp(error, func, args, kwargs)
             raise
-
-    @contextmanager
-    def _caching(self, func: Any) -> Iterator[None]:
-        """Let torch cache a result, unless the op makes storages larger than its results cover.
-
-        The cached result has smaller storages, so the bytes of a step would depend on earlier traces of the process.
-        """
-        before = self.cache_enabled
-        self.cache_enabled = before and func in _measured and func not in _large
-        try:
-            yield
-        finally:
-            self.cache_enabled = before
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the real value of a traced tensor if no input affects it."""

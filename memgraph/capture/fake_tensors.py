@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
+from ..system.cycle_collector import paused_collector
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 
@@ -28,6 +29,7 @@ MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 def fake_mode_context(mode: FakeTensorMode) -> Iterator[None]:
     """Enter the modes in which a step is traced."""
     with ExitStack() as stack:
+        stack.enter_context(paused_collector())
         stack.enter_context(torch.inference_mode(False))
         stack.callback(_clear_full_cache)
         stack.callback(torch.clear_autocast_cache)

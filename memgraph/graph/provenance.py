@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -31,6 +31,7 @@ PROVENANCE = "custom"
 PATH = "memgraph_path"  # attribute of an exception
 CALLER = os.path.join("capture", "call.py")  # calls the module
 _part: ContextVar[int] = ContextVar("part", default=0)
+_counted: ContextVar[Callable[[], object]] = ContextVar("counted", default=int)
 
 
 @contextmanager
@@ -41,6 +42,16 @@ def running_microbatch(number: int) -> Iterator[None]:
         yield
     finally:
         _part.reset(token)
+
+
+@contextmanager
+def counting_nodes(counted: Callable[[], object]) -> Iterator[None]:
+    """Call `counted` for each node that is traced in this block."""
+    token = _counted.set(counted)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -73,11 +84,12 @@ class ProvenanceTracer:
 
     def attach(self, tracer: Any) -> None:
         """Record the nodes that this tracer creates from now on."""
-        create_node = tracer.create_node
+        create_node, counted = tracer.create_node, _counted.get()
 
         def create_and_record(*args: Any, **kwargs: Any) -> fx.Node:
             node = create_node(*args, **kwargs)
             self._record(node)
+            counted()
             return node
 
         tracer.create_node = create_and_record

@@ -14,6 +14,7 @@ from passes import BudgetError, Machine, PlanResult, Trace
 
 from ..capture.capture import OutputSelector
 from ..capture.float_capture import FloatCapture
+from ..graph.provenance import counting_nodes
 from ..options.compile_options import CompileOptions
 from ..profile.page_faults import page_faults_us
 from ..runtime.step import Step
@@ -109,9 +110,10 @@ class Planner:
             return self._step(graph, machine, result, accumulated, began)
 
     def _capture(self, call: Call, progress: Progress, earlier: EarlierCapture | None = None) -> StepGraph:
-        progress.phase("capturing forward and backward")
+        progress.phase("capturing forward and backward, ops traced")
         reused = earlier.captured if earlier is not None and self.state.keeps_captures else None
-        return capture_step(call, self._current_target, self.state, self.options, reused)
+        with counting_nodes(progress.done):
+            return capture_step(call, self._current_target, self.state, self.options, reused)
 
     def _current_target(self) -> Target:
         target = self.targets.current()

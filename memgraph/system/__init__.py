@@ -11,5 +11,6 @@ frames               the line of the user's code behind an exception
 user_warning         warn at the user's own line
 private_names        private names of torch, checked at import
 profiler_thread      run work outside the caller's profiler
+cycle_collector      pause the collector of reference cycles
 graph_sources        drop the sources of compiled graphs
 """
