@@ -32,7 +32,9 @@ from .float_inputs import FloatInputs
 from .functionalize import functionalize
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
-from .trace_joint import trace_joint
+from .saved.capture_files import call_kind, find_capture, keep_capture
+from .saved.op_log import OpLog
+from .trace_joint import JointGraph, trace_joint
 
 __all__ = [
     "Captured",
@@ -82,25 +84,34 @@ def _captured(
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+    kind = call_kind(call, grad, wanted) if floats is None else ""
+    if (found := find_capture(kind, call, grad, wanted)) is not None:
+        return _described(*found, wanted)
+    log = OpLog()
     mode = ConstantFakeMode(has_floats=floats is not None)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), explain_error(module, mode):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted)
+            joint = trace_joint(call, mode, wanted, log)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
-    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
-    captured = Captured(
-        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
-        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-    )  # fmt: skip
+    keep_capture(kind, log, graph)
+    captured = _described(joint, graph, wanted)
     if floats is None:
         return captured
     special_values = tuple(floats.trace.special_values)
     return replace(captured, floats=float_inputs(graph.graph), special_values=special_values)
+
+
+def _described(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -> Captured:
+    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    return Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+    )  # fmt: skip
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
