@@ -65,21 +65,16 @@ class JointGraph:
 
 
 def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog) -> JointGraph:
-    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
+    """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
+
+    If the log is a rehearsal, the graph is empty.
+    """
     with _as_in_eager(call, mode) as before:
         step, graph = _traced(call, mode, wanted, before, log)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, log)))
+        again = log.again()
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, again)))
+        log.compare(again)
     describe_constants(graph, mode)
-    refuse_trained_constants(step.trained, call.module)
-    return step.joint_graph(graph)
-
-
-def rehearse_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog) -> JointGraph | None:
-    """Do what `trace_joint` does for the log alone: the graph is empty. None if forward sets attributes."""
-    with _as_in_eager(call, mode) as before:
-        step, graph = _traced(call, mode, wanted, before, log)
-        if before.changed(step.attributes_after) is not None:
-            return None
     refuse_trained_constants(step.trained, call.module)
     return step.joint_graph(graph)
 

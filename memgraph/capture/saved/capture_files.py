@@ -32,7 +32,7 @@ from ..call import Call
 from ..constant_fake_mode import ConstantFakeMode
 from ..fake_tensors import fake_mode_context
 from ..refuse_reseeding import refuse_reseeding
-from ..trace_joint import JointGraph, rehearse_joint
+from ..trace_joint import JointGraph, trace_joint
 from .graph_record import NotRecordedError, graph_record, recorded_graph
 from .op_log import OpLog
 from .rehearsal import Rehearsal, RehearsalMode
@@ -100,10 +100,10 @@ def _found(
     log = Rehearsal()
     mode = RehearsalMode(log, **given)
     with fake_mode_context(mode), torch.set_grad_enabled(grad), refuse_reseeding(call.module):
-        joint = rehearse_joint(call, mode, wanted, log)
+        joint = trace_joint(call, mode, wanted, log)
     digest = log.digest()
-    packed = read_cached(_key(kind, digest), FILE) if joint is not None and digest else None
-    if joint is None or packed is None:
+    packed = read_cached(_key(kind, digest), FILE) if digest else None
+    if packed is None:
         LOG.info("no earlier capture is used, since forward does something else now; %s", log.reason)
         return None
     record = json.loads(zlib.decompress(base64.b64decode(packed)))

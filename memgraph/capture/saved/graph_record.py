@@ -68,11 +68,12 @@ class _Writer:
         target, args = self._target(node), [self._value(argument) for argument in node.args]
         kwargs = {name: self._value(argument) for name, argument in node.kwargs.items()}
         if node.op == "output":
-            return [node.op, node.name, target, args, kwargs, {"kinds": list(node.meta["kinds"])}, None]
+            return [node.op, node.name, target, args, kwargs, {"kinds": list(node.meta["kinds"])}, []]
         meta = {name: node.meta[name] for name in KEPT_META if name in node.meta}
         if rest := node.meta.keys() - {*KEPT_META, "val"}:
             raise NotRecordedError(f"{node.name} has notes of its own: {', '.join(sorted(rest))}")
-        return [node.op, node.name, target, args, kwargs, meta, self._value(node.meta["val"])]
+        values = [self._value(node.meta["val"])] if "val" in node.meta else []
+        return [node.op, node.name, target, args, kwargs, meta, values]
 
     def _target(self, node: fx.Node) -> str:
         if node.op == "call_function" and node.target is operator.getitem:
@@ -127,13 +128,14 @@ class _Reader:
         self.storages = [(torch.UntypedStorage(nbytes, device="meta"), torch.device(at)) for nbytes, at in storages]
         self._nodes: list[fx.Node] = []
 
-    def add(self, op: str, name: str, target: str, args: JSON, kwargs: JSON, meta: JSON, value: JSON) -> None:
+    def add(self, op: str, name: str, target: str, args: JSON, kwargs: JSON, meta: JSON, values: JSON) -> None:
         called: Any = _called(target) if op == "call_function" else target
         given = {key: self._value(argument) for key, argument in kwargs.items()}
         node = self.graph.create_node(op, called, tuple(map(self._value, args)), given, name=name)
         if node.name != name:
             raise ValueError(f"two nodes have the name {name}")
-        node.meta = {"kinds": tuple(meta["kinds"])} if op == "output" else {**meta, "val": self._value(value)}
+        node.meta = {"kinds": tuple(meta["kinds"])} if op == "output" else dict(meta)
+        node.meta |= {"val": self._value(value) for value in values}
         self._nodes.append(node)
 
     def _value(self, thing: JSON) -> Any:

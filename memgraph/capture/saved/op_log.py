@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,14 +47,15 @@ class OpLog(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._constants: dict[int, str] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that no address is reused
-        self._is_used = False
+
+    def again(self) -> Self:
+        """Return an empty log for a second trace of the call."""
+        return type(self)()
 
     @contextmanager
     def recording(self, inputs: Sequence[Tensor], place: Place) -> Iterator[None]:
         """Record the ops of one call with these fake inputs."""
-        if self._is_used:
-            self.reason = self.reason or "forward was traced more than once"
-        self._is_used, self._place = True, place
+        self._place = place
         self.note("inputs", self._results(list(inputs)))
         try:
             with self:
@@ -69,6 +70,11 @@ class OpLog(TorchDispatchMode):
     def note(self, *facts: object) -> None:
         """Add facts that belong to the digest."""
         self._lines.append(repr(facts))
+
+    def compare(self, second: OpLog) -> None:
+        """Compare with the log of a second trace, if there was one."""
+        if second._lines and second.digest() != self.digest():
+            self.reason = self.reason or "a second trace did something else"
 
     def digest(self) -> str:
         """Return the digest of everything that was recorded; empty if it is not all that was done."""

@@ -8,10 +8,11 @@ Both are the same code in the same modes of torch, so that what forward asks abo
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -56,7 +57,12 @@ class Rehearsal(OpLog):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, KnownValue] = {}
-        self._count = 0
+        self._numbers = itertools.count()
+
+    def again(self) -> Self:
+        log = super().again()
+        log._known, log._numbers = self._known, self._numbers  # for the mode, which asks this one
+        return log
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):
@@ -86,14 +92,14 @@ class Rehearsal(OpLog):
         read = tensors_in((args, kwargs))
         if func._schema.is_mutable:
             written = {storage_of(tensor) for tensor in read if isinstance(tensor, FakeTensor)}
-            self._known = {key: known for key, known in self._known.items() if known.storage not in written}
+            for key in [key for key, known in self._known.items() if known.storage in written]:
+                del self._known[key]
         elif _is_computable(func) and all(self._is_known(func, tensor) for tensor in read):
             known_args, known_kwargs = (_replaced(given, self._known_value, FakeTensor) for given in (args, kwargs))
-            results = [(None, result)] if isinstance(result, Tensor) else enumerate(result or ())
-            for place, made in results:
+            several = list(enumerate(result)) if isinstance(result, list | tuple) else [(None, result)]
+            for place, made in several:
                 if isinstance(made, FakeTensor):
-                    self._count += 1
-                    what = self._count, weakref.ref(made), storage_of(made), made.numel()
+                    what = next(self._numbers), weakref.ref(made), storage_of(made), made.numel()
                     self._known[id(made)] = KnownValue(*what, func, known_args, known_kwargs, place)
 
     def _is_known(self, func: OpOverload, tensor: Tensor) -> bool:
