@@ -142,7 +142,7 @@ class Planner:
 
         if alone and not graph.ranks.plan_together:
             hooked = tuple(sorted(parameters_with_grad_hooks(self.module)))
-            options = "adds to gradients", self.options.search_key, tuple(map(str, result.plan)), hooked
+            options = "adds to gradients", self.options.search_key, hooked
             step = result.captured.trace, machine, options
             accumulated = find_follower(*step, plan)
         else:

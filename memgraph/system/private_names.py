@@ -48,6 +48,7 @@ NAMES: Mapping[str, str] = {
     "torch._C.Generator": "tells a generator from others while a forward that makes one is refused",
     "torch._compile": "a wrapper of torch.random, which is not the caller",
     "torch._dynamo.eval_frame": "a wrapper of torch.random, which is not the caller",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees the ops of a call in their order",
     "torch.utils._python_dispatch._disable_current_modes": "what is known during a trace is computed on real tensors",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "such tensors are refused",
     "torch.utils._pytree": "arguments and results are flattened as torch's own tools do",

@@ -83,13 +83,12 @@ def keep_capture(kind: str, log: OpLog, graph: fx.GraphModule) -> None:
         LOG.info("the capture is not kept for later processes: %s", log.reason)
         return
     try:
-        text = json.dumps(graph_record(graph, log.constants))
+        content = packed(graph_record(graph, log.constants))
     except NotRecordedError as error:
         LOG.info("the capture is not kept for later processes: %s", error)
         return
-    packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-    if len(packed) <= DISK_NBYTES // LARGEST:
-        write_cached(_key(kind, digest), packed, FILE)
+    if len(content) <= DISK_NBYTES // LARGEST:
+        write_cached(_key(kind, digest), content, FILE)
         write_cached(kind, True, FILE)
         evict_oldest(FILE, DISK_NBYTES)
 
@@ -102,12 +101,21 @@ def _found(
     with fake_mode_context(mode), torch.set_grad_enabled(grad), refuse_reseeding(call.module):
         joint = trace_joint(call, mode, wanted, log)
     digest = log.digest()
-    packed = read_cached(_key(kind, digest), FILE) if digest else None
-    if packed is None:
+    content = read_cached(_key(kind, digest), FILE) if digest else None
+    if content is None:
         LOG.info("no earlier capture is used, since forward does something else now; %s", log.reason)
         return None
-    record = json.loads(zlib.decompress(base64.b64decode(packed)))
-    return joint, recorded_graph(record, log.constants, ConstantFakeMode(**given))
+    return joint, recorded_graph(unpacked(content), log.constants, ConstantFakeMode(**given))
+
+
+def packed(record: object) -> str:
+    """Return the compressed JSON of a record, as text."""
+    return base64.b64encode(zlib.compress(json.dumps(record).encode(), 1)).decode()
+
+
+def unpacked(content: str) -> Any:
+    """Return the record of a text."""
+    return json.loads(zlib.decompress(base64.b64decode(content)))
 
 
 def _key(kind: str, digest: str) -> str:
@@ -122,5 +130,3 @@ def _versions() -> tuple[object, ...]:
     for path in sorted(folder.rglob("*.py")):
         sources.update(path.read_bytes())
     return torch.__version__, torch.version.git_version, sources.hexdigest()
-
-

@@ -1,4 +1,4 @@
-"""A captured graph as JSON, and back: the same nodes, names, arguments, and fake values of the same layout and storages.
+"""A captured graph as JSON, and back: the same nodes, names and arguments, and fake values in the same storages.
 
 %add = aten.add.Tensor(%x, 2.0)   ->   ["call_function", "add", "aten::add.Tensor", [{"node": 0}, 2.0], {}, ...]
 
@@ -8,7 +8,7 @@ Real tensors are not written.  A graph reads them by the position in which the c
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from ...tensors.layout import has_storage
 
 JSON = Any
+FORMS: dict[str, Callable[[Any], Any]] = {  # of what is no container
+    "device": torch.device, "complex": lambda parts: complex(*parts), "slice": lambda parts: slice(*parts),
+}  # fmt: skip
 KEPT_META = ("kind", "phase", "where", "part")
 GETITEM = "getitem"
 SAME = (type(None), bool, int, float, str)  # as JSON has them
@@ -135,7 +138,8 @@ class _Reader:
         if node.name != name:
             raise ValueError(f"two nodes have the name {name}")
         node.meta = {"kinds": tuple(meta["kinds"])} if op == "output" else dict(meta)
-        node.meta |= {"val": self._value(value) for value in values}
+        if values:
+            node.meta["val"] = self._value(values[0])
         self._nodes.append(node)
 
     def _value(self, thing: JSON) -> Any:
@@ -153,12 +157,11 @@ class _Reader:
             return tuple(map(self._value, content))
         if form == "torch":
             return _named(content)
-        forms = {"device": torch.device, "complex": lambda parts: complex(*parts), "slice": lambda parts: slice(*parts)}
-        return forms[form](content)
+        return FORMS[form](content)
 
     def _fake(self, dtype: str, shape: list[int], strides: list[int], storage: int, offset: int) -> FakeTensor:
         content, device = self.storages[storage]
-        meta = torch.empty(0, dtype=_named(dtype), device="meta").set_(content, offset, shape, strides)  # type: ignore[call-overload]
+        meta = torch.empty(0, dtype=_named(dtype), device="meta").set_(content, offset, shape, strides)
         return FakeTensor(self.mode, meta, device)
 
 

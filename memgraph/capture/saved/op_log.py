@@ -1,6 +1,6 @@
 """A digest of all that a call does on fake tensors: every op of forward and backward, with its arguments and results.
 
-h = linear(x); h.relu_(); loss.backward()   ->   "aten.addmm(s1 f32[8, 4], ...) -> s9 f32[8, 4] ...", ...   ->   9f31c0...
+h = linear(x); h.relu_(); ...   ->   "aten.addmm(s1 f32[8, 4], ...) -> s9 f32[8, 4] ...", ...   ->   9f31c0...
 
 Two calls with one digest ran the same ops on the same data, so that one graph serves both.  Tensors are described by
 storage and layout: the order of the ops then says which value an op reads.
@@ -39,7 +39,7 @@ class OpLog(TorchDispatchMode):
     is_rehearsal = False  # no graph is built
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.constants: list[Tensor] = []
         self.reason = ""  # why the digest does not say all that was done
         self._lines: list[str] = []

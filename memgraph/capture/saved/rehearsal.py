@@ -34,13 +34,13 @@ class KnownValue:
 
     Attributes:
         number: values are made in this order.
-        tensor: the traced one.
+        tensor: a weak reference to the traced one.
         args, kwargs: with known values in the place of traced tensors.
         place: among the op's results; None for a single one.
     """
 
     number: int
-    tensor: weakref.ref[Tensor]
+    tensor: Callable[[], Tensor | None]
     storage: int
     numel: int
     func: OpOverload
@@ -58,10 +58,12 @@ class Rehearsal(OpLog):
         super().__init__()
         self._known: dict[int, KnownValue] = {}
         self._numbers = itertools.count()
+        self._written: set[int] = set()  # storages
 
     def again(self) -> Self:
         log = super().again()
-        log._known, log._numbers = self._known, self._numbers  # for the mode, which asks this one
+        # For the mode, which asks this one.
+        log._known, log._numbers, log._written = self._known, self._numbers, self._written
         return log
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -76,8 +78,8 @@ class Rehearsal(OpLog):
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the real value of a traced tensor if no input affects it."""
         needed = _needed(self._known_value(tensor))
-        current = set(map(id, self._known.values()))
-        if not needed or not current.issuperset(map(id, needed)) or sum(known.numel for known in needed) > MAX_ELEMENTS:
+        is_changed = not self._written.isdisjoint(known.storage for known in needed)
+        if not needed or is_changed or sum(known.numel for known in needed) > MAX_ELEMENTS:
             return None
         with _disable_current_modes(), torch.no_grad():
             values: dict[KnownValue, Any] = {}
@@ -88,12 +90,10 @@ class Rehearsal(OpLog):
             return values[needed[-1]]
 
     def _note(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the results if they are known, or that those are no longer which the op has changed."""
+        """Note the results if they are known, or the storages that the op may have changed."""
         read = tensors_in((args, kwargs))
         if func._schema.is_mutable:
-            written = {storage_of(tensor) for tensor in read if isinstance(tensor, FakeTensor)}
-            for key in [key for key, known in self._known.items() if known.storage in written]:
-                del self._known[key]
+            self._written |= {storage_of(tensor) for tensor in read if isinstance(tensor, FakeTensor)}
         elif _is_computable(func) and all(self._is_known(func, tensor) for tensor in read):
             known_args, known_kwargs = (_replaced(given, self._known_value, FakeTensor) for given in (args, kwargs))
             several = list(enumerate(result)) if isinstance(result, list | tuple) else [(None, result)]
@@ -148,6 +148,4 @@ class RehearsalMode(ConstantFakeMode):
 
 def _is_computable(func: OpOverload) -> bool:
     name = func._schema.name
-    return not (
-        torch.Tag.nondeterministic_seeded in func.tags or "empty" in name or name.endswith("batch_norm")
-    )
+    return not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in name or name.endswith("batch_norm"))
