@@ -1,7 +1,7 @@
 """The file of captures: a call that an earlier process has captured is rehearsed, and its graph is read.
 
-first process:   captured (1.5 s), and its graph is kept under the digest of its ops
-second process:  rehearsed (0.3 s), the digest is the same: its graph is read (0.1 s)
+first process:   captured (2.0 s), and its graph is kept under the digest of its ops
+second process:  rehearsed (0.8 s), the digest is the same: its graph is read (0.1 s)
 another forward: rehearsed, the digest is another: captured
 
 It is captures.sqlite, beside the costs of ops. `MEMGRAPH_CAPTURE_CACHE=0` neither reads nor writes it.

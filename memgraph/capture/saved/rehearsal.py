@@ -1,7 +1,7 @@
 """Run a call on fake tensors for its digest alone, in the time of its ops: no graph is built, and no node.
 
-rehearsed:   forward, backward   ->   OpLog.digest()               0.3 s for GPT2-124M
-captured:    forward, backward   ->   the graph, and its digest    1.5 s
+rehearsed:   forward, backward   ->   OpLog.digest()               0.8 s for GPT2-124M
+captured:    forward, backward   ->   the graph, and its digest    2.0 s
 
 Both are the same code in the same modes of torch, so that what forward asks about its tensors has the same answers.
 """
