@@ -1,5 +1,6 @@
 """Trace a call of a module into one functional graph of forward and backward.
 
+saved                 captures of earlier processes
 capture               capture(): the whole way, as below
 call                  take a call apart into tensors and constants
 fake_tensors          fake tensors, torch's modes and random generators around a trace

@@ -41,7 +41,9 @@ from .opaque_parts import OpaqueParts
 from .python_random import refuse_python_random
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
-from .trace_joint import trace_joint
+from .saved.capture_files import call_kind, find_capture, keep_capture
+from .saved.op_log import OpLog
+from .trace_joint import JointGraph, trace_joint
 from .type_checks import TypeChecks
 from .value_modes import ValuesNeeded, is_number
 from .value_run import Measure, ValueRun, run_for_values
@@ -172,7 +174,11 @@ def _captured(
     if floats is not None:
         call = replace(call, leaves=floats.in_leaves(call.leaves))
     grad = grad and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-    answers = values.answers if values is not None else None
+    is_plain = floats is None and values is None and recorder is None
+    kind = call_kind(call, grad, wanted) if is_plain else ""
+    if (found := find_capture(kind, call, grad, wanted)) is not None:
+        return _described(*found, wanted)
+    log, answers = OpLog(), values.answers if values is not None else None
     mode = ConstantFakeMode(floats is not None, answers, has_numbers)
     with (
         fake_mode_context(mode),
@@ -181,25 +187,33 @@ def _captured(
         explain_error(module, mode),
     ):
         with refuse_reseeding(module), floats.in_attributes() if floats is not None else nullcontext():
-            joint = trace_joint(call, mode, wanted, recorder)
+            joint = trace_joint(call, mode, wanted, log, recorder)
         functional = functionalize(joint, module)
         copy_only_inputs(functional.graph.graph, mode)
         _refuse_shared(call, functional.changed)
         graph = finalize_graph(functional, joint)
         sum_grads_early(graph.graph)
-    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
-    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
-    parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
-    captured = Captured(
-        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
-        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
-        guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
-        value_run_nbytes=values.nbytes if values is not None else 0,
-    )  # fmt: skip
+    keep_capture(kind, log, graph)
+    captured = _described(joint, graph, wanted)
+    if values is not None or recorder is not None:
+        parts = tuple(recorded.part for recorded in recorder.calls) if recorder is not None else ()
+        captured = replace(
+            captured, guards=with_parts(value_guards(graph.graph), parts), opaque=parts,
+            value_run_nbytes=values.nbytes if values is not None else 0,
+        )  # fmt: skip
     if floats is None:
         return captured
     special_values = tuple(floats.trace.special_values)
     return replace(captured, floats=float_inputs(graph.graph), special_values=special_values)
+
+
+def _described(joint: JointGraph, graph: fx.GraphModule, wanted: OutputSelector) -> Captured:
+    tangents = tuple(role.index for role in joint.inputs if role.kind == "tangent")
+    speculative = _speculative_outputs(graph, tangents) if wanted is select_losses else ()
+    return Captured(
+        graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
+        sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+    )  # fmt: skip
 
 
 def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -7,8 +7,8 @@ The graph may still have in-place ops, which `functionalize` replaces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from .fake_tensors import make_fake, without_autocast
 from .host_lengths import readable_lengths
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
+from .saved.op_log import OpLog
 from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import eager_casts, eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
@@ -70,12 +71,27 @@ class JointGraph:
 
 
 def trace_joint(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, recorder: Recorder | None = None
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, log: OpLog, recorder: Recorder | None = None
 ) -> JointGraph:
     """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects.
 
-    Submodules whose calls were recorded are opaque.
+    Submodules whose calls were recorded are opaque. If the log is a rehearsal, the graph is empty.
     """
+    with _as_in_eager(call, mode) as before:
+        step, graph = _traced(call, mode, wanted, before, log, recorder)
+        again = log.again()
+        refuse_side_effects(
+            before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, again, recorder))
+        )
+        log.compare(again)
+    describe_constants(graph, mode)
+    refuse_trained_constants(step.trained, call.module)
+    return step.joint_graph(graph)
+
+
+@contextmanager
+def _as_in_eager(call: Call, mode: ConstantFakeMode) -> Iterator[AttributeSnapshot]:
+    """Let ops and libraries do what they do in eager, and restore the module afterwards."""
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
         without_checkpoint(),
@@ -86,18 +102,15 @@ def trace_joint(
         readable_lengths(),
         constant_transformers_checks(mode),
     ):
-        step, graph = _traced(call, mode, wanted, before, recorder)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before, recorder)))
-    describe_constants(graph, mode)
-    refuse_trained_constants(step.trained, call.module)
-    return step.joint_graph(graph)
+        yield before
 
 
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, recorder: Recorder | None
-) -> tuple[_TracedStep, fx.GraphModule]:
+    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog,
+    recorder: Recorder | None,
+) -> tuple[_TracedStep, fx.GraphModule]:  # fmt: skip
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = _TracedStep(call, mode, wanted, before)
+    step = _TracedStep(call, mode, wanted, before, log)
     step.parts = TracedParts(recorder) if recorder is not None else None
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
@@ -119,8 +132,10 @@ def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
 class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
-        self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
+    def __init__(
+        self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot, log: OpLog
+    ) -> None:
+        self.call, self.mode, self.wanted, self.before, self.log = call, mode, wanted, before, log
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -145,6 +160,13 @@ class _TracedStep:
         return JointGraph(graph, self.mode, *roles, *result, self.sources, self.has_custom_functions, self.rewritten)
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
+        with self.log.recording(values, self.provenance.here):
+            results = self._run(values)
+            facts = self.inputs, self.outputs, tuple(self.assigned), self.differentiable, sorted(self.rewritten.items())
+            self.log.end(results, *facts)
+        return [] if self.log.is_rehearsal else results
+
+    def _run(self, values: Sequence[Tensor]) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         tracer = self.mode.tracer = proxy_mode.tracer

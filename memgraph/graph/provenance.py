@@ -29,7 +29,8 @@ from ..system.frames import is_users_code
 # `custom` is a field of a node's meta that a second trace copies.
 PROVENANCE = "custom"
 PATH = "memgraph_path"  # attribute of an exception
-CALLER = os.path.join("capture", "call.py")  # calls the module
+# These call the module; what runs in them is memgraph's own.
+CALLERS = tuple(os.path.join("capture", name) for name in ("call.py", "trace_joint.py"))
 _part: ContextVar[int] = ContextVar("part", default=0)
 _counted: ContextVar[Callable[[], object]] = ContextVar("counted", default=int)
 
@@ -110,6 +111,13 @@ class ProvenanceTracer:
             error.__dict__[PATH] = self.place.partition(" ")[0]
             raise
 
+    def here(self) -> tuple[str, str, int]:
+        """Return phase, place and micro-batch of the op that runs."""
+        return self.phase, self._place(), _part.get()
+
+    def _place(self) -> str:
+        return f"{self.running[-1]} {user_line(sys._getframe())}".strip() if self.phase == "forward" else ""
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self.thread:
             self.running.append(self.paths.get(id(module), self.running[-1]))
@@ -123,7 +131,7 @@ class ProvenanceTracer:
 
     def _record(self, node: fx.Node) -> None:
         if self.phase == "forward":
-            self.place, self.part = f"{self.running[-1]} {user_line(sys._getframe())}".strip(), _part.get()
+            self.place, self.part = self._place(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
         notes = {"phase": self.phase, "where": self.place, "part": self.part}
         node.meta[PROVENANCE] = {**node.meta.get(PROVENANCE, {}), **notes}
@@ -133,7 +141,7 @@ def user_line(frame: FrameType | None) -> str:
     """Return `file.py:line` of the innermost frame of user code; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.endswith(CALLER):
+        if file.endswith(CALLERS):
             return ""
         if is_users_code(frame.f_code):
             return f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}"

@@ -2,6 +2,7 @@
 
 device               memory of a device; make a process return freed memory
 byte_sizes           "8GB" -> bytes
+garbage              collect what a block makes, and nothing older
 measurement_cache    measurements on disk, for later processes
 setting              the environment that a measurement depends on
 timer                time a function
