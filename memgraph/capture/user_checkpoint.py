@@ -22,6 +22,8 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
 
 from ..errors import CaptureError
+from ..graph.guard_ops import TOLIST
+from .refuse_reseeding import allow_reseeding
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -53,6 +55,13 @@ def without_checkpoint() -> Iterator[None]:
 def eager_checkpoint() -> Iterator[None]:
     """Let checkpoint do what it does in eager, inside of `without_checkpoint`."""
     with mock.patch.multiple(torch_checkpoint, **EAGER):
+        yield
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
+    with allow_reseeding(), eager_checkpoint(), mock.patch.object(torch.Tensor, "tolist", TOLIST):
         yield
 
 
