@@ -26,6 +26,7 @@ from ..graph.float_arguments import float_inputs
 from ..graph.guard_ops import value_guards
 from ..graph.nodes import returned_values
 from ..graph.opaque_ops import with_parts
+from ..opaque.chosen_parts import OpaqueParts
 from ..opaque.recorder import Recorder
 from ..system.frames import source_line
 from ..tensors.loss_outputs import OutputSelector, select_all, select_losses, select_scalars
@@ -37,7 +38,6 @@ from .fake_tensors import fake_mode_context
 from .finalize import finalize_graph
 from .float_inputs import FloatInputs
 from .functionalize import functionalize
-from .opaque_parts import OpaqueParts
 from .python_random import refuse_python_random
 from .reentrant_forward import can_run_again
 from .refuse_reseeding import refuse_reseeding
@@ -45,6 +45,7 @@ from .saved.capture_files import call_kind, find_capture, keep_capture
 from .saved.op_log import OpLog
 from .trace_joint import JointGraph, trace_joint
 from .type_checks import TypeChecks
+from .user_checkpoint import as_in_eager
 from .value_modes import ValuesNeeded, is_number
 from .value_run import Measure, ValueRun, run_for_values
 
@@ -96,7 +97,7 @@ def capture(
         CaptureError: the call can't be captured.
         ValueNeededError: forward or backward needs the value of one of the `floats`.
     """
-    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque))
+    tracer = _Tracer(module, args, kwargs, grad, floats, measure, OpaqueParts(module, opaque, as_in_eager))
     try:
         return tracer.sure(wanted)
     finally:

@@ -23,6 +23,10 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import activation
 
 from ..errors import CaptureError
+from ..graph.guard_ops import TOLIST
+from .python_random import allow_python_random
+from .refuse_reseeding import allow_reseeding
+from .value_modes import IS_NONZERO, ITEM
 
 # `checkpoint` calls the second one up to torch 2.13, and the first one since.
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -54,6 +58,20 @@ def without_checkpoint() -> Iterator[None]:
 def eager_checkpoint() -> Iterator[None]:
     """Let checkpoint do what it does in eager, inside of `without_checkpoint`."""
     with mock.patch.multiple(torch_checkpoint, **EAGER):
+        yield
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
+    with (
+        allow_reseeding(),
+        allow_python_random(),
+        eager_checkpoint(),
+        mock.patch.object(torch.Tensor, "item", ITEM),
+        mock.patch.object(torch.Tensor, "__bool__", IS_NONZERO),
+        mock.patch.object(torch.Tensor, "tolist", TOLIST),
+    ):
         yield
 
 

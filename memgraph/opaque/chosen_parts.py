@@ -10,26 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from unittest import mock
 
-import torch
 from torch import nn
 
 from ..errors import CaptureError
-from ..graph.guard_ops import TOLIST
 from ..graph.provenance import PATH
-from ..opaque.recorder import NotOpaqueError, Recorder
 from ..system.frames import module_running
-from .python_random import allow_python_random
-from .refuse_reseeding import allow_reseeding
-from .user_checkpoint import eager_checkpoint
+from .recorder import Around, NotOpaqueError, Recorder
 
 
 class OpaqueParts:
     """The opaque submodules of one capture, and why they are."""
 
-    def __init__(self, module: nn.Module, wanted: bool | Sequence[str]) -> None:
-        self.module, self.wanted = module, wanted
+    def __init__(self, module: nn.Module, wanted: bool | Sequence[str], as_in_eager: Around) -> None:
+        self.module, self.wanted, self.as_in_eager = module, wanted, as_in_eager
         self.recorder: Recorder | None = None
         self.reasons: dict[nn.Module, tuple[str, str]] = {}
         self._paths = {child: path for path, child in module.named_modules()}
@@ -89,7 +83,7 @@ class OpaqueParts:
         if not self.reasons:
             yield
             return
-        recorder = Recorder(self.reasons, _as_in_eager)
+        recorder = Recorder(self.reasons, self.as_in_eager)
         with recorder.recording():
             yield
         self.recorder = recorder
@@ -130,15 +124,3 @@ class OpaqueParts:
             if path and type(around).forward is not nn.Module.forward:
                 return around
         return None
-
-
-@contextmanager
-def _as_in_eager() -> Iterator[None]:
-    """Lift what capture forbids and replaces: a submodule that runs as it is may do all that it does in eager."""
-    with (
-        allow_reseeding(),
-        allow_python_random(),
-        eager_checkpoint(),
-        mock.patch.object(torch.Tensor, "tolist", TOLIST),
-    ):
-        yield
