@@ -65,6 +65,8 @@ class Answer:
 class _ValueMode(TorchDispatchMode):
     """Finds the questions among the ops of forward and backward."""
 
+    supports_higher_order_operators = True  # they are passed on, and refused below
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self.arguments(func, args, kwargs or {})
         if func is READS:

@@ -69,6 +69,8 @@ def run_for_values(call: Call, measure: Measure, recording: Recording = nullcont
 class _RestoreWritten(TorchDispatchMode):
     """Copies parameters, buffers and inputs before an op writes to them."""
 
+    supports_higher_order_operators = True  # they are passed on
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
@@ -77,7 +79,7 @@ class _RestoreWritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for written in written_arguments(func, args, kwargs):
+        for written in written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else ():
             for tensor in written if isinstance(written, list | tuple) else [written]:
                 self._copy(tensor)
         return func(*args, **kwargs)
