@@ -29,6 +29,7 @@ from ..graph.nodes import (
 )
 from ..graph.opaque_ops import FORWARD
 from ..graph.provenance import PROVENANCE
+from .constants import drop_unread_constants
 from .functionalize import FunctionalGraph
 from .graph_writer import GraphWriter
 from .reinplace import reinplace
@@ -67,6 +68,7 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     drop_copies(graph)
     drop_dead(graph)
     _label(graph, joint.inputs)
+    drop_unread_constants(functional.graph)
     graph.lint()
     functional.graph.recompile()
     return functional.graph
