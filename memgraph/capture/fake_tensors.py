@@ -5,8 +5,6 @@ No real tensor is read or written. Random generators and autocast's cache are re
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import CaptureError
 from ..graph.captured import Input
+from ..system.python_random import restoring_python_random
 
 MAX_CACHED_OPS = 4096  # of some kB each; torch has no limit
 
@@ -91,29 +90,15 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode, role: Input) -> Tensor:
 
 @contextmanager
 def refuse_python_random() -> Iterator[None]:
-    """Raise if forward draws from `random` or numpy, and restore all generators.
+    """Raise if forward draws from `random` or numpy with functions that are not known, and restore all generators.
 
     Each step would get the numbers of the trace.
     """
-    python, numpy = random.getstate(), _numpy()
-    before = numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-        if random.getstate() != python or (numpy and not _same(numpy.get_state(), before)):
+    with restoring_python_random() as before, torch.random.fork_rng(devices=()):
+        yield
+        if before.has_changed():
             raise CaptureError(
-                "forward draws random numbers with `random` or numpy, which would be the same in every step: draw them "
-                "with torch, or outside of the module"
+                "forward draws random numbers with `random` or numpy in a way that a captured step can't repeat, so "
+                "they would be the same in every step: call the functions of `random` and `numpy.random` with plain "
+                "numbers, draw with torch, or draw outside of the module"
             )
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.set_state(before)
-
-
-def _numpy() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _same(now: Any, before: Any) -> bool:
-    return all((a == b).all() if hasattr(a, "all") else a == b for a, b in zip(now, before, strict=True))

@@ -38,6 +38,7 @@ from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
+from .python_state.draw_in_graph import drawing_in_trace
 from .side_effects import TraceRecord, refuse_side_effects
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
@@ -67,6 +68,7 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
     """Trace a call and, in grad mode, its backward from those differentiable outputs that `wanted` selects."""
     with (
         AttributeSnapshot(call.module, call.tensors).restored() as before,
+        drawing_in_trace(),
         without_checkpoint(),
         eager_fast_paths(),
         eager_prod_gradient(),

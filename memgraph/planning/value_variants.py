@@ -36,9 +36,10 @@ class ValueVariants:
         return with_answers(call, known[0]) if known else call
 
     def others(self, call: Key, tried: Sequence[Answers], failure: GuardFailed) -> Key:
-        """Return the key of another step that agrees with what a guard has found."""
+        """Return the key of another step that agrees with what the guards have found, up to the one that failed."""
+        found = (*tried[-1][: failure.guard], failure.actual)
         for answers in self._known.get(_kind(call), ()):
-            if answers not in tried and same_values(answers[failure.guard], failure.actual):
+            if answers not in tried and _begins_with(answers, found):
                 return with_answers(call, answers)
         return with_answers(call, NEW)
 
@@ -112,6 +113,10 @@ def _answers(guards: Sequence[ValueGuard]) -> Answers:
 def _kind(key: Key) -> Hashable:
     (guard, (optimizer, _)), _, outputs = key
     return guard, optimizer, outputs
+
+
+def _begins_with(answers: Answers, found: Answers) -> bool:
+    return len(answers) >= len(found) and all(map(same_values, answers, found))
 
 
 def _differ(known: Sequence[Answers], number: int) -> bool:

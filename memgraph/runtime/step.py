@@ -86,7 +86,7 @@ class Step:
         if not self.parts.captured.guards:
             return self._run(tensors, unplanned, floats)
         try:
-            with restoring_generators(self.parts.generators):
+            with restoring_generators(self.parts.generators, self.parts.draws_on_host):
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..graph.guard_ops import GuardFailed
+from ..system.python_random import PythonRandom
 
 
 def drawn_generators(graph: fx.GraphModule, device: torch.device) -> tuple[torch.Generator, ...]:
@@ -25,12 +26,15 @@ def drawn_generators(graph: fx.GraphModule, device: torch.device) -> tuple[torch
 
 
 @contextmanager
-def restoring_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the generators if a guard fails in the block."""
+def restoring_generators(generators: Sequence[torch.Generator], in_python: bool) -> Iterator[None]:
+    """Restore the generators if a guard fails in the block, and with `in_python` those of `random` and numpy."""
+    python = PythonRandom() if in_python else None
     states = [(generator, generator.clone_state()) for generator in generators]  # counts as no tensor memory
     try:
         yield
     except GuardFailed:
         for generator, state in states:
             generator.set_state(state.get_state())
+        if python is not None:
+            python.restore()
         raise
