@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from ..capture.leaf_inputs import refuse_leaf_writes, rewrite_leaf_inputs
 from ..errors import FusedError, MemgraphError, NoPlanError
 from ..graph.captured import Captured
-from ..graph.guard_ops import GuardFailed
+from ..graph.guard_ops import GuardFailed, ValueGuard
 from ..guards.module_attributes import AttributeGuard
 from ..guards.module_proxy import ModuleProxy
 from ..guards.signature import has_gradients, signature
@@ -31,7 +31,7 @@ from ..planning.call_kinds import CallKinds
 from ..planning.capture_cache import CaptureCache, EarlierCapture
 from ..planning.float_keys import FloatKeys
 from ..planning.planner import Planner
-from ..planning.value_variants import ValueVariants, answers_of, refuse_unstable
+from ..planning.value_variants import ValueVariants, is_new, refuse_unstable
 from ..report.report import Report
 from ..report.tables import mb
 from ..runtime.autograd_function import UnplannedGradient
@@ -94,7 +94,7 @@ class CompiledModule(ModuleProxy):
 
         Calls differ in kind if they differ in shapes, if they add to gradients or make them, or if they make none.
         """
-        return tuple(step.report for step in list(self._steps.values()))
+        return tuple(step.current_report for step in list(self._steps.values()))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -139,13 +139,13 @@ class CompiledModule(ModuleProxy):
         leaves, spec = flatten((args, kwargs))
         tensors, key = read_when_not_capturing(self._module, lambda: self._read(spec, leaves))
         refuse_duals(tensors)
-        key, tried = self._variants.latest(key), list[Hashable]()
+        key, tried = self._variants.latest(key), list[Sequence[ValueGuard]]()
         while True:
             try:
                 return self._run(args, kwargs, tensors, key)
             except GuardFailed as failure:
-                refuse_unstable(self._latest.parts.captured, key, failure)
-                tried.append(answers_of(self._latest.parts.captured))
+                refuse_unstable(key, failure)
+                tried.append(failure.guards)
                 key = self._variants.others(key, tried, failure)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], call: Key) -> Any:
@@ -227,7 +227,7 @@ class CompiledModule(ModuleProxy):
         earlier = EarlierCapture.of(similar) if similar is not None else self._captures.take((guard, outputs))
         traces = earlier is None and self._planner.keeps_captures
         capture = self._floats.capture_for(key, self._steps) if traces else None
-        if capture is None:
+        if capture is None and not is_new(key):
             self._warn_of_kinds(args, kwargs)
         step = self._planner.step(args, kwargs, outputs, earlier, capture)
         if capture is not None and self._floats.are_inputs(key, capture, step):

@@ -150,8 +150,8 @@ def operands(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _backward_error(error: ValuesNeeded) -> CaptureError:
     return CaptureError(
-        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends on "
-        "a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
+        f"the step can't be captured at {source_line(error.__traceback__)}: in backward, a shape or a number depends "
+        "on a tensor's values\ncompute with torch.where or a mask, or do this outside of the module"
     )
 
 

@@ -40,8 +40,8 @@ class Explanation(NamedTuple):
 # The first match counts.
 EXPLANATIONS = (
     Explanation(
-        ("aten._pack_padded_sequence",),
-        "pack_padded_sequence makes a result whose shape depends on the lengths",
+        ("its data is not allocated yet",),
+        "an op reads the values of a tensor itself, as recurrent layers do with the lengths of packed sequences",
         "give the recurrent layer the padded batch, and mask what follows the ends",
     ),
     Explanation(
@@ -142,14 +142,20 @@ def explain_error(module: nn.Module, mode: ConstantFakeMode) -> Iterator[None]:
     LOG.addFilter(_is_below_error)
     try:
         yield
-    except (CaptureError, ValuesNeeded):
+    except CaptureError:
+        raise
+    except ValuesNeeded as error:
+        running = module_running(error.__traceback__, module)
+        if running and isinstance(running[1], _NormBase):
+            place = f"{source_line(error.__traceback__)}, in {running[0]} ({type(running[1]).__name__})"
+            raise CaptureError(f"{place}: {CUMULATIVE_AVERAGE.reason}\n{CUMULATIVE_AVERAGE.advice}") from None
         raise
     except Exception as error:
         running = module_running(error.__traceback__, module)
         place = source_line(error.__traceback__)
         if running:
             place = f"{place}, in {running[0]} ({type(running[1]).__name__})"
-        explanation = _explain(error, running[1] if running else None) or _explain_failed_op(error, mode)
+        explanation = _find(str(error), error) or _explain_failed_op(error, mode)
         if explanation is None:
             if type(error) is RuntimeError and is_torchs(error.__traceback__):
                 error.args = (f"{error}\nat {place}",)
@@ -190,12 +196,6 @@ def device_mismatch(
 def _is_below_error(record: logging.LogRecord) -> bool:
     """Errors are raised as well, so they need no log."""
     return record.levelno < logging.ERROR
-
-
-def _explain(error: Exception, running: nn.Module | None) -> Explanation | None:
-    if isinstance(error, DataDependentOutputException) and isinstance(running, _NormBase) and running.momentum is None:
-        return CUMULATIVE_AVERAGE
-    return _find(str(error), error)
 
 
 def _explain_failed_op(error: Exception, mode: ConstantFakeMode) -> Explanation | None:

@@ -16,7 +16,6 @@ from itertools import compress
 from torch import fx
 
 from ..graph.captured import Input
-from ..graph.guard_ops import is_guard
 from ..graph.nodes import (
     changed_storages,
     drop_aliases,
@@ -24,6 +23,7 @@ from ..graph.nodes import (
     drop_dead,
     drop_identity_views,
     drop_unread_statistics,
+    is_guard,
     merge_constants,
     returned_values,
     storages,

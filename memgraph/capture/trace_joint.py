@@ -138,7 +138,7 @@ class _TracedStep:
         self.grad_edges = InputGradEdges.of(values, self._results_of_ops())
         with answering(ReplayValues(self.mode.answers, self.mode.value)) as answers:
             outputs = self._read(self._forward(values), values)
-            answers.end_forward()
+            answers.in_backward = True
             self.outputs = tuple(Output("output", index=i) for i in range(len(outputs)))
             gradients = self._backward(values, outputs, tracer) if torch.is_grad_enabled() else []
         return [*outputs, *gradients, *self.assigned.values()]

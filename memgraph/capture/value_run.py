@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -67,7 +68,7 @@ class _RestoreWritten(TorchDispatchMode):
     """Copies parameters, buffers and inputs before an op writes to them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
         self.storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self.copies: dict[int, torch.UntypedStorage] = {}
@@ -82,7 +83,7 @@ class _RestoreWritten(TorchDispatchMode):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore what was written at the end of the block."""
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+        with _unsafe_preserve_version_counter(tuple(self.tensors)):
             try:
                 with self:
                     yield
@@ -91,7 +92,9 @@ class _RestoreWritten(TorchDispatchMode):
                     self.storages[key].copy_(copy)
 
     def _copy(self, tensor: Any) -> None:
-        key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+        if not isinstance(tensor, Tensor):
+            return
+        key = tensor.untyped_storage()._cdata
         if key in self.storages and key not in self.copies:
             with _disable_current_modes():
                 self.copies[key] = self.storages[key].clone()

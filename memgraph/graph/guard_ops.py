@@ -19,13 +19,12 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from .nodes import aten
+from .nodes import GUARDS, UNGUARDED, aten, is_guard
 from .ops import is_in_step
 
 Scalars = tuple[float | int | bool, ...]
 
 TOLIST = torch.Tensor.tolist  # a trace puts another in its place
-UNGUARDED = -1  # of an op whose sizes follow from an earlier guard
 
 # Ops whose results have sizes that depend on values.
 DYNAMIC: tuple[OpOverload, ...] = (
@@ -46,11 +45,12 @@ class GuardFailed(Exception):
     Attributes:
         guard: number of the guard in its graph.
         actual: what it found; the sizes of an op's results, or values.
+        guards: all guards of its graph.
     """
 
-    def __init__(self, guard: int, actual: Scalars) -> None:
+    def __init__(self, guard: int, actual: Scalars, guards: Sequence[ValueGuard] = ()) -> None:
         super().__init__(f"guard {guard} has found {actual}")
-        self.guard, self.actual = guard, actual
+        self.guard, self.actual, self.guards = guard, actual, guards
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,18 @@ class ValueGuard:
 
 def value_guards(graph: fx.Graph) -> tuple[ValueGuard, ...]:
     """Return the guards of a captured graph in order."""
-    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", "") == "memgraph_guards")
-    numbers = ((int(node.kwargs["guard"]), node) for node in nodes)  # type: ignore[arg-type]
-    return tuple(
-        ValueGuard(number, _expected(node), node.target._opname, node.meta.get("where", ""))  # type: ignore[union-attr]
-        for number, node in sorted(numbers, key=lambda pair: pair[0])
-        if number != UNGUARDED
-    )
+    nodes = sorted(filter(is_guard, graph.nodes), key=_number)
+    return tuple(ValueGuard(_number(node), _expected(node), _name(node), node.meta.get("where", "")) for node in nodes)
 
 
-def is_guard(node: fx.Node) -> bool:
-    """Return True if a node may raise `GuardFailed`."""
-    return getattr(node.target, "namespace", "") == "memgraph_guards" and node.kwargs["guard"] != UNGUARDED
+def _number(node: fx.Node) -> int:
+    number: Any = node.kwargs["guard"]
+    return int(number)
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target._opname)
 
 
 def sizes_of(results: Any) -> list[int]:
@@ -108,9 +108,8 @@ def values_of(tensor: Tensor) -> Scalars:
 
 def same_values(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Return True if these are the same numbers; NaN equals NaN."""
-    return len(actual) == len(expected) and all(
-        a == b or (a != a and b != b) for a, b in zip(actual, expected, strict=True)
-    )
+    pairs = zip(actual, expected, strict=False)
+    return len(actual) == len(expected) and all(bool(a == b or (a != a and b != b)) for a, b in pairs)
 
 
 def _shapes(numbers: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -169,7 +168,7 @@ def _sized_name(op: OpOverload) -> str:
     return op._opname if op._overloadname == "default" else f"{op._opname}_{op._overloadname}"
 
 
-_library = torch.library.Library("memgraph_guards", "DEF")
+_library = torch.library.Library(GUARDS, "DEF")
 _library.define("equal(Tensor x, Scalar[] expected, *, int guard) -> ()")
 _library.impl("equal", _equal, "CompositeExplicitAutograd")
 torch.library.register_fake("memgraph_guards::equal", _nothing, lib=_library)

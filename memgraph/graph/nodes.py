@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
+GUARDS = "memgraph_guards"  # namespace of ops
+UNGUARDED = -1  # number of such an op that checks nothing, since its sizes follow from an earlier one
 STATISTICS = ("running_mean", "running_var")  # batch norms change these, though their schemas do not say so
 
 
@@ -90,9 +92,15 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Return True if an op has no result and changes nothing, as one that raises for a singular matrix."""
+    """Return True for a guard, and for an op without a result, as one that raises for a singular matrix."""
     schema = node.target._schema if isinstance(node.target, OpOverload) else None
-    return schema is not None and not schema.returns and not schema.is_mutable
+    return schema is not None and not schema.is_mutable and (not schema.returns or is_guard(node))
+
+
+def is_guard(node: fx.Node) -> bool:
+    """Return True if a node checks what a capture assumed about values; see `guard_ops.py`."""
+    is_own = isinstance(node.target, OpOverload) and node.target.namespace == GUARDS
+    return is_own and int(node.kwargs["guard"]) != UNGUARDED  # type: ignore[arg-type]
 
 
 def drop_dead(graph: fx.Graph) -> None:

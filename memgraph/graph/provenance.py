@@ -101,13 +101,13 @@ class ProvenanceTracer:
 
     def _record(self, node: fx.Node) -> None:
         if self.phase == "forward":
-            self.place, self.part = f"{self.running[-1]} {_line(sys._getframe())}".strip(), _part.get()
+            self.place, self.part = f"{self.running[-1]} {user_line(sys._getframe())}".strip(), _part.get()
             self.places.setdefault(node.meta.get("seq_nr", -1), (self.place, self.part))
         notes = {"phase": self.phase, "where": self.place, "part": self.part}
         node.meta[PROVENANCE] = {**node.meta.get(PROVENANCE, {}), **notes}
 
 
-def _line(frame: FrameType | None) -> str:
+def user_line(frame: FrameType | None) -> str:
     """Return `file.py:line` of the innermost frame of user code; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename

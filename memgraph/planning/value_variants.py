@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from ..errors import CaptureError
-from ..graph.captured import Captured
 from ..graph.guard_ops import GuardFailed, Scalars, ValueGuard, same_values
 
 Answers = tuple[Scalars, ...]
@@ -35,11 +34,12 @@ class ValueVariants:
         known = self._known.get(_kind(call))
         return with_answers(call, known[0]) if known else call
 
-    def others(self, call: Key, tried: Sequence[Answers], failure: GuardFailed) -> Key:
-        """Return the key of another step that agrees with what the guards have found, up to the one that failed."""
-        found = (*tried[-1][: failure.guard], failure.actual)
+    def others(self, call: Key, tried: Sequence[Sequence[ValueGuard]], failure: GuardFailed) -> Key:
+        """Return the key of a step that was not tried and agrees with what all guards have found, or of a new one."""
+        rejected = list(map(_answers, tried))
+        found = (*rejected[-1][: failure.guard], failure.actual)
         for answers in self._known.get(_kind(call), ()):
-            if answers not in tried and _begins_with(answers, found):
+            if answers not in rejected and _begins_with(answers, found):
                 return with_answers(call, answers)
         return with_answers(call, NEW)
 
@@ -87,18 +87,18 @@ def with_answers(key: Key, answers: Answers) -> Key:
     return ((guard, (optimizer, answers)), *rest)
 
 
-def answers_of(captured: Captured) -> Answers:
-    """Return the answers on which a graph rests."""
-    return _answers(captured.guards)
+def is_new(key: Key) -> bool:
+    """Return True if a call has to be captured with the values that it has now."""
+    return bool(key[0][1][1] == NEW)
 
 
-def refuse_unstable(captured: Captured, key: Key, failure: GuardFailed) -> None:
+def refuse_unstable(key: Key, failure: GuardFailed) -> None:
     """
     Raises:
         CaptureError: a graph was captured with the values of this call, which has others when it runs.
     """
-    if key[0][1][1] == NEW:
-        guard = captured.guards[failure.guard]
+    if is_new(key):
+        guard = failure.guards[failure.guard]
         raise CaptureError(
             f"forward branches at {guard.where} on a value that is not the same when the same call runs twice: the "
             f"capture found {guard.expected}, and the step {failure.actual}; make it depend on tensors and torch's "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..graph.guard_ops import SIZED
 from ..graph.nodes import aten
@@ -74,16 +75,14 @@ def _along(values: Tensor, like: Tensor, dim: int) -> Tensor:
     return values.view([-1 if i == dim % like.dim() else 1 for i in range(like.dim())]).expand(like.shape)
 
 
-FILLERS: Mapping[object, Callable[..., None]] = {
-    SIZED[op]: fill
-    for op, fill in {
-        aten.nonzero.default: _nonzero,
-        aten.masked_select.default: _masked_select,
-        aten._unique2.default: _unique,
-        aten.unique_dim.default: _unique_dim,
-        aten.unique_consecutive.default: _unique_consecutive,
-        aten.repeat_interleave.Tensor: _largest_first,
-        aten.bincount.default: _bincount,
-        aten._pack_padded_sequence.default: _pack,
-    }.items()
-}
+_FILLERS: tuple[tuple[OpOverload, Callable[..., None]], ...] = (
+    (aten.nonzero.default, _nonzero),
+    (aten.masked_select.default, _masked_select),
+    (aten._unique2.default, _unique),
+    (aten.unique_dim.default, _unique_dim),
+    (aten.unique_consecutive.default, _unique_consecutive),
+    (aten.repeat_interleave.Tensor, _largest_first),
+    (aten.bincount.default, _bincount),
+    (aten._pack_padded_sequence.default, _pack),
+)
+FILLERS: Mapping[object, Callable[..., None]] = {SIZED[op]: fill for op, fill in _FILLERS}

@@ -90,7 +90,7 @@ class Step:
                 return self._run(tensors, unplanned, floats)
         except GuardFailed as failure:
             self.failures[failure.guard] += 1
-            raise
+            raise GuardFailed(failure.guard, failure.actual, self.parts.captured.guards) from None
 
     def _run(
         self, tensors: Sequence[Tensor], unplanned: Callable[[], UnplannedGradient], floats: Sequence[float]

@@ -50,6 +50,8 @@ NAMES: Mapping[str, str] = {
     "torch._dynamo.eval_frame": "a wrapper of torch.random, which is not the caller",
     "torch.utils._python_dispatch._disable_current_modes": "what is known during a trace is computed on real tensors",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "such tensors are refused",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees the values that Python asks for",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "what a forward for values writes is restored",
     "torch.utils._pytree": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_flatten": "arguments and results are flattened as torch's own tools do",
     "torch.utils._pytree.tree_leaves": "arguments and results are flattened as torch's own tools do",
@@ -67,6 +69,9 @@ NAMES: Mapping[str, str] = {
     "torch.ops.aten._linalg_svd": "singular values without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._linalg_eigh": "eigenvalues without vectors, as eager computes them where it needs no gradient",
     "torch.ops.aten._local_scalar_dense": "`.item()` of what is known during a trace",
+    "torch.ops.aten._unique2": "its sizes depend on values",
+    "torch.ops.aten._pack_padded_sequence": "its sizes depend on values",
+    "torch.ops.aten._index_put_impl_": "masks among its indices have sizes that depend on values",
     "torch.ops.aten._scaled_dot_product_efficient_attention": "its seeds lie on the host, where fake ones don't",
     "torch.ops.aten._efficient_attention_forward": "its seeds lie on the host, where fake ones don't",
     # Running
