@@ -3,10 +3,11 @@
     x.add_(y), x with gaps in its memory      ->  laid(add(x, y), x's strides)
     mkldnn_rnn_layer(x, ...), grad mode on    ->  rnn_layer(x, ...)
     select_scatter(x, y), x an input          ->  select_scatter(laid(x, x's strides), y)
+    sum(index(x, [mask]), [0])                ->  sum_rows(x, mask, [0])
 
 Kernels look at strides: the last bits of a sigmoid depend on the length of a row. oneDNN's recurrent layer makes the
 workspace of its backward only in grad mode. A scatter copies the whole storage of its argument; if that is a slice of
-the caller's data set, the storage is the data set.
+the caller's data set, the storage is the data set. How many rows a mask selects is a size that only their sum hides.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SEEDS_ON_HOST = {aten._scaled_dot_product_efficient_attention.default: 2, aten._
 
 _library = torch.library.Library("memgraph_surrogates", "DEF")
 _library.define("laid(Tensor x, SymInt[] stride) -> Tensor")
+_library.define("sum_rows(Tensor x, Tensor mask, int[] dims, bool keepdim) -> Tensor")
 _library.define(str(LAYER._schema).replace("aten::mkldnn_rnn_layer", "rnn_layer"))
 
 
@@ -100,9 +102,23 @@ def _fake_rnn_layer(*args: Any) -> Any:
     return output, hy, cy, workspace.new_empty(1)
 
 
-for _name, _run, _fake in (("laid", copy_with_strides, copy_with_strides), ("rnn_layer", _rnn_layer, _fake_rnn_layer)):
+def _sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return the sum of the rows that a mask selects."""
+    return x[mask].sum(dims, keepdim)
+
+
+def _fake_sum_rows(x: Tensor, mask: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    return x.new_empty((mask.numel(), *x.shape[mask.dim() :])).sum(dims, keepdim)
+
+
+for _name, _run, _fake in (
+    ("laid", copy_with_strides, copy_with_strides),
+    ("sum_rows", _sum_rows, _fake_sum_rows),
+    ("rnn_layer", _rnn_layer, _fake_rnn_layer),
+):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memgraph_surrogates::{_name}", _fake, lib=_library)
+SUM_ROWS: OpOverload = torch.ops.memgraph_surrogates.sum_rows.default
 
 
 COPY_WITH_STRIDES = torch.ops.memgraph_surrogates.laid.default
