@@ -16,6 +16,7 @@ from itertools import compress
 from torch import fx
 
 from ..graph.captured import Input
+from ..graph.first_draws import draw_coins_first
 from ..graph.nodes import (
     changed_storages,
     drop_aliases,
@@ -62,6 +63,7 @@ def finalize_graph(functional: FunctionalGraph, joint: JointGraph) -> fx.GraphMo
     graph.output_node().meta["kinds"] = tuple(RESULT_KINDS[role.kind] for role in joint.outputs)
     places = [place for place in functional.changed if joint.inputs[place].kind == "buffer"]
     assigned = {writer.placeholders[place] for place in joint.assigned}
+    draw_coins_first(graph, set(filter(is_guard, graph.nodes)))
     guards = [node for node in graph.nodes if is_guard(node)]
     buffers = [writer.placeholders[place] for place in places]
     reinplace(graph, joint.mode, buffers, assigned, after=guards[-1] if guards else None)

@@ -12,41 +12,45 @@ from __future__ import annotations
 from torch import fx
 
 from .host_draws import DRAW
-from .nodes import changes_inputs, is_random, tensors
+from .nodes import tensors
+from .summarize import draws, has_own_generator
 
 HOST = "random and numpy"
 MAX_NUMEL = 1 << 16  # larger values would take memory from the start
 
 
 def draw_coins_first(graph: fx.Graph, guards: set[fx.Node]) -> None:
-    """Move draws that read no input, what is computed from them alone, and the guards on that, to the beginning."""
+    """Move guards that no input affects to the beginning, with all that they are computed from."""
     movable: dict[fx.Node, None] = {}
     kept: set[str] = set()  # generators from which an op draws that stays where it is
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        drawn = _generator(node)
-        reads = node.all_input_nodes
-        moves = (bool(drawn) or bool(reads)) and all(read in movable for read in reads) and _is_small(node)
-        if moves and drawn not in kept and not changes_inputs(node):
+        generator, reads = _generator(node), node.all_input_nodes
+        draws_first = bool(generator) and generator not in kept and not reads
+        computes = not generator and bool(reads) and all(read in movable for read in reads)
+        if (draws_first or computes) and node.op == "call_function" and _is_small(node):
             movable[node] = None
-        elif drawn:
-            kept.add(drawn)
+        elif generator:
+            kept.add(generator)
     needed = _read_by([node for node in movable if node in guards])
+    generators: set[str] = set()  # of which a later draw moves
+    moved = []
+    for node in reversed(movable):
+        if node in needed or _generator(node) in generators:
+            moved.append(node)
+            generators |= {_generator(node)} - {""}
     placeholders = graph.find_nodes(op="placeholder")
-    last = placeholders[-1] if placeholders else None
-    for node in movable:
-        if last is not None and (node in needed or _generator(node)):
-            last.append(node)
-            last = node
+    for node in moved if placeholders else ():
+        placeholders[-1].append(node)
 
 
 def _generator(node: fx.Node) -> str:
     """Return the name of the generator from which an op draws; empty if it draws none."""
     if node.target is DRAW:
         return HOST
-    values = tensors(node)
-    return str(values[0].device) if is_random(node) and values else "other" if is_random(node) else ""
+    if has_own_generator(node):
+        return "a module's own"
+    values = tensors(node) if node.op == "call_function" and draws(node) else []
+    return str(values[0].device) if values else ""
 
 
 def _is_small(node: fx.Node) -> bool:

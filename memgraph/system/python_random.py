@@ -1,7 +1,7 @@
 """The states of the generators of `random` and numpy at one moment.
 
-    before = PythonRandom();  random.random();  before.has_changed()   ->   True
-    before.restore()
+before = PythonRandom();  random.random();  before.has_changed()   ->   True
+before.restore()
 """
 
 from __future__ import annotations

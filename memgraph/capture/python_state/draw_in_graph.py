@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ...graph.host_draws import DRAW, call, written
-from ...system.frames import is_users_code
+from ...system.frames import MEMGRAPH, TORCH
 from ...system.python_random import restoring_python_random
-from .drawn_values import DrawnArray, DrawnNumber, drawn, is_drawn, tensor_of
+from .drawn_values import drawn, is_drawn, tensor_of
 
 # Functions whose results have sizes and a type that follow from the arguments.
 PYTHON = (
@@ -101,7 +101,9 @@ def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[T
         return None
 
 
-def _form(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+def _form(
+    name: str, function: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[tuple[int, ...], torch.dtype] | None:
     """Return sizes and type of a result; None if no tensor has its values."""
     if name in MASKS:
         return tuple(inspect.signature(function).bind(*args, **kwargs).arguments["shape"]), torch.bool
@@ -140,7 +142,7 @@ def _functions() -> Iterator[tuple[ModuleType, str]]:
     yield from ((random, name) for name in PYTHON)
     if "numpy" in sys.modules:
         yield from ((sys.modules["numpy"].random, name) for name in NUMPY)
-    libraries = [module for name, module in sys.modules.items() if name.startswith(LIBRARIES)]
+    libraries = [module for name, module in list(sys.modules.items()) if name.startswith(LIBRARIES)]
     yield from ((module, name) for module in libraries for name in MASKS if inspect.isfunction(vars(module).get(name)))
 
 
@@ -148,7 +150,7 @@ def _replacement(module: ModuleType, name: str, draw: Draw, thread: int) -> Call
     function: Callable[..., Any] = getattr(module, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if get_ident() != thread or not is_users_code(sys._getframe(1).f_code):
+        if get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith((TORCH, MEMGRAPH)):
             return function(*args, **kwargs)
         return draw(module, name, function, args, kwargs)
 
