@@ -135,6 +135,7 @@ def _captured(
     captured = Captured(
         graph, joint.inputs, joint.outputs, joint.leaves, joint.spec, joint.differentiable, tangents, speculative,
         sources=joint.sources, has_custom_functions=joint.has_custom_functions, rewritten=joint.rewritten,
+        counters=joint.counters,
         guards=value_guards(graph.graph), value_run_nbytes=values.nbytes if values is not None else 0,
     )  # fmt: skip
     if floats is None:

@@ -70,8 +70,8 @@ EXPLANATIONS = (
     Explanation(
         ("DrawnNumber", "DrawnArray"),
         "forward draws with `random` or numpy, and computes with the number in a way that a captured step can't repeat",
-        "compare it with a number, make a tensor of it at once (torch.tensor), draw it with torch, or draw it outside of "
-        "the module",
+        "compare it with a number, make a tensor of it at once (torch.tensor), draw it with torch, or draw it outside "
+        "of the module",
     ),
     Explanation(
         (".numpy() is not supported",),

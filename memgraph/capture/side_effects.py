@@ -1,6 +1,7 @@
 """Refuse forwards whose next call depends on attributes that this one has set.
 
     self.width = x.shape[-1]                            the same in every call, and never read: allowed
+    self.count = self.count + 1                         counted, and never read otherwise: allowed
     self.count = getattr(self, "count", 0) + 1          differs in every call: a CaptureError
     first = not hasattr(self, "done"); self.done = True the second call differs: a CaptureError
 
@@ -35,13 +36,19 @@ def refuse_side_effects(before: AttributeSnapshot, first: TraceRecord, trace: Ca
     try:
         second = trace()
     except Exception as error:
-        raise _changed_call_error(name) from error
+        raise changed_call_error(name) from error
     changed = first[2].changed(second[2])
-    if changed is not None or first[1] != second[1] or not _is_same_graph(first[0], second[0]):
-        raise _changed_call_error(changed or name)
+    if changed is not None or not is_same_step(first, second):
+        raise changed_call_error(changed or name)
 
 
-def _changed_call_error(name: str) -> CaptureError:
+def is_same_step(first: TraceRecord, second: TraceRecord) -> bool:
+    """Return True if two traces gave the same graph and the same results."""
+    return first[1] == second[1] and _is_same_graph(first[0], second[0])
+
+
+def changed_call_error(name: str) -> CaptureError:
+    """Return the error for an attribute that forward changes."""
     return CaptureError(
         f"forward changes {name}, which changes its next call, but a captured step runs no Python: make it a buffer "
         "(register_buffer, a tensor), or change it outside of forward; if only the first call sets it, run the plain "

@@ -7,8 +7,9 @@ The graph may still have in-place ops, which `functionalize` replaces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.utils import stateless
 from ..errors import CaptureError
 from ..graph.aten_shims import keep_rnn_workspaces
 from ..graph.captured import Input, Output, Ref, View
+from ..graph.counters import Counter
 from ..graph.nodes import drop_aliases, drop_dead, returned_values
 from ..graph.provenance import ProvenanceTracer
 from ..guards.attribute_snapshot import AttributeSnapshot
@@ -38,8 +40,9 @@ from .constants import describe_constants, refuse_trained_constants
 from .fake_tensors import make_fake, without_autocast
 from .leaf_inputs import InputGradEdges
 from .prod_gradient import eager_prod_gradient
+from .python_state.counted_numbers import Place, counting, take_back_numbers
 from .python_state.draw_in_graph import drawing_in_trace
-from .side_effects import TraceRecord, refuse_side_effects
+from .side_effects import TraceRecord, changed_call_error, is_same_step, refuse_side_effects
 from .user_checkpoint import eager_fast_paths, eager_value_decompositions, without_checkpoint
 from .value_modes import ReplayValues, answering
 
@@ -62,6 +65,7 @@ class JointGraph:
     sources: Mapping[Output, frozenset[int]]
     has_custom_functions: bool
     rewritten: Mapping[int, int]
+    counters: tuple[Counter, ...]
 
 
 def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> JointGraph:
@@ -75,18 +79,41 @@ def trace_joint(call: Call, mode: ConstantFakeMode, wanted: OutputSelector) -> J
         eager_value_decompositions(),
         constant_transformers_checks(mode),
     ):
-        step, graph = _traced(call, mode, wanted, before)
-        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*_traced(call, mode, wanted, before)))
+        traced = partial(_traced, call, mode, wanted, before)
+        step, graph = traced()
+        if step.changed:
+            step, graph = _counted(traced, step, graph)
+            traced = partial(traced, step.counted)
+        refuse_side_effects(before, _facts(step, graph), lambda: _facts(*traced()))
     describe_constants(graph, mode)
     refuse_trained_constants(step.trained, call.module)
     return step.joint_graph(graph)
 
 
+def _counted(
+    traced: Callable[[Sequence[Place]], tuple[_TracedStep, fx.GraphModule]], step: _TracedStep, graph: fx.GraphModule
+) -> tuple[_TracedStep, fx.GraphModule]:
+    """Trace a forward that counts again, with objects in place of the numbers; raise if it needs the numbers."""
+    path, _, name = step.changed[0]
+    try:
+        counted, other = traced(step.changed)
+        is_same = is_same_step(_facts(step, graph), _facts(counted, other))
+    except Exception as error:
+        raise changed_call_error(f"{path}.{name}".lstrip(".")) from error
+    if not is_same or counted.has_custom_functions:  # the backward of one may read the number
+        raise changed_call_error(f"{path}.{name}".lstrip("."))
+    return counted, other
+
+
 def _traced(
-    call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot
+    call: Call,
+    mode: ConstantFakeMode,
+    wanted: OutputSelector,
+    before: AttributeSnapshot,
+    counted: Sequence[Place] = (),
 ) -> tuple[_TracedStep, fx.GraphModule]:
     fakes = [make_fake(tensor, mode, role) for role, tensor in zip(call.inputs, call.tensors, strict=True)]
-    step = _TracedStep(call, mode, wanted, before)
+    step = _TracedStep(call, mode, wanted, before, counted)
     with step.provenance.tracking(), mode.tracing():
         graph = make_fx(step)(*fakes)
     keep_rnn_workspaces(graph.graph)
@@ -105,8 +132,17 @@ def _facts(step: _TracedStep, graph: fx.GraphModule) -> TraceRecord:
 class _TracedStep:
     """The function that is traced."""
 
-    def __init__(self, call: Call, mode: ConstantFakeMode, wanted: OutputSelector, before: AttributeSnapshot) -> None:
-        self.call, self.mode, self.wanted, self.before = call, mode, wanted, before
+    def __init__(
+        self,
+        call: Call,
+        mode: ConstantFakeMode,
+        wanted: OutputSelector,
+        before: AttributeSnapshot,
+        counted: Sequence[Place],
+    ) -> None:
+        self.call, self.mode, self.wanted, self.before, self.counted = call, mode, wanted, before, counted
+        self.changed: Sequence[Place] = ()  # numbers that forward has changed
+        self.counters: list[Counter] = []
         self.provenance = ProvenanceTracer(call.module)
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.inputs = call.inputs
@@ -126,7 +162,16 @@ class _TracedStep:
         assert self.spec is not None
         roles = self.inputs, self.outputs, tuple(self.assigned)
         result = self.leaves, self.spec, self.differentiable
-        return JointGraph(graph, self.mode, *roles, *result, self.sources, self.has_custom_functions, self.rewritten)
+        return JointGraph(
+            graph,
+            self.mode,
+            *roles,
+            *result,
+            self.sources,
+            self.has_custom_functions,
+            self.rewritten,
+            tuple(self.counters),
+        )
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
         proxy_mode = get_proxy_mode()
@@ -152,9 +197,13 @@ class _TracedStep:
         """Run the module with traced values in place of its parameters and buffers."""
         traced = self.call.state(values)
         names = {path for path, _ in self.call.module.named_buffers(remove_duplicate=False)}
-        with stateless._reparametrize_module(self.call.module, traced, tie_weights=True):
+        with (
+            counting(self.counted, self.counters),
+            stateless._reparametrize_module(self.call.module, traced, tie_weights=True),
+        ):
             result = self.call.run(values)
             self._find_assigned(traced, names)
+        self.changed = take_back_numbers(self.before)
         self.before.refuse_leaks(set(map(id, values)))
         self.attributes_after = AttributeSnapshot(self.call.module, values)
         return result

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..tensors.pytree import Spec, unflatten
 from ..tensors.traced_float import FloatNode, FloatValues, SpecialValue
+from .counters import Counter
 from .guard_ops import ValueGuard
 
 
@@ -37,6 +38,8 @@ class Captured:
 
     Values of tensors: the graph rests on `guards`. To find these values, forward ran once and allocated at most
     `value_run_nbytes`.
+
+    `counters` are numbers on the module that forward changes, and on which the graph does not depend.
     """
 
     graph: fx.GraphModule
@@ -58,6 +61,7 @@ class Captured:
     special_values: tuple[SpecialValue, ...] = ()
     guards: tuple[ValueGuard, ...] = ()
     value_run_nbytes: int = 0
+    counters: tuple[Counter, ...] = ()
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the module's result for the graph's outputs and the real tensors that it read."""

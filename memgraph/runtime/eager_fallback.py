@@ -17,6 +17,7 @@ from ..capture.reentrant_forward import overwritten_buffers
 from ..capture.user_checkpoint import without_checkpoint
 from ..graph.captured import Captured
 from ..graph.host_draws import draws_on_host
+from ..guards.attribute_snapshot import AttributeSnapshot
 from ..system.locks import PLANNING_LOCK
 from ..system.python_random import PythonRandom, restoring_python_random
 from ..tensors.pytree import flatten, tensors_of
@@ -49,7 +50,7 @@ def eager_gradients(module: nn.Module, captured: Captured, args: tuple[Any, ...]
             buffers = {name: buffer.clone() if name in written else buffer for name, buffer in named_buffers.items()}
             named = dict(module.named_parameters())
             # A checkpoint would recompute in backward with the module's own buffers, or refuse `autograd.grad`.
-            with without_checkpoint():
+            with without_checkpoint(), AttributeSnapshot(module).restored():
                 result = torch.func.functional_call(module, named | buffers, args, kwargs)
             outputs = _outputs(result, captured)
         gradients = _differentiate(outputs, [*named.values(), *inputs], tangents)
